@@ -1,0 +1,12 @@
+// ringway._core: each tenant of the native core binds itself.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_recorder(nb::module_& m);
+
+NB_MODULE(_core, m) {
+    m.doc() = "ringway's native core";
+    nb::set_leak_warnings(false);  // objects alive at interpreter exit belong to jobs that did not say goodbye
+    bind_recorder(m);
+}

@@ -1,0 +1,107 @@
+#include "recorder.h"
+
+#include <time.h>
+
+#include <algorithm>
+
+namespace ringway {
+namespace {
+
+constexpr uint32_t kMaxTexts = 65536;
+
+}  // namespace
+
+int64_t monotonic_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+Recorder::Recorder(size_t capacity) : ring_(std::max<size_t>(capacity, 1)) {
+    texts_.emplace_back();  // id 0 is the empty text
+    text_ids_.emplace("", 0);
+}
+
+uint64_t Recorder::begin(const Entry& call) {
+    const uint64_t token = next_.fetch_add(1, std::memory_order_relaxed);
+    Slot& slot = ring_[token % ring_.size()];
+    slot.token.store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    slot.entry = call;
+    slot.entry.token = token;
+    slot.entry.issued_ns = monotonic_ns();
+    slot.completed_ns.store(0, std::memory_order_relaxed);
+    slot.state.store(static_cast<uint8_t>(State::Issued), std::memory_order_relaxed);
+    slot.token.store(token, std::memory_order_release);
+    return token;
+}
+
+void Recorder::end(uint64_t token, State state) {
+    Slot& slot = ring_[token % ring_.size()];
+    if (slot.token.load(std::memory_order_relaxed) != token) return;  // the ring came round meanwhile
+    slot.completed_ns.store(monotonic_ns(), std::memory_order_relaxed);
+    slot.state.store(static_cast<uint8_t>(state), std::memory_order_release);
+}
+
+bool Recorder::read(const Slot& slot, uint64_t token, Entry& out) const {
+    if (slot.token.load(std::memory_order_acquire) != token) return false;
+    out = slot.entry;
+    out.state = static_cast<State>(slot.state.load(std::memory_order_acquire));
+    out.completed_ns = slot.completed_ns.load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return slot.token.load(std::memory_order_relaxed) == token;
+}
+
+bool Recorder::find(uint64_t token, Entry& out) const { return read(ring_[token % ring_.size()], token, out); }
+
+std::vector<Entry> Recorder::recent(size_t count) const {
+    const uint64_t last = total();
+    const uint64_t kept = std::min<uint64_t>({count, last, ring_.size()});
+    std::vector<Entry> entries;
+    entries.reserve(kept);
+    Entry entry;
+    for (uint64_t token = last - kept + 1; token <= last; ++token)
+        if (find(token, entry)) entries.push_back(entry);
+    return entries;
+}
+
+uint32_t Recorder::intern(const std::string& text) {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    const auto found = text_ids_.find(text);
+    if (found != text_ids_.end()) return found->second;
+    if (texts_.size() >= kMaxTexts) return kMaxTexts;
+    const auto id = static_cast<uint32_t>(texts_.size());
+    texts_.push_back(text);
+    text_ids_.emplace(text, id);
+    return id;
+}
+
+std::string Recorder::text(uint32_t id) const {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    return id < texts_.size() ? texts_[id] : "…";
+}
+
+Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group)
+    : recorder_(std::move(recorder)), group_(recorder_->intern(group)) {}
+
+uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site) {
+    std::atomic<uint64_t>& counter = is_point_to_point(op) ? messages_ : collectives_;
+    Entry entry;
+    entry.sequence = counter.fetch_add(1, std::memory_order_relaxed);
+    entry.bytes = bytes;
+    entry.group = group_;
+    entry.label = label;
+    entry.site = site;
+    entry.peer = peer;
+    entry.op = op;
+    entry.dtype = dtype;
+    entry.reduce = reduce;
+    return recorder_->begin(entry);
+}
+
+void Lane::end(uint64_t token, State state) {
+    recorder_->end(token, state);
+    completed_.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace ringway

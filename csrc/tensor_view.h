@@ -1,0 +1,28 @@
+// What the native side needs to know of a torch tensor, without torch's headers.
+#pragma once
+
+#include <Python.h>
+
+#include "codes.h"
+
+namespace ringway {
+
+struct TensorView {
+    void* data = nullptr;
+    int64_t numel = 0;
+    int64_t nbytes = 0;
+    DType dtype = DType::Unknown;
+    bool cpu = false;
+    bool contiguous = false;
+};
+
+// Remembers the types whose layout is known (torch.Tensor, Parameter) and torch's DLPack exchange table.
+// Called once, with the GIL, when ringway is imported.
+void set_tensor_types(PyObject* types, PyObject* exchange_capsule);
+
+// Fills `out` and returns true for a plain, dense tensor of a known type. Returns false, with no Python error
+// set, for anything else (a subclass, a sparse or conjugated tensor, not a tensor): the caller takes the
+// general path, which says what is wrong. Needs the GIL; takes some tens of nanoseconds.
+bool view_tensor(PyObject* object, TensorView& out);
+
+}  // namespace ringway

@@ -1,0 +1,155 @@
+"""What ringway raises.
+
+RingwayError (RuntimeError)
+├── ConfigError                      a setting that cannot be: which one, from where, the nearest valid name
+├── DiscoveryError                   the launcher's environment contradicts itself
+├── RendezvousError                  not all ranks arrived: who did, who did not
+├── BackendUnavailable               a backend that cannot be used here: what to install
+├── UsageError (also ValueError)     a call that is wrong before anything is sent
+├── ObjectError                      an object message that cannot be trusted: who sent it, what is wrong
+├── CollectiveMismatch               ranks called different collectives: both sides
+├── PeerLost                         another rank's process is gone
+└── CommTimeout (also TimeoutError)  somebody did not come in time: who
+
+Each carries its facts as attributes; the text is made from them. Foreign errors (torch, mpi4py,
+oneCCL, the system) are turned into these where they enter, in the backend's own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+__all__ = [
+    "BackendUnavailable",
+    "CollectiveMismatch",
+    "CommTimeout",
+    "ConfigError",
+    "DiscoveryError",
+    "ObjectError",
+    "PeerLost",
+    "RendezvousError",
+    "RingwayError",
+    "UsageError",
+]
+
+
+class RingwayError(RuntimeError):
+    """Anything that ringway raises itself."""
+
+
+class ConfigError(RingwayError):
+    """A setting has a value that cannot be, or a name that does not exist."""
+
+    def __init__(self, message: str, *, key: str | None = None, source: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.source = source
+
+
+class DiscoveryError(RingwayError):
+    """What a launcher left in the environment contradicts itself."""
+
+    def __init__(
+        self, message: str, *, source: str | None = None, seen: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.source = source
+        self.seen = dict(seen or {})
+
+
+class RendezvousError(RingwayError):
+    """Not every rank arrived in time."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        arrived: Mapping[int, str] | None = None,
+        missing: Iterable[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.arrived = dict(arrived or {})
+        self.missing = sorted(missing)
+
+
+class BackendUnavailable(RingwayError):
+    """The backend exists, but cannot be used here."""
+
+    def __init__(self, backend: str, reason: str, *, remedy: str | None = None) -> None:
+        super().__init__(
+            f"backend '{backend}' is not available: {reason}" + (f". {remedy}" if remedy else "")
+        )
+        self.backend = backend
+        self.reason = reason
+        self.remedy = remedy
+
+
+class UsageError(RingwayError, ValueError):
+    """The call is wrong, and nothing was sent."""
+
+
+class ObjectError(RingwayError):
+    """An object could not be sent, or what arrived cannot be trusted. The group stays usable."""
+
+    def __init__(self, message: str, *, sender: int) -> None:
+        super().__init__(message)
+        self.sender = sender
+
+
+class CollectiveMismatch(RingwayError):
+    """Ranks of one group called different collectives.
+
+    `sides` maps a rank of the group to what it called, in words.
+    """
+
+    def __init__(
+        self, message: str, *, sides: Mapping[int, str] | None = None, sequence: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.sides = dict(sides or {})
+        self.sequence = sequence
+
+
+class PeerLost(RingwayError):
+    """The process of another rank is gone. `signal` is known only where the kernel tells."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        pid: int | None = None,
+        signal: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.signal = signal
+
+
+class CommTimeout(RingwayError, TimeoutError):
+    """A call waited until its deadline. `missing` are the ranks that did not come, where known."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: str | None = None,
+        sequence: int | None = None,
+        waited: float | None = None,
+        missing: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.sequence = sequence
+        self.waited = waited
+        self.missing = list(missing or ())
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest one that exists, if any is close."""
+    close = get_close_matches(name, list(names), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
