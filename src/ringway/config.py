@@ -1,0 +1,339 @@
+"""What may be configured, and where each value came from.
+
+Two blocks of a configuration are ours: `ringway` and `comms_logger`. They stand in a dictionary, in a JSON or
+TOML file, or inside a whole DeepSpeed configuration, whose other blocks are left alone. Later sources win:
+
+    default  <  RINGWAY_CONFIG (a file)  <  the `config` argument  <  RINGWAY_* variables
+
+Inside our blocks an unknown key is an error. `Config.source` says which of these gave a value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ringway.errors import ConfigError, nearest
+
+BLOCK = "ringway"
+LOGGER_BLOCK = "comms_logger"
+CHECKS = ("always", "sample", "stall")
+MAX_SECONDS = 1e8
+"""About three years: every wait has a deadline that torch's millisecond counters can hold."""
+
+_PREFIX = "RINGWAY_"
+_LOGGER_PREFIX = "RINGWAY_COMMS_LOGGER_"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One type of setting: how a value is checked, how text becomes one, and its JSON schema.
+
+    `check` returns the value as it will be kept or raises ValueError with what was expected.
+    """
+
+    check: Callable[[object], Any]
+    parse: Callable[[str], object]
+    schema: Mapping[str, Any]
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("a number of seconds")
+    if not (math.isfinite(value) and 0 < value <= MAX_SECONDS):
+        raise ValueError(f"a number of seconds above 0 and at most {MAX_SECONDS:.0f}")
+    return float(value)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        raise ValueError("a whole number above 0")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a name")
+    return value.strip()
+
+
+def _check_mode(value: object) -> str:
+    if value not in CHECKS:
+        raise ValueError("one of " + ", ".join(CHECKS))
+    return str(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise ValueError("a list of names")
+    return tuple(value)
+
+
+def _policy(value: object) -> str | dict[str, Any]:
+    if isinstance(value, (str, os.PathLike)) and str(value):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError("a path or a table")
+
+
+def _parse_flag(text: str) -> object:
+    return {"1": True, "true": True, "yes": True, "on": True}.get(
+        text.lower(), False if text.lower() in ("0", "false", "no", "off", "") else text
+    )
+
+
+def _parse_number(text: str) -> object:
+    try:
+        return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        return text
+
+
+def _parse_names(text: str) -> object:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parse_policy(text: str) -> object:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("a path, or a table as JSON") from None
+
+
+_SECONDS = Kind(_number, _parse_number, {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS})
+_COUNT = Kind(_count, _parse_number, {"type": "integer", "minimum": 1})
+_FLAG = Kind(_flag, _parse_flag, {"type": "boolean"})
+_NAME = Kind(_text, str, {"type": "string", "minLength": 1})
+_CHECK = Kind(_check_mode, str.strip, {"enum": list(CHECKS)})
+_NAMES = Kind(_names, _parse_names, {"type": "array", "items": {"type": "string"}})
+_POLICY = Kind(_policy, _parse_policy, {"type": ["string", "object"]})
+
+
+def _about(kind: Kind, about: str) -> dict[str, Any]:
+    return {"kind": kind, "about": about}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommsLogger:
+    """The block `comms_logger`, with DeepSpeed's keys and defaults."""
+
+    enabled: bool = field(default=False, metadata=_about(_FLAG, "log collectives"))
+    verbose: bool = field(default=False, metadata=_about(_FLAG, "print every logged call as it completes"))
+    prof_all: bool = field(
+        default=True, metadata=_about(_FLAG, "log every op; otherwise those of prof_ops, or with prof=True")
+    )
+    debug: bool = field(default=False, metadata=_about(_FLAG, "add the caller's name to the label"))
+    prof_ops: tuple[str, ...] = field(
+        default=(), metadata=_about(_NAMES, "ops or labels to log when prof_all is false")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The resolved configuration: the block `ringway`, and the logger's block as one attribute."""
+
+    backend: str | None = field(
+        default=None, metadata=_about(_NAME, "backend by name, or by device as in cpu:shm,cuda:nccl")
+    )
+    timeout: float = field(
+        default=1800.0, metadata=_about(_SECONDS, "seconds until a rendezvous or a collective gives up")
+    )
+    stall_after: float = field(
+        default=30.0, metadata=_about(_SECONDS, "seconds until a waiting call prints who it waits for")
+    )
+    max_object_bytes: int = field(
+        default=1 << 30, metadata=_about(_COUNT, "largest object message that is accepted")
+    )
+    recorder_size: int = field(default=4096, metadata=_about(_COUNT, "calls that the recorder remembers"))
+    check: str = field(
+        default="always", metadata=_about(_CHECK, "when calls of different ranks are compared across hosts")
+    )
+    policy: str | dict[str, Any] | None = field(
+        default=None, metadata=_about(_POLICY, "which backend for which op and size: a file, or its table")
+    )
+    comms_logger: CommsLogger = CommsLogger()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def source(self, key: str) -> str:
+        """Where the value of `timeout`, or of `comms_logger.enabled`, came from."""
+        if key not in SETTINGS:
+            raise ConfigError(f"there is no setting '{key}'{nearest(key, SETTINGS)}", key=key)
+        return self.sources.get(key, "default")
+
+    def value(self, key: str) -> Any:
+        """The value by the name that `source` takes."""
+        self.source(key)
+        block, _, name = key.rpartition(".")
+        return getattr(self.comms_logger if block else self, name)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One entry of the table of all settings."""
+
+    key: str
+    variable: str
+    kind: Kind
+    default: Any
+    about: str
+
+
+def _table() -> Mapping[str, Setting]:
+    table = {}
+    for owner, prefix, variables in ((Config, "", _PREFIX), (CommsLogger, "comms_logger.", _LOGGER_PREFIX)):
+        for item in fields(owner):
+            if "kind" in item.metadata:
+                key = prefix + item.name
+                kind, about = item.metadata["kind"], item.metadata["about"]
+                table[key] = Setting(key, variables + item.name.upper(), kind, item.default, about)
+    return MappingProxyType(table)
+
+
+SETTINGS = _table()
+"""Every setting by its key: `timeout`, `comms_logger.enabled`."""
+
+# Variables that are not settings but ours all the same: written by `ringway run`, or naming the file.
+_OTHER_VARIABLES = ("RINGWAY_CONFIG", "RINGWAY_RUN_ID", "RINGWAY_JOB_TOKEN")
+
+
+def resolve(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """One configuration out of every source, each value with the name of its own."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if environ.get("RINGWAY_CONFIG"):
+        path = environ["RINGWAY_CONFIG"]
+        _take_blocks(_read_file(path, "RINGWAY_CONFIG"), f"{path} (RINGWAY_CONFIG)", values, sources)
+    if isinstance(config, Mapping):
+        _take_blocks(config, "config argument", values, sources)
+    elif isinstance(config, (str, os.PathLike)):
+        _take_blocks(_read_file(config, "config argument"), os.fspath(config), values, sources)
+    elif config is not None:
+        raise ConfigError(
+            f"config is a {type(config).__name__}; give a dictionary, or the path of a JSON or TOML file",
+            source="config argument",
+        )
+    notes = _take_variables(environ, values, sources)
+    logger = {key.partition(".")[2]: value for key, value in values.items() if "." in key}
+    return Config(
+        **{key: value for key, value in values.items() if "." not in key},
+        comms_logger=CommsLogger(**logger),
+        sources=MappingProxyType(sources),
+        notes=tuple(notes),
+    )
+
+
+def _take_blocks(
+    blocks: Mapping[str, Any], source: str, values: dict[str, Any], sources: dict[str, str]
+) -> None:
+    for block, prefix in ((BLOCK, ""), (LOGGER_BLOCK, "comms_logger.")):
+        content = blocks.get(block)
+        if content is None:
+            continue
+        if not isinstance(content, Mapping):
+            raise ConfigError(
+                f"'{block}' in {source} is a {type(content).__name__}, not a table", key=block, source=source
+            )
+        known = {key.removeprefix(prefix): key for key in SETTINGS if ("." in key) == bool(prefix)}
+        for name, value in content.items():
+            if name not in known:
+                raise ConfigError(
+                    f"unknown key {name!r} in block '{block}' of {source}{nearest(str(name), known)}",
+                    key=str(name),
+                    source=source,
+                )
+            if value is not None:  # JSON's null is how a file says "the default"
+                values[known[name]] = _checked(SETTINGS[known[name]], value, source)
+                sources[known[name]] = source
+
+
+def _take_variables(environ: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    by_variable = {setting.variable: setting for setting in SETTINGS.values()}
+    notes = []
+    for variable in sorted(name for name in environ if name.startswith(_PREFIX)):
+        setting = by_variable.get(variable)
+        if setting is not None:
+            values[setting.key] = _checked(setting, environ[variable], variable, text=True)
+            sources[setting.key] = variable
+        elif variable not in _OTHER_VARIABLES:
+            # A variable may belong to a tool of the user's, so it is told, not refused.
+            close = nearest(variable, by_variable)
+            if close:
+                notes.append(f"{variable} is not a setting{close}")
+    return notes
+
+
+def _checked(setting: Setting, value: object, source: str, *, text: bool = False) -> Any:
+    try:
+        return setting.kind.check(setting.kind.parse(str(value)) if text else value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting.key} is {value!r} in {source}; expected {error}", key=setting.key, source=source
+        ) from None
+
+
+def _read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
+    name = os.fspath(path)
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+        content = _read_toml(text) if name.endswith(".toml") else json.loads(text)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {name} ({said_by}): {error.strerror or error}", source=name
+        ) from error
+    except (ValueError, RecursionError) as error:  # decoding errors of text, JSON and TOML are ValueErrors
+        raise ConfigError(f"{name} ({said_by}) is not valid: {error}", source=name) from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{name} ({said_by}) holds no table", source=name)
+    return content
+
+
+def _read_toml(text: str) -> Mapping[str, Any]:
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    content: Mapping[str, Any] = tomllib.loads(text)
+    return content
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of our two blocks; other blocks are allowed beside them."""
+
+    def block(prefix: str) -> dict[str, Any]:
+        properties = {}
+        for setting in SETTINGS.values():
+            if ("." in setting.key) == bool(prefix):
+                entry = {**setting.kind.schema, "description": setting.about}
+                if setting.default is not None:
+                    entry["default"] = (
+                        list(setting.default) if isinstance(setting.default, tuple) else setting.default
+                    )
+                properties[setting.key.removeprefix(prefix)] = entry
+        return {"type": "object", "properties": properties, "additionalProperties": False}
+
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ringway",
+        "type": "object",
+        "properties": {BLOCK: block(""), LOGGER_BLOCK: block("comms_logger.")},
+        "additionalProperties": True,
+    }
