@@ -1,0 +1,1 @@
+"""Measuring collectives: cases, a runner that interleaves candidates, and tables."""
