@@ -1,0 +1,163 @@
+"""Which launcher started this process: the innermost of those that left their variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from ringway.errors import DiscoveryError, UsageError
+from ringway.launch.ancestry import Ancestry, ancestors, setter
+from ringway.launch.info import MAX_RANKS, LaunchInfo, Variables
+from ringway.launch.sources import LOOPBACK, SOURCES, Source, alone
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One launcher that left its variables: what it says, or how it contradicts itself."""
+
+    source: str
+    info: LaunchInfo | None
+    error: DiscoveryError | None = None
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What was chosen, and every launcher that was seen, the chosen one first."""
+
+    info: LaunchInfo
+    seen: tuple[Seen, ...]
+
+
+def discover(
+    environ: Mapping[str, str] | None = None,
+    *,
+    rank: int = -1,
+    size: int = -1,
+    init_method: str | None = None,
+    ancestry: Ancestry | None = None,
+) -> LaunchInfo:
+    """This process's place in the job. Arguments win over any launcher."""
+    return explore(environ, rank=rank, size=size, init_method=init_method, ancestry=ancestry).info
+
+
+def explore(
+    environ: Mapping[str, str] | None = None,
+    *,
+    rank: int = -1,
+    size: int = -1,
+    init_method: str | None = None,
+    ancestry: Ancestry | None = None,
+) -> Discovery:
+    """As `discover`, with everything that was seen. Without a mapping, this process's own environment."""
+    if environ is None:
+        environ = os.environ
+        ancestry = ancestors if ancestry is None else ancestry
+    seen = _innermost_first(environ, ancestry)
+    if rank >= 0 or size >= 0 or _has_address(init_method):
+        chosen = _from_arguments(environ, rank, size, init_method, seen[0].info if seen else None)
+        return Discovery(chosen, (Seen(chosen.source, chosen), *seen))
+    if not seen:
+        info = alone(environ)
+        return Discovery(info, (Seen(info.source, info),))
+    first = seen[0]
+    if first.error is not None:
+        raise first.error
+    assert first.info is not None
+    return Discovery(_with_job(first.info, environ, ancestry), tuple(seen))
+
+
+def _innermost_first(environ: Mapping[str, str], ancestry: Ancestry | None) -> list[Seen]:
+    found: list[tuple[int, Seen]] = []
+    for source in SOURCES:
+        try:
+            info = source.read(environ)
+        except DiscoveryError as error:
+            found.append((_depth(source, environ, ancestry), Seen(source.name, None, error)))
+        else:
+            if info is not None:
+                found.append((_depth(source, environ, ancestry), Seen(source.name, info)))
+    found.sort(key=lambda item: item[0])  # stable: the order of SOURCES decides between equals
+    return [seen for _, seen in found]
+
+
+def _depth(source: Source, environ: Mapping[str, str], ancestry: Ancestry | None) -> int:
+    value = environ.get(source.rank_variable)
+    if ancestry is None or value is None:
+        return 0
+    return setter(source.rank_variable, value, ancestry)[0]
+
+
+def _with_job(info: LaunchInfo, environ: Mapping[str, str], ancestry: Ancestry | None) -> LaunchInfo:
+    """A launcher that names no job and no port, but has all ranks here: its process names the job."""
+    if info.job or info.port is not None or not info.on_one_host or ancestry is None or info.size == 1:
+        return info
+    variable = next(source.rank_variable for source in SOURCES if source.name == info.source)
+    _, process = setter(variable, environ.get(variable, ""), ancestry)
+    if process is None:
+        return info
+    return replace(info, job=f"started by process {process.pid}.{process.started}")
+
+
+def _has_address(init_method: str | None) -> bool:
+    return init_method is not None and not init_method.startswith("env://")
+
+
+def _from_arguments(
+    environ: Mapping[str, str], rank: int, size: int, init_method: str | None, beside: LaunchInfo | None
+) -> LaunchInfo:
+    """What the call says; what it leaves out comes from the launcher `beside` it, if there is one."""
+    found = Variables(environ, "arguments")
+    address, port = found.text("MASTER_ADDR"), found.port("MASTER_PORT")
+    if beside is not None:
+        address, port = beside.address, beside.port
+    if init_method is not None and _has_address(init_method):
+        address, port, rank, size = _read_method(init_method, rank, size)
+    if beside is not None:
+        rank = beside.rank if rank < 0 else rank
+        size = beside.size if size < 0 else size
+    if size < 0 and rank <= 0:
+        rank, size = 0, 1
+    if not 0 <= rank < size <= MAX_RANKS:
+        raise UsageError(f"rank={rank} and world_size={size} given; need 0 <= rank < world_size")
+    if size > 1 and (address is None or port is None) and beside is None and not _is_file(init_method):
+        raise UsageError(
+            f"rank={rank} and world_size={size} given, but no address: pass init_method='tcp://HOST:PORT', "
+            "or set MASTER_ADDR and MASTER_PORT"
+        )
+    notes = (f"init_method {init_method}",) if init_method else ()
+    if beside is not None and (beside.rank, beside.size) == (rank, size):
+        elsewhere = _has_address(init_method)
+        return replace(
+            beside,
+            source="arguments",
+            address=address,
+            port=port,
+            job="" if elsewhere else beside.job,
+            hosted_by_launcher=beside.hosted_by_launcher and not elsewhere,
+            notes=notes,
+        )
+    return found.info(rank=rank, size=size, address=address or LOOPBACK, port=port, notes=notes)
+
+
+def _is_file(init_method: str | None) -> bool:
+    return init_method is not None and init_method.startswith("file://")
+
+
+def _read_method(init_method: str, rank: int, size: int) -> tuple[str | None, int | None, int, int]:
+    if _is_file(init_method):
+        return None, None, rank, size
+    try:
+        url = urlsplit(init_method)
+        port = url.port
+        query = dict(pair.split("=", 1) for pair in url.query.split("&") if pair)
+        rank = int(query.get("rank", rank)) if rank < 0 else rank
+        size = int(query.get("world_size", size)) if size < 0 else size
+    except ValueError as error:
+        raise UsageError(f"init_method={init_method!r} cannot be read: {error}") from None
+    if url.scheme != "tcp" or not url.hostname or not port:
+        raise UsageError(
+            f"init_method={init_method!r} is not understood; use tcp://HOST:PORT, file:///PATH or env://"
+        )
+    return url.hostname, port, rank, size

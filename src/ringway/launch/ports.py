@@ -1,0 +1,97 @@
+"""Ports and addresses of this host, by the standard library alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+
+from ringway.errors import RendezvousError
+
+# Below the range from which Linux hands out ports to outgoing connections, so that a chance holder is rare.
+_FIRST_CHOICE, _LAST_CHOICE = 20000, 32000
+CHOICES = 16
+
+
+def choices(job: str) -> list[int]:
+    """The ports that a job may use when nobody gave it one: the same list on every rank."""
+    digest = hashlib.sha256(job.encode("utf-8", "surrogateescape")).digest()
+    span = _LAST_CHOICE - _FIRST_CHOICE
+    start, step = int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:6], "big") | 1
+    return [_FIRST_CHOICE + (start + step * turn) % span for turn in range(CHOICES)]
+
+
+def listen(address: str | None, port: int) -> socket.socket:
+    """A listening socket, on loopback alone if `address` is. Raises OSError where the port is taken."""
+    if address is not None and is_loopback(address):
+        return _bound(socket.AF_INET, "127.0.0.1", port)
+    if socket.has_dualstack_ipv6():
+        return _bound(socket.AF_INET6, "::", port)
+    return _bound(socket.AF_INET, "0.0.0.0", port)
+
+
+def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def own_address() -> str:
+    """An address of this host that others can reach: the one its default route leaves from."""
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))  # of a datagram socket: picks the route, sends nothing
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RendezvousError(
+            f"this host has no route and its name {socket.gethostname()!r} has no address; set MASTER_ADDR"
+        ) from error
+    return str(next((item[4][0] for item in found if not is_loopback(str(item[4][0]))), found[0][4][0]))
+
+
+def holder(port: int) -> tuple[int, str] | None:
+    """The process that listens on a port, as (pid, command), where the system tells."""
+    inodes = set(_listening_inodes(port))
+    if not inodes:
+        return None
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                if os.readlink(descriptor.path) in inodes:
+                    with open(f"/proc/{pid}/cmdline", "rb") as file:
+                        command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+                    return int(pid), command[:200]
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return None
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = file.readlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            column = row.split()
+            if column[3] == "0A" and int(column[1].rpartition(":")[2], 16) == port:
+                yield f"socket:[{column[9]}]"

@@ -1,0 +1,367 @@
+"""All ranks meet at one store, or each that came learns who did not.
+
+1. Connect: rank 0 opens the store (or the launcher has), the others find it.
+2. Recognize: the store names its job; another job's store is refused.
+3. Roll call: each rank signs in with its host and process. The last to come, or the first whose patience
+   ends, writes the one outcome that all read. Rank 0 keeps a failed store open until all have read it.
+
+Waits poll with growing pauses, so that Ctrl-C ends any of them, and all end by one deadline.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from ringway.errors import DiscoveryError, RendezvousError
+from ringway.launch import ports
+from ringway.launch.info import LaunchInfo
+
+FAREWELL = 5.0
+"""Seconds that rank 0 waits, after a failed roll call, for the others to read who was missing."""
+
+_IDENTITY = "ringway/job"
+_PAUSES = (0.005, 0.25)
+_GRACE = 5.0  # during which another job's store is taken for one that is about to close
+_PROBE = 5.0  # to connect to a host that answers, and to read what its store says of itself
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class _Place:
+    """Where the store was found, in words for messages."""
+
+    address: str
+    port: int
+    host: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}" + (f" ({self.host})" if self.host else "")
+
+
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+    def poll(self, question: Callable[[], Value | None]) -> Value | None:
+        """Ask until there is an answer or no time is left."""
+        pause, longest = _PAUSES
+        while True:
+            answer = question()
+            if answer is not None or self.left() == 0:
+                return answer
+            time.sleep(min(pause, self.left()))
+            pause = min(pause * 1.5, longest)
+
+
+def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str | None = None) -> Store:
+    """The store at which all ranks of the job are known to have arrived.
+
+    `token` is part of the job's identity, for launchers that give none. With `path` the store is a file
+    (`init_method="file://..."`).
+    """
+    if info.size == 1 and path is None:
+        return HashStore()  # nobody to meet: no port, no address
+    deadline = _Deadline(timeout)
+    identity = _identity(info, token)
+    if path is not None:
+        return _roll_call(FileStore(path, info.size), info, deadline, _Place(path, 0))
+    if info.address is None:
+        store, place = _agree_through_mpi(info, identity, deadline)
+    elif info.rank == 0 and not info.hosted_by_launcher:
+        store, place = _host(info, identity, deadline)
+    else:
+        store, place = _join(info, identity, deadline)
+    try:
+        return _roll_call(store, info, deadline, place)
+    except DistError as error:
+        raise RendezvousError(
+            f"rank {info.rank}: the store at {place} went away while the ranks were meeting: its host, "
+            f"{_host_of_store(info)}, died or closed it",
+            arrived={info.rank: socket.gethostname()},
+            missing=[] if info.hosted_by_launcher else [0],
+        ) from error
+
+
+def host_store(listener: socket.socket, address: str, job: str, size: int, timeout: float) -> Store:
+    """Open a store on a socket that already listens, and write into it whose it is."""
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1" if ports.is_loopback(address) else address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+    store.set(_IDENTITY, json.dumps({"job": _digest(job), "size": size, "host": _signature()}))
+    return store
+
+
+def _identity(info: LaunchInfo, token: str) -> str:
+    return f"{info.job}\n{token}" if token else info.job
+
+
+def _digest(job: str) -> str:
+    """A job's id may be its secret, and anybody who reaches the store can read what stands in it."""
+    return hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _signature() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
+
+def _host_of_store(info: LaunchInfo) -> str:
+    return "the launcher" if info.hosted_by_launcher else "rank 0"
+
+
+# --- connect
+
+
+def _host(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, _Place]:
+    assert info.address is not None
+    offered = [info.port] if info.port is not None else ports.choices(identity)
+    for port in offered:
+        try:
+            listener = ports.listen(info.address, port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise RendezvousError(f"rank 0 cannot listen on port {port}: {error}") from error
+            owner = ports.holder(port)
+            if owner is not None and owner[0] == os.getpid() and info.port is not None:
+                return _join(info, identity, deadline)  # the store of an earlier start in this very process
+            if info.port is not None:
+                raise RendezvousError(_taken(info.port, error, owner)) from error
+            continue
+        store = host_store(listener, info.address, identity, info.size, deadline.seconds)
+        return store, _Place(info.address, port, _signature())
+    raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free one")
+
+
+def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
+    if error.errno == errno.EACCES:
+        return f"MASTER_PORT={port} may not be used by this user; choose one above 1023"
+    by = f"by pid {owner[0]} ({owner[1]})" if owner else "by a process that the system does not show"
+    return f"MASTER_PORT={port} is taken {by}; set another, or none where the launcher is ringway run"
+
+
+def _join(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, _Place]:
+    assert info.address is not None
+    offered = [info.port] if info.port is not None else ports.choices(identity)
+    obstacles: dict[int, str] = {}
+    # An earlier job may still be closing its store on the port that this one was given.
+    grace = _Deadline(min(_GRACE, deadline.seconds))
+
+    def attempt() -> tuple[Store, _Place] | None:
+        for port in offered:
+            try:
+                return _open(info, identity, port, deadline)
+            except OSError as error:
+                obstacles[port] = str(error)
+            except RendezvousError as error:
+                obstacles[port] = str(error)
+                if info.port is not None and grace.left() == 0:
+                    raise
+        return None
+
+    found = deadline.poll(attempt)
+    if found is not None:
+        return found
+    where = f"{info.address}:{info.port}" if info.port is not None else f"{info.address}, ports {offered}"
+    reasons = sorted(set(obstacles.values()))
+    raise RendezvousError(
+        f"rank {info.rank} of {info.size} on {socket.gethostname()}: no store at {where} within "
+        f"{deadline.seconds:g} s, so its host, {_host_of_store(info)}, is missing ({'; '.join(reasons)})",
+        arrived={info.rank: socket.gethostname()},
+        missing=[] if info.hosted_by_launcher else [0],
+    )
+
+
+def _open(info: LaunchInfo, identity: str, port: int, deadline: _Deadline) -> tuple[Store, _Place]:
+    """Connect to one port. OSError: nobody there yet. RendezvousError: somebody else is there."""
+    assert info.address is not None
+    patience = min(_PROBE, deadline.left()) or 0.001
+    # TCPStore's own connecting logs a C++ stack trace for each refusal: knock first.
+    socket.create_connection((info.address, port), timeout=patience).close()
+    store = _client(info.address, port, deadline.seconds)
+    if store is None:
+        raise RendezvousError(f"what listens at {info.address}:{port} is not a store of torch.distributed")
+    place = _Place(info.address, port)
+    place.host = _recognize(store, info, identity, place)
+    return store, place
+
+
+def _client(address: str, port: int, timeout: float) -> Store | None:
+    """A client of the store, or None where what listens does not speak its language.
+
+    Facing a service that stays silent, TCPStore waits for ever whatever its timeout: on a thread, that
+    costs a thread.
+    """
+    result: list[Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            result.append(TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout)))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=connect, name="ringway-connect", daemon=True)
+    thread.start()
+    thread.join(_PROBE)
+    if not result:
+        return None
+    if isinstance(result[0], DistError):
+        raise OSError(str(result[0]).splitlines()[0])
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def _agree_through_mpi(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, _Place]:
+    """Several hosts, and a launcher that tells no address: MPI itself carries rank 0's to the others."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise DiscoveryError(
+            f"{info.source} started {info.size} ranks on several hosts and names no address where to meet; "
+            "set MASTER_ADDR and MASTER_PORT, or install mpi4py",
+            source=info.source,
+        ) from error
+    world: Any = MPI.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (info.rank, info.size):
+        raise DiscoveryError(
+            f"{info.source} says rank {info.rank} of {info.size}, but mpi4py says {world.Get_rank()} of "
+            f"{world.Get_size()}: it was built for another MPI",
+            source=info.source,
+        )
+    listener = ports.listen(None, 0) if info.rank == 0 else None
+    mine = (ports.own_address(), listener.getsockname()[1], os.urandom(16).hex()) if listener else None
+    address, port, secret = world.bcast(mine, root=0)
+    job = identity + secret
+    if listener is not None:
+        store = host_store(listener, address, job, info.size, deadline.seconds)
+        return store, _Place(address, port, _signature())
+    told = LaunchInfo(rank=info.rank, size=info.size, source=info.source, address=address, port=port)
+    return _join(told, job, deadline)
+
+
+# --- recognize
+
+
+def _recognize(store: Store, info: LaunchInfo, identity: str, place: _Place) -> str:
+    """Who hosts this store, once it has said that it is this job's."""
+    mine = {"job": _digest(identity), "size": info.size}
+    if info.hosted_by_launcher and info.source != "ringway run":
+        # torchrun's store says nothing of its job: the first rank to come writes it, the others compare.
+        claim = json.dumps({**mine, "host": "torchrun"})
+        said = store.compare_set(_IDENTITY, "", claim)
+    else:
+        found = _Deadline(_PROBE).poll(lambda: _read(store, _IDENTITY))
+        if found is None:
+            raise RendezvousError(f"the store at {place} is not ringway's: it does not name its job")
+        said = found
+    try:
+        theirs = json.loads(said)
+        host = str(theirs["host"])
+        matches = theirs["job"] == mine["job"]
+        size = theirs["size"]
+    except (ValueError, TypeError, KeyError):
+        raise RendezvousError(f"the store at {place} names its job in a form that is not ours") from None
+    if not matches:
+        raise RendezvousError(f"the store at {place} belongs to another job, opened by {host}")
+    if size != info.size:
+        raise RendezvousError(
+            f"the store at {place}, opened by {host}, expects {size} ranks; rank {info.rank} was started as "
+            f"one of {info.size}"
+        )
+    return host
+
+
+def _read(store: Store, key: str) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
+
+
+# --- roll call
+
+
+def _roll_call(store: Store, info: LaunchInfo, deadline: _Deadline, place: _Place) -> Store:
+    # A program may start, end and start again on a store that outlives it: each start is a round of its own,
+    # and each rank counts its own.
+    rounds = PrefixStore(f"ringway/attempt {info.attempt}", store)
+    turn = rounds.add(f"rounds of rank {info.rank}", 1)
+    me = _signature()
+    if turn > 1:
+        before = bytes(rounds.get(f"round {turn - 1}/rank {info.rank}")).decode()
+        if before != me:
+            raise RendezvousError(
+                f"rank {info.rank} has arrived twice: first from {before}, now from {me}",
+                arrived={info.rank: before},
+            )
+    here = PrefixStore(f"round {turn}", rounds)
+    here.set(f"rank {info.rank}", me)
+    if here.add("arrived", 1) == info.size:
+        here.compare_set("outcome", "", "all here")
+    outcome = deadline.poll(lambda: _read(here, "outcome"))
+    if outcome is None:
+        outcome = here.compare_set("outcome", "", "gave up")
+    if bytes(outcome) == b"all here":
+        return PrefixStore("job", here)
+    arrived = _arrived(here, info.size)
+    _part(here, info, len(arrived))
+    missing = sorted(set(range(info.size)) - set(arrived))
+    raise RendezvousError(
+        f"{len(arrived)} of {info.size} ranks met at {place} within {deadline.seconds:g} s. "
+        f"Missing: {_ranges(missing)}. Arrived: "
+        + "; ".join(f"{_ranges(ranks)} from {host}" for host, ranks in _by_host(arrived).items()),
+        arrived=arrived,
+        missing=missing,
+    )
+
+
+def _arrived(here: Store, size: int) -> dict[int, str]:
+    found = ((rank, _read(here, f"rank {rank}")) for rank in range(size))
+    return {rank: bytes(signature).decode() for rank, signature in found if signature is not None}
+
+
+def _part(here: Store, info: LaunchInfo, arrived: int) -> None:
+    """The host of the store leaves last, so that everybody who came could read who did not."""
+    if info.rank != 0 or info.hosted_by_launcher:
+        here.add("read the outcome", 1)
+        return
+    _Deadline(FAREWELL).poll(lambda: True if here.add("read the outcome", 0) >= arrived - 1 else None)
+
+
+def _by_host(arrived: dict[int, str]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, signature in arrived.items():
+        hosts.setdefault(signature.rpartition(", pid ")[0], []).append(rank)
+    return hosts
+
+
+def _ranges(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0-2, 7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return ("ranks " if len(ranks) > 1 else "rank ") + text

@@ -1,0 +1,312 @@
+"""Launchers, one function each: from an environment to this process's place, or None if it was not there.
+
+Pure: they read the mapping they are given and nothing else. A launcher that was there but contradicts
+itself is a `DiscoveryError`. `SOURCES` is in order of precedence for launchers that are equally close.
+Which variables a launcher sets, and where that is documented, is in docs/launchers.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ringway.errors import DiscoveryError
+from ringway.launch.info import LaunchInfo, Variables
+from ringway.launch.nodelist import expand_hosts, tasks_per_node
+
+Environ = Mapping[str, str]
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A launcher: its name, the variable that tells this rank from others, and its reader."""
+
+    name: str
+    rank_variable: str
+    read: Callable[[Environ], LaunchInfo | None]
+
+
+def _given_address(found: Variables) -> tuple[str | None, int | None]:
+    """Where the user or the launcher says that the store is."""
+    return found.text("MASTER_ADDR"), found.port("MASTER_PORT")
+
+
+def from_ringway_run(environ: Environ) -> LaunchInfo | None:
+    """`ringway run`: torchrun's variables, and the id of the run."""
+    found = Variables(environ, "ringway run")
+    run = found.text("RINGWAY_RUN_ID")
+    return None if run is None else _read_torch_variables(found, job=run, hosted_by_launcher=True)
+
+
+def from_torchrun(environ: Environ) -> LaunchInfo | None:
+    found = Variables(environ, "torchrun")
+    run = found.text("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return None
+    attempt = found.number("TORCHELASTIC_RESTART_COUNT") or 0
+    agent_store = found.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    info = _read_torch_variables(found, job=f"torchrun {run}", hosted_by_launcher=agent_store)
+    return replace(info, attempt=attempt)
+
+
+def from_environment(environ: Environ) -> LaunchInfo | None:
+    """RANK and WORLD_SIZE by hand, or by a launcher that follows torch's convention."""
+    found = Variables(environ, "environment")
+    if found.text("RANK") is None:
+        return None
+    notes = []
+    if "AZUREML_RUN_ID" in environ or "AZUREML_EXPERIMENT_ID" in environ:
+        notes.append("inside AzureML")
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        notes.append("inside Kubernetes")
+    return _read_torch_variables(found, job="", hosted_by_launcher=False, notes=tuple(notes))
+
+
+def _read_torch_variables(
+    found: Variables, *, job: str, hosted_by_launcher: bool, notes: tuple[str, ...] = ()
+) -> LaunchInfo:
+    rank = found.needed(found.number("RANK"), "RANK")
+    size = found.needed(found.number("WORLD_SIZE", least=1), "WORLD_SIZE")
+    local_rank = found.number("LOCAL_RANK")
+    local_size = found.number("LOCAL_WORLD_SIZE", least=1)
+    node_rank = found.number("GROUP_RANK", "NODE_RANK")
+    address, port = _given_address(found)
+    if size > 1 and (address is None or port is None):
+        raise found.error(
+            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, so {size} ranks cannot meet"
+        )
+    return found.info(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+        address=address,
+        port=port,
+        job=job,
+        hosted_by_launcher=hosted_by_launcher,
+        notes=notes,
+    )
+
+
+def _read_open_mpi(found: Variables, address: str | None, port: int | None) -> LaunchInfo | None:
+    rank = found.number("OMPI_COMM_WORLD_RANK")
+    size = found.number("OMPI_COMM_WORLD_SIZE", least=1)
+    if rank is None and size is None:
+        return None
+    size = found.needed(size, "OMPI_COMM_WORLD_SIZE")
+    local_size = found.number("OMPI_COMM_WORLD_LOCAL_SIZE", least=1)
+    given, given_port = _given_address(found)
+    return found.info(
+        rank=found.needed(rank, "OMPI_COMM_WORLD_RANK"),
+        size=size,
+        local_rank=found.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=local_size,
+        address=given or (LOOPBACK if local_size == size else address),
+        port=given_port or port,
+        job=found.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or "",
+    )
+
+
+def from_azureml(environ: Environ) -> LaunchInfo | None:
+    """AzureML's MPI jobs: Open MPI, and the first node's address in a variable of AzureML's own."""
+    found = Variables(environ, "AzureML")
+    if found.text("AZUREML_RUN_ID", "AZUREML_EXPERIMENT_ID") is None:
+        return None
+    node = found.text("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE") or ""
+    host, colon, port = node.rpartition(":")
+    if colon and not (port.isascii() and port.isdigit()):
+        raise found.error(f"'{node}' is not an address with a port")
+    # The port named there belongs to another service of the node, so it is not ours to use.
+    return _read_open_mpi(found, (host if colon else node) or None, None)
+
+
+def from_sagemaker(environ: Environ) -> LaunchInfo | None:
+    """SageMaker: Open MPI with its host list beside it, or one process a host."""
+    found = Variables(environ, "SageMaker")
+    listed = found.text("SM_HOSTS")
+    if listed is None:
+        return None
+    try:
+        hosts = json.loads(listed)
+    except (ValueError, RecursionError):
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) and h for h in hosts):
+        raise found.error("SM_HOSTS is not a list of host names")
+    by_mpi = _read_open_mpi(found, hosts[0], None)
+    if by_mpi is not None:
+        return by_mpi
+    current = found.text("SM_CURRENT_HOST")
+    if current not in hosts:
+        raise found.error(f"SM_CURRENT_HOST={current} is not in SM_HOSTS")
+    address, port = _given_address(found)
+    return found.info(
+        rank=hosts.index(current),
+        size=len(hosts),
+        local_rank=0,
+        local_size=1,
+        node_rank=hosts.index(current),
+        address=address or hosts[0],
+        port=port,
+        job=found.text("TRAINING_JOB_NAME") or "",
+        notes=("one process a host",),
+    )
+
+
+def from_open_mpi(environ: Environ) -> LaunchInfo | None:
+    return _read_open_mpi(Variables(environ, "Open MPI"), None, None)
+
+
+def from_pmi(environ: Environ) -> LaunchInfo | None:
+    """MPICH's Hydra and Intel MPI, and whatever else speaks PMI 1 or 2."""
+    found = Variables(environ, "PMI (MPICH, Intel MPI)")
+    rank, size = found.number("PMI_RANK"), found.number("PMI_SIZE", least=1)
+    if rank is None and size is None:
+        return None
+    size = found.needed(size, "PMI_SIZE")
+    local_size = found.number("MPI_LOCALNRANKS", least=1)
+    address, port = _given_address(found)
+    return found.info(
+        rank=found.needed(rank, "PMI_RANK"),
+        size=size,
+        local_rank=found.number("MPI_LOCALRANKID"),
+        local_size=local_size,
+        address=address or (LOOPBACK if local_size == size else None),
+        port=port,
+    )
+
+
+def from_slurm(environ: Environ) -> LaunchInfo | None:
+    """`srun`. A batch script that starts Python itself is inside an allocation, not inside a step."""
+    found = Variables(environ, "Slurm")
+    step = found.text("SLURM_STEP_ID", "SLURM_STEPID")
+    rank = found.number("SLURM_PROCID")
+    if step is None or rank is None:
+        return None
+    size = found.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
+    size = found.needed(size, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_rank = found.number("SLURM_LOCALID")
+    node = found.number("SLURM_NODEID")
+    hosts = _slurm_hosts(found)
+    local_size = _slurm_local_size(found, node, size, hosts)
+    address, port = _given_address(found)
+    job = ".".join(filter(None, (found.text("SLURM_JOB_ID", "SLURM_JOBID"), step)))
+    restarts = found.text("SLURM_RESTART_COUNT")
+    return found.info(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node,
+        address=address or (LOOPBACK if local_size == size else hosts[0] if hosts else None),
+        port=port,
+        job=f"slurm {job}" + (f" #{restarts}" if restarts else ""),
+    )
+
+
+def _slurm_hosts(found: Variables) -> list[str]:
+    text = found.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    try:
+        return expand_hosts(text) if text else []
+    except ValueError as error:
+        raise found.error(str(error)) from None
+
+
+def _slurm_local_size(found: Variables, node: int | None, size: int, hosts: list[str]) -> int | None:
+    text = found.text("SLURM_STEP_TASKS_PER_NODE")
+    try:
+        counts = tasks_per_node(text) if text else []
+    except ValueError as error:
+        raise found.error(str(error)) from None
+    if not counts or node is None:
+        return size if len(hosts) == 1 else None
+    if node >= len(counts):
+        raise found.error(f"node {node} is not among the {len(counts)} nodes of the step")
+    if sum(counts) != size:
+        raise found.error(f"{sum(counts)} tasks on all nodes, but {size} in all")
+    return counts[node]
+
+
+def from_pmix(environ: Environ) -> LaunchInfo | None:
+    """PMIx alone gives the rank and the job's name; the size has to stand beside it."""
+    found = Variables(environ, "PMIx")
+    rank = found.number("PMIX_RANK")
+    if rank is None:
+        return None
+    size = found.number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
+    if size is None:
+        raise found.error("PMIx names the rank but not the number of ranks; set WORLD_SIZE")
+    address, port = _given_address(found)
+    local_size = found.number("LOCAL_WORLD_SIZE", least=1)
+    return found.info(
+        rank=rank,
+        size=size,
+        local_rank=found.number("LOCAL_RANK", "SLURM_LOCALID"),
+        local_size=local_size,
+        address=address or (LOOPBACK if local_size == size else None),
+        port=port,
+        job=found.text("PMIX_NAMESPACE") or "",
+    )
+
+
+def from_kubernetes(environ: Environ) -> LaunchInfo | None:
+    """Kubeflow's trainer (variables meant for torchrun), or an indexed Job with WORLD_SIZE set."""
+    found = Variables(environ, "Kubernetes")
+    if found.text("KUBERNETES_SERVICE_HOST") is None:
+        return None
+    if found.text("PET_NNODES") is not None:
+        return _read_kubeflow(found)
+    size = found.number("WORLD_SIZE", least=1)
+    rank = found.number("JOB_COMPLETION_INDEX")
+    if rank is None or size is None:
+        return None
+    address, port = _given_address(found)
+    return found.info(
+        rank=rank, size=size, local_rank=0, node_rank=rank, address=address, port=port, notes=("indexed Job",)
+    )
+
+
+def _read_kubeflow(found: Variables) -> LaunchInfo:
+    nodes = found.needed(found.number("PET_NNODES", least=1), "PET_NNODES")
+    rank = found.needed(found.number("PET_NODE_RANK"), "PET_NODE_RANK")
+    per_node = found.text("PET_NPROC_PER_NODE") or "1"
+    if per_node != "1":
+        raise found.error(f"{per_node} processes a node are wanted, which torchrun has to start")
+    return found.info(
+        rank=rank,
+        size=nodes,
+        local_rank=0,
+        local_size=1,
+        node_rank=rank,
+        address=found.text("PET_MASTER_ADDR", "MASTER_ADDR"),
+        port=found.port("PET_MASTER_PORT", "MASTER_PORT"),
+        job=found.text("PET_RDZV_ID") or "",
+        notes=("Kubeflow, one process a node",),
+    )
+
+
+def alone(environ: Environ) -> LaunchInfo:
+    """No launcher: a world of one. Half a set of variables is refused rather than taken for none."""
+    found = Variables(environ, "no launcher")
+    size = found.number("WORLD_SIZE")
+    if size is not None and size != 1:
+        raise found.error(f"WORLD_SIZE={size} but no RANK: which of the {size} is this process?")
+    return found.info(rank=0, size=1, address=LOOPBACK)
+
+
+SOURCES = (
+    Source("ringway run", "RANK", from_ringway_run),
+    Source("torchrun", "RANK", from_torchrun),
+    Source("environment", "RANK", from_environment),
+    Source("AzureML", "OMPI_COMM_WORLD_RANK", from_azureml),
+    Source("SageMaker", "SM_HOSTS", from_sagemaker),
+    Source("Open MPI", "OMPI_COMM_WORLD_RANK", from_open_mpi),
+    Source("PMI (MPICH, Intel MPI)", "PMI_RANK", from_pmi),
+    Source("Slurm", "SLURM_PROCID", from_slurm),
+    Source("PMIx", "PMIX_RANK", from_pmix),
+    Source("Kubernetes", "JOB_COMPLETION_INDEX", from_kubernetes),
+)
+
+__all__ = ["LOOPBACK", "SOURCES", "DiscoveryError", "Source", "alone"]
