@@ -4,6 +4,20 @@
 Nothing here is imported by `import ringway`.
 """
 
+from ringway.testing.conformance import CASES, Case, ConformanceFailed, Report, check_backend
 from ringway.testing.pool import Outcome, RankContext, RankPool, RanksFailed
+from ringway.testing.probe import Finding, Probe
 
-__all__ = ["Outcome", "RankContext", "RankPool", "RanksFailed"]
+__all__ = [
+    "RankPool",
+    "RankContext",
+    "RanksFailed",
+    "Outcome",
+    "check_backend",
+    "Report",
+    "ConformanceFailed",
+    "Case",
+    "CASES",
+    "Finding",
+    "Probe",
+]

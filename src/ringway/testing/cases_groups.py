@@ -1,0 +1,178 @@
+"""Conformance: barriers, and groups beside the world: members and strangers, ranks counted two ways."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ringway.errors import CommTimeout
+from ringway.testing.conformance import case
+from ringway.testing.probe import Probe
+
+
+def _sum_over(probe: Probe, group: Any) -> float:
+    tensor = torch.tensor(float(probe.rank))
+    probe.dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+@case()
+def barrier_waits_for_the_last(probe: Probe) -> None:
+    """Nobody leaves before the last has entered, by the clock that all ranks of a host share."""
+    for late in range(probe.size):
+        probe.at(late=late)
+        if probe.rank == late:
+            time.sleep(0.1)
+        entered = time.clock_gettime(time.CLOCK_MONOTONIC)
+        probe.dist.barrier(group=probe.group)
+        left = time.clock_gettime(time.CLOCK_MONOTONIC)
+        times = torch.zeros(probe.size, 2, dtype=torch.float64)
+        mine = torch.tensor([entered, left], dtype=torch.float64)
+        probe.dist.all_gather(list(times), mine, group=probe.group)
+        first_left, last_entered = times[:, 1].min().item(), times[:, 0].max().item()
+        probe.holds(
+            first_left >= last_entered,
+            f"rank {int(times[:, 1].argmin())} left {last_entered - first_left:.6f} s before the last came",
+        )
+
+
+@case()
+def monitored_barrier_of_all(probe: Probe) -> None:
+    for wait_all_ranks in (False, True):
+        probe.at(wait_all_ranks=wait_all_ranks)
+        probe.dist.monitored_barrier(
+            probe.group, timeout=timedelta(seconds=60), wait_all_ranks=wait_all_ranks
+        )
+    probe.dist.monitored_barrier(probe.group)
+    probe.still_works()
+
+
+@case(min_size=2, whole_world=True, own_names=True)
+def monitored_barrier_names_the_absent(probe: Probe) -> None:
+    """Every rank that came is told who did not; the world lives on."""
+    for wait_all_ranks in (False, True):
+        probe.at(wait_all_ranks=wait_all_ranks)
+        group = probe.dist.new_group()
+        absent = list(range(1, probe.size)) if wait_all_ranks else [probe.size - 1]
+        if probe.rank not in absent:
+            error = probe.raises(
+                CommTimeout,
+                probe.dist.monitored_barrier,
+                group,
+                timeout=timedelta(seconds=0.5),
+                wait_all_ranks=wait_all_ranks,
+            )
+            if isinstance(error, CommTimeout):
+                probe.equal(error.missing, absent, "missing")
+                for rank in absent:
+                    probe.holds(str(rank) in str(error), f"rank {rank} is not named in: {error}")
+        probe.still_works()
+
+
+@case(whole_world=True)
+def members_and_strangers(probe: Probe) -> None:
+    dist, size = probe.dist, probe.size
+    for ranks in ([0], list(range(0, size, 2)), list(range(size - 1, size))):
+        probe.at(ranks=ranks)
+        group = dist.new_group(ranks)
+        if probe.rank in ranks:
+            probe.equal(dist.get_world_size(group), len(ranks), "size")
+            probe.equal(dist.get_rank(group), ranks.index(probe.rank), "rank")
+            probe.equal(dist.get_process_group_ranks(group), ranks, "ranks")
+            probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
+        else:
+            probe.equal(dist.get_rank(group), -1, "a stranger's rank")
+            probe.equal(dist.get_world_size(group), -1, "a stranger's size")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tensor = torch.tensor(float(probe.rank))
+                probe.equal(dist.all_reduce(tensor, group=group), None, "a stranger's all_reduce")
+            probe.equal(tensor.item(), float(probe.rank), "a stranger's tensor")
+    probe.still_works()
+
+
+@case(whole_world=True)
+def ranks_are_counted_two_ways(probe: Probe) -> None:
+    """In a group without rank 0: `src` counts in the world, `group_src` in the group; so do the others."""
+    dist, ranks = probe.dist, list(range(probe.size))[1:] or [0]
+    group = dist.new_group(ranks)
+    if probe.rank not in ranks:
+        return
+    own = ranks.index(probe.rank)
+    for place, rank in enumerate(ranks):
+        probe.equal(dist.get_global_rank(group, place), rank, "global rank")
+        probe.equal(dist.get_group_rank(group, rank), place, "group rank")
+        for root in ({"src": rank}, {"group_src": place}):
+            probe.at(**root)
+            tensor = torch.full((3,), float(probe.rank))
+            dist.broadcast(tensor, group=group, **root)
+            probe.same(tensor, torch.full((3,), float(rank)), "broadcast")
+            parts = [torch.full((2,), float(10 * rank + to)) for to in range(len(ranks))]
+            tensor = torch.zeros(2)
+            dist.scatter(tensor, parts if own == place else None, group=group, **root)
+            probe.same(tensor, torch.full((2,), float(10 * rank + own)), "scatter")
+        for root in ({"dst": rank}, {"group_dst": place}):
+            probe.at(**root)
+            outputs = [torch.zeros(2) for _ in ranks] if own == place else None
+            dist.gather(torch.full((2,), float(probe.rank)), outputs, group=group, **root)
+            for source, output in enumerate(outputs or ()):
+                probe.same(output, torch.full((2,), float(ranks[source])), f"gather's output {source}")
+            tensor = torch.tensor(float(probe.rank))
+            dist.reduce(tensor, group=group, **root)
+            if own == place:
+                probe.equal(tensor.item(), float(sum(ranks)), "reduce")
+
+
+@case(min_size=2, whole_world=True)
+def overlapping_groups_interleaved(probe: Probe) -> None:
+    """Groups that share ranks run at the same time without meeting."""
+    size = probe.size
+    members = [[rank, (rank + 1) % size] for rank in range(size)] if size > 2 else [[0, 1]]
+    groups = [probe.dist.new_group(ranks) for ranks in members]
+    mine = [(ranks, group) for ranks, group in zip(members, groups, strict=True) if probe.rank in ranks]
+    for _ in range(5):
+        pending = []
+        for ranks, group in mine:
+            tensor = torch.tensor(float(probe.rank))
+            pending.append((ranks, tensor, probe.dist.all_reduce(tensor, group=group, async_op=True)))
+        everybody = torch.tensor(1.0)
+        whole = probe.dist.all_reduce(everybody, async_op=True)
+        for ranks, tensor, work in reversed(pending):
+            work.wait()
+            probe.equal(tensor.item(), float(sum(ranks)), f"sum over {ranks}")
+        whole.wait()
+        probe.equal(everybody.item(), float(size), "sum over the world")
+
+
+@case(whole_world=True)
+def a_group_can_be_destroyed(probe: Probe) -> None:
+    for _ in range(3):
+        group = probe.dist.new_group()
+        probe.equal(_sum_over(probe, group), float(sum(range(probe.size))), "sum over the group")
+        probe.dist.barrier()
+        probe.dist.destroy_process_group(group)
+    probe.still_works()
+
+
+@case(min_size=2, whole_world=True)
+def groups_without_communication_of_strangers(probe: Probe) -> None:
+    """With `use_local_synchronization` only the members call new_group."""
+    ranks = list(range(1, probe.size))
+    if probe.rank in ranks:
+        group = probe.dist.new_group(ranks, use_local_synchronization=True)
+        probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
+    probe.still_works()
+
+
+@case(whole_world=True)
+def subgroups_of_equal_size(probe: Probe) -> None:
+    for count in {1, probe.size}:
+        probe.at(count=count)
+        own, groups = probe.dist.new_subgroups(group_size=count)
+        probe.equal(len(groups), probe.size // count, "number of groups")
+        first = probe.rank // count * count
+        probe.equal(_sum_over(probe, own), float(sum(range(first, first + count))), "sum over the own group")

@@ -1,0 +1,205 @@
+"""Conformance: collectives that reduce. Every op and dtype that has a meaning, by `ringway.call.reduces`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringway.call import Reduce
+from ringway.testing.conformance import case
+from ringway.testing.probe import LARGE, SIZES, Probe, reductions, torch_op
+from ringway.testing.reference import reduced, relative_tolerance, small_values
+
+_KINDS = [(dtype, reduce, count) for dtype, reduce in reductions() for count in SIZES]
+_LARGE_KINDS = [(torch.float32, Reduce.SUM, LARGE), (torch.bfloat16, Reduce.MAX, LARGE)]
+_Kinds = Sequence[tuple[torch.dtype, Reduce, int]]
+
+
+def _inputs(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
+    """What each rank gives."""
+    return [small_values(count, dtype, rank, reduce) for rank in range(probe.size)]
+
+
+def _all_reduce(probe: Probe, kinds: _Kinds) -> None:
+    for dtype, reduce, count in kinds:
+        probe.at(dtype=dtype, op=reduce.name, count=count)
+        inputs = _inputs(probe, count, dtype, reduce)
+        expected = reduced(inputs, reduce)
+        tensor = inputs[probe.rank]
+        probe.dist.all_reduce(tensor, torch_op(probe.dist, reduce), group=probe.group)
+        probe.same(tensor, expected, rtol=relative_tolerance(dtype, reduce, probe.size))
+
+
+@case()
+def all_reduce(probe: Probe) -> None:
+    _all_reduce(probe, _KINDS)
+
+
+@case()
+def all_reduce_large(probe: Probe) -> None:
+    _all_reduce(probe, _LARGE_KINDS)
+
+
+@case()
+def all_reduce_zero_dimensional(probe: Probe) -> None:
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        probe.at(dtype=dtype)
+        inputs = [small_values(1, dtype, rank).reshape(()) for rank in range(probe.size)]
+        expected = reduced(inputs, Reduce.SUM)
+        tensor = inputs[probe.rank]
+        probe.dist.all_reduce(tensor, group=probe.group)
+        probe.same(tensor, expected)
+
+
+@case()
+def all_reduce_of_unsigned_bytes_wraps(probe: Probe) -> None:
+    tensor = torch.full((9,), 200, dtype=torch.uint8)
+    probe.dist.all_reduce(tensor, group=probe.group)
+    probe.same(tensor, torch.full((9,), 200 * probe.size % 256, dtype=torch.uint8))
+
+
+@case()
+def all_reduce_of_large_integers_is_exact(probe: Probe) -> None:
+    """No way around through floating point: 2**53 + 1 has no double."""
+    value = 2**53 + 1
+    tensor = torch.tensor([value, -value, probe.rank])
+    probe.dist.all_reduce(tensor, group=probe.group)
+    probe.same(tensor, torch.tensor([value * probe.size, -value * probe.size, sum(range(probe.size))]))
+
+
+@case()
+def all_reduce_gives_the_same_bits_everywhere(probe: Probe) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for count in (5, 100_003):
+            probe.at(dtype=dtype, count=count)
+            inputs = [
+                torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+                for rank in range(probe.size)
+            ]
+            # Sums of a few normal numbers: the bound is on the terms, since they may cancel.
+            bound = sum(part.double().abs() for part in inputs) * 2 * probe.size * torch.finfo(dtype).eps
+            expected = reduced(inputs, Reduce.SUM)
+            tensor = inputs[probe.rank].clone()
+            probe.dist.all_reduce(tensor, group=probe.group)
+            off = (tensor.double() - expected.double()).abs() > bound
+            probe.holds(not off.any(), f"{int(off.sum())} of {count} sums are beyond the bound of rounding")
+            outputs = [torch.empty_like(tensor) for _ in range(probe.size)]
+            probe.dist.all_gather(outputs, tensor, group=probe.group)
+            for rank, output in enumerate(outputs):
+                probe.same_bits(output, tensor, f"the sum on rank {rank}")
+
+
+def _reduce(probe: Probe, kinds: _Kinds) -> None:
+    for number, (dtype, reduce, count) in enumerate(kinds):
+        root = number % probe.size
+        probe.at(dtype=dtype, op=reduce.name, count=count, root=root)
+        inputs = _inputs(probe, count, dtype, reduce)
+        expected = reduced(inputs, reduce)
+        tensor = inputs[probe.rank]
+        op = torch_op(probe.dist, reduce)
+        probe.dist.reduce(tensor, op=op, group=probe.group, **probe.root(number, "dst"))
+        if probe.rank == root:
+            probe.same(tensor, expected, rtol=relative_tolerance(dtype, reduce, probe.size))
+
+
+@case()
+def reduce(probe: Probe) -> None:
+    _reduce(probe, _KINDS)
+
+
+@case()
+def reduce_large(probe: Probe) -> None:
+    _reduce(probe, _LARGE_KINDS)
+
+
+def _reduce_scatter(probe: Probe, kinds: _Kinds) -> None:
+    size = probe.size
+    for dtype, reduce, count in kinds:
+        probe.at(dtype=dtype, op=reduce.name, count=count)
+        inputs = _inputs(probe, count * size, dtype, reduce)
+        expected = reduced(inputs, reduce).reshape(size, count)[probe.rank]
+        rtol = relative_tolerance(dtype, reduce, size)
+        output = torch.zeros(count, dtype=dtype)
+        parts = [part.clone() for part in inputs[probe.rank].reshape(size, count)]
+        probe.dist.reduce_scatter(output, parts, torch_op(probe.dist, reduce), group=probe.group)
+        probe.same(output, expected, rtol=rtol)
+
+
+@case()
+def reduce_scatter(probe: Probe) -> None:
+    _reduce_scatter(probe, _KINDS)
+
+
+@case()
+def reduce_scatter_large(probe: Probe) -> None:
+    _reduce_scatter(probe, _LARGE_KINDS)
+
+
+@case()
+def reduce_scatter_of_different_sizes(probe: Probe) -> None:
+    """Each rank's part may have a size of its own."""
+    inputs = [
+        [small_values(3 * target + 1, torch.float32, rank) for target in range(probe.size)]
+        for rank in range(probe.size)
+    ]
+    expected = reduced([parts[probe.rank] for parts in inputs], Reduce.SUM)
+    output = torch.zeros(3 * probe.rank + 1)
+    probe.dist.reduce_scatter(output, inputs[probe.rank], group=probe.group)
+    probe.same(output, expected)
+
+
+def _reduce_scatter_tensor(probe: Probe, kinds: _Kinds) -> None:
+    size = probe.size
+    for dtype, reduce, count in kinds:
+        inputs = _inputs(probe, count * size, dtype, reduce)
+        expected = reduced(inputs, reduce).reshape(size, count)[probe.rank]
+        rtol = relative_tolerance(dtype, reduce, size)
+        for form, given in (
+            ("joined", inputs[probe.rank]),
+            ("stacked", inputs[probe.rank].reshape(size, count)),
+        ):
+            probe.at(dtype=dtype, op=reduce.name, count=count, form=form)
+            output = torch.zeros(count, dtype=dtype)
+            op = torch_op(probe.dist, reduce)
+            probe.dist.reduce_scatter_tensor(output, given.clone(), op, group=probe.group)
+            probe.same(output, expected, rtol=rtol)
+
+
+@case()
+def reduce_scatter_tensor(probe: Probe) -> None:
+    _reduce_scatter_tensor(probe, _KINDS)
+
+
+@case()
+def reduce_scatter_tensor_large(probe: Probe) -> None:
+    _reduce_scatter_tensor(probe, _LARGE_KINDS)
+
+
+@case()
+def all_reduce_coalesced(probe: Probe) -> None:
+    for dtype in (torch.float32, torch.int32, torch.float16):
+        for reduce in (Reduce.SUM, Reduce.MAX, Reduce.AVG):
+            for counts in ((1,), (3, 0, 1031), (2, 2)):
+                probe.at(dtype=dtype, op=reduce.name, counts=counts)
+                given = [_inputs(probe, count, dtype, reduce) for count in counts]
+                expected = [reduced(inputs, reduce) for inputs in given]
+                tensors = [inputs[probe.rank] for inputs in given]
+                probe.dist.all_reduce_coalesced(tensors, torch_op(probe.dist, reduce), group=probe.group)
+                for place, tensor in enumerate(tensors):
+                    rtol = relative_tolerance(dtype, reduce, probe.size)
+                    probe.same(tensor, expected[place], f"tensor {place}", rtol)
+
+
+@case(own_names=True)
+def inference_all_reduce(probe: Probe) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        for reduce in (Reduce.SUM, Reduce.MAX):
+            for count in SIZES:
+                probe.at(dtype=dtype, op=reduce.name, count=count)
+                inputs = _inputs(probe, count, dtype, reduce)
+                expected = reduced(inputs, reduce)
+                tensor = inputs[probe.rank]
+                probe.dist.inference_all_reduce(tensor, torch_op(probe.dist, reduce), group=probe.group)
+                probe.same(tensor, expected)
