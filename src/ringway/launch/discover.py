@@ -83,17 +83,17 @@ def _innermost_first(environ: Mapping[str, str], ancestry: Ancestry | None) -> l
 
 
 def _depth(source: Source, environ: Mapping[str, str], ancestry: Ancestry | None) -> int:
-    value = environ.get(source.rank_variable)
+    value = environ.get(source.mark)
     if ancestry is None or value is None:
         return 0
-    return setter(source.rank_variable, value, ancestry)[0]
+    return setter(source.mark, value, ancestry)[0]
 
 
 def _with_job(info: LaunchInfo, environ: Mapping[str, str], ancestry: Ancestry | None) -> LaunchInfo:
     """A launcher that names no job and no port, but has all ranks here: its process names the job."""
     if info.job or info.port is not None or not info.on_one_host or ancestry is None or info.size == 1:
         return info
-    variable = next(source.rank_variable for source in SOURCES if source.name == info.source)
+    variable = next(source.mark for source in SOURCES if source.name == info.source)
     _, process = setter(variable, environ.get(variable, ""), ancestry)
     if process is None:
         return info

@@ -21,10 +21,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Source:
-    """A launcher: its name, the variable that tells this rank from others, and its reader."""
+    """A launcher: its name, a variable that only it sets, and its reader."""
 
     name: str
-    rank_variable: str
+    mark: str
     read: Callable[[Environ], LaunchInfo | None]
 
 
@@ -73,11 +73,7 @@ def _read_torch_variables(
     local_size = found.number("LOCAL_WORLD_SIZE", least=1)
     node_rank = found.number("GROUP_RANK", "NODE_RANK")
     address, port = _given_address(found)
-    if size > 1 and (address is None or port is None):
-        raise found.error(
-            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, so {size} ranks cannot meet"
-        )
-    return found.info(
+    info = found.info(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -89,6 +85,11 @@ def _read_torch_variables(
         hosted_by_launcher=hosted_by_launcher,
         notes=notes,
     )
+    if size > 1 and (address is None or port is None):
+        raise found.error(
+            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, so {size} ranks cannot meet"
+        )
+    return info
 
 
 def _read_open_mpi(found: Variables, address: str | None, port: int | None) -> LaunchInfo | None:
@@ -297,8 +298,8 @@ def alone(environ: Environ) -> LaunchInfo:
 
 
 SOURCES = (
-    Source("ringway run", "RANK", from_ringway_run),
-    Source("torchrun", "RANK", from_torchrun),
+    Source("ringway run", "RINGWAY_RUN_ID", from_ringway_run),
+    Source("torchrun", "TORCHELASTIC_RUN_ID", from_torchrun),
     Source("environment", "RANK", from_environment),
     Source("AzureML", "OMPI_COMM_WORLD_RANK", from_azureml),
     Source("SageMaker", "SM_HOSTS", from_sagemaker),

@@ -1,0 +1,166 @@
+"""`ringway run`: several ranks of one program on this host.
+
+The processes, their output and their signals are the business of torch's elastic multiprocessing. What is
+added is the store, which lives here in the launcher so that any rank may die, and what happens at a death.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from ringway.launch import ports
+from ringway.launch.rendezvous import host_store
+from ringway.launch.sources import LOOPBACK
+
+ON_DEATH = ("stop", "keep")
+_POLL = 0.05
+_STORE_TIMEOUT = 1800.0
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the exit code to leave with, and one line on what happened."""
+
+    code: int
+    summary: str
+
+
+def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: int = 30) -> Outcome:
+    """Start `ranks` copies of a command and see them to their end.
+
+    With `on_death="stop"` the first rank that fails ends the others, which have `grace` seconds to go;
+    with "keep" they go on without it.
+    """
+    # Its loggers tell each signal sent; the last line of the run says the same once.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    run_id = secrets.token_hex(16)
+    listener = ports.listen(LOOPBACK, 0)
+    port = listener.getsockname()[1]
+    store = host_store(listener, LOOPBACK, run_id, ranks, _STORE_TIMEOUT)
+    logs = tempfile.mkdtemp(prefix="ringway-run-")
+    started = time.monotonic()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    try:
+        context = start_processes(
+            name="rank",
+            entrypoint=command[0],
+            args={rank: tuple(command[1:]) for rank in range(ranks)},
+            envs={rank: _environment(rank, ranks, port, run_id) for rank in range(ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL),
+            log_line_prefixes={rank: f"[rank {rank}] " for rank in range(ranks)},
+        )
+        assert isinstance(context, SubprocessContext)
+        return _attend(context, on_death, grace, started)
+    finally:
+        del store
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str]:
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "RINGWAY_RUN_ID": run_id,
+        # A program of plain torch.distributed takes the launcher's store too.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return environment
+
+
+def _attend(context: SubprocessContext, on_death: str, grace: int, started: float) -> Outcome:
+    """Wait for the ranks. A signal to the launcher goes to all of them and ends the run."""
+    _pass_on_signals(context)
+    failed: list[int] = []
+    try:
+        running = set(context.subprocess_handlers)
+        while running and not (failed and on_death == "stop"):
+            time.sleep(_POLL)
+            ended = [rank for rank in sorted(running) if _code(context, rank) is not None]
+            running.difference_update(ended)
+            failed += [rank for rank in ended if _code(context, rank) != 0]
+        stopped = sorted(running)
+        context.close(signal.SIGTERM, timeout=grace)
+    except SignalException as caught:
+        _close_on_signal(context, caught.sigval, grace)
+        name = _signal_name(caught.sigval)
+        return Outcome(128 + caught.sigval, f"ended by {name} after {_seconds(started)}")
+    return _outcome(context, failed, stopped, started)
+
+
+def _close_on_signal(context: SubprocessContext, number: signal.Signals, grace: int) -> None:
+    try:
+        context.close(number, timeout=grace)
+    except SignalException:  # the user insists
+        context.close(signal.SIGKILL, timeout=grace)
+
+
+def _pass_on_signals(context: SubprocessContext) -> None:
+    """Signals that programs use among themselves, to save a checkpoint for one, go to every rank."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for handler in context.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                handler.proc.send_signal(number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, forward)
+
+
+def _code(context: SubprocessContext, rank: int) -> int | None:
+    code: int | None = context.subprocess_handlers[rank].proc.poll()
+    return code
+
+
+def _outcome(context: SubprocessContext, failed: list[int], stopped: list[int], started: float) -> Outcome:
+    ranks = len(context.subprocess_handlers)
+    many = f"{ranks} ranks" if ranks > 1 else "1 rank"
+    if not failed:
+        return Outcome(0, f"{many} finished in {_seconds(started)}")
+    first = failed[0]
+    code = _code(context, first) or 0
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    pid = context.pids()[first]
+    line = f"rank {first} (pid {pid}) {how} after {_seconds(started)}"
+    if failed[1:]:
+        line += f"; then failed: {', '.join(map(str, failed[1:]))}"
+    if stopped:
+        line += f"; stopped: {', '.join(map(str, stopped))}"
+    finished = [rank for rank in range(ranks) if rank not in failed and rank not in stopped]
+    if finished:
+        line += f"; finished: {', '.join(map(str, finished))}"
+    return Outcome(128 - code if code < 0 else code, line)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers only
+        return f"signal {number}"
+
+
+def _seconds(started: float) -> str:
+    return f"{time.monotonic() - started:.1f} s"
