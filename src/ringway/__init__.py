@@ -1,1 +1,178 @@
-"""One communication layer for PyTorch."""
+"""One communication layer for PyTorch: `import ringway as dist`.
+
+The names below are ringway's own; every other public name of `torch.distributed` is forwarded, so that a program
+written for it runs unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch.distributed as _torch_distributed
+
+from ringway import errors
+from ringway.api import (
+    P2POp,
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    batch_isend_irecv,
+    broadcast,
+    communicator,
+    gather,
+    has_all_gather_into_tensor,
+    has_all_reduce_coalesced,
+    has_coalescing_manager,
+    has_reduce_scatter_tensor,
+    inference_all_reduce,
+    irecv,
+    isend,
+    monitored_barrier,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_coalesced,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+from ringway.api_objects import (
+    all_gather_object,
+    allgather_object,
+    broadcast_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    reduce_object,
+    scatter_object_list,
+    send_object_list,
+)
+from ringway.backends.base import Backend
+from ringway.call import ReduceOp, premul_sum
+from ringway.groups import (
+    destroy_process_group,
+    get_all_ranks_from_group,
+    get_backend,
+    get_global_rank,
+    get_group_rank,
+    get_local_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    init_device_mesh,
+    init_process_group,
+    initialize_mesh_device,
+    is_available,
+    is_initialized,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    register_backend,
+    set_backend,
+)
+from ringway.observe.recorder import recent_calls, status
+from ringway.work import Work
+
+ProcessGroup = _torch_distributed.ProcessGroup
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # life
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "destroy_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "set_backend",
+    "get_backend",
+    "init_device_mesh",
+    "initialize_mesh_device",
+    "get_world_group",
+    "get_world_size",
+    "get_rank",
+    "get_local_rank",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_all_ranks_from_group",
+    "communicator",
+    "ReduceOp",
+    "premul_sum",
+    "ProcessGroup",
+    "Work",
+    "Backend",
+    "register_backend",
+    # collectives
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "P2POp",
+    "barrier",
+    "monitored_barrier",
+    "all_reduce_coalesced",
+    "all_gather_coalesced",
+    "reduce_scatter_coalesced",
+    "inference_all_reduce",
+    "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    # objects
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "allgather_object",
+    "broadcast_object",
+    "reduce_object",
+    # watching
+    "recent_calls",
+    "status",
+    # errors
+    "errors",
+]
+
+_LAZY: dict[str, str] = {}
+"""Names whose room is entered only when they are used, so that `import ringway` stays quick."""
+
+_LAZY_MODULES = frozenset({"compress", "parallel", "compat", "testing", "bench"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"ringway.{name}")
+    try:
+        return getattr(_torch_distributed, name)
+    except AttributeError:
+        raise AttributeError(f"neither ringway nor torch.distributed has a name '{name}'") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES, *dir(_torch_distributed)})

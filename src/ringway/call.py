@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -63,21 +64,15 @@ ALL_GATHER_SINGLE = Op(4, "all_gather_into_tensor", "outputs", _all_but_own, ("b
 GATHER = Op(5, "gather", "inputs", _all_but_own, ("bytes", "dtype", "root"))
 SCATTER = Op(6, "scatter", "outputs", _all_but_own, ("bytes", "dtype", "root"))
 REDUCE_SCATTER = Op(7, "reduce_scatter", "inputs", _all_but_own, ("bytes", "dtype", "reduce"))
-REDUCE_SCATTER_SINGLE = Op(
-    8, "reduce_scatter_tensor", "inputs", _all_but_own, ("bytes", "dtype", "reduce")
-)
+REDUCE_SCATTER_SINGLE = Op(8, "reduce_scatter_tensor", "inputs", _all_but_own, ("bytes", "dtype", "reduce"))
 ALL_TO_ALL = Op(9, "all_to_all", "inputs", _all_but_own, ("dtype",))
 ALL_TO_ALL_SINGLE = Op(10, "all_to_all_single", "inputs", _all_but_own, ("dtype",))
 BARRIER = Op(11, "barrier", "inputs", _once, ())
 SEND = Op(12, "send", "inputs", _once, (), collective=False)
 RECV = Op(13, "recv", "outputs", _once, (), collective=False)
-ALL_REDUCE_COALESCED = Op(
-    14, "all_reduce_coalesced", "inputs", _there_and_back, ("bytes", "dtype", "reduce")
-)
+ALL_REDUCE_COALESCED = Op(14, "all_reduce_coalesced", "inputs", _there_and_back, ("bytes", "dtype", "reduce"))
 ALL_GATHER_COALESCED = Op(15, "all_gather_coalesced", "outputs", _all_but_own, ("bytes", "dtype"))
-REDUCE_SCATTER_COALESCED = Op(
-    16, "reduce_scatter_coalesced", "inputs", _all_but_own, ("bytes", "dtype", "reduce")
-)
+REDUCE_SCATTER_COALESCED = Op(16, "reduce_scatter_coalesced", "inputs", _all_but_own, ("bytes", "dtype", "reduce"))
 
 OPS: tuple[Op, ...] = (
     BROADCAST,
@@ -121,19 +116,17 @@ _SUM = ReduceOp.SUM
 
 def premul_sum(factor: float | Tensor) -> ReduceOp:
     """A reduction that multiplies each rank's input by `factor` before it sums."""
-    return c10d._make_nccl_premul_sum(factor)  # type: ignore[attr-defined,no-any-return]
+    return c10d._make_nccl_premul_sum(factor)
 
 
-def parse_reduce(op: object) -> tuple[Reduce, float | Tensor | None]:
+def parse_reduce(op: object) -> tuple[Reduce, Any]:
     """What torch's `ReduceOp`, or one of its members, means: our code, and PREMUL_SUM's factor."""
     if op is _SUM:
         return Reduce.SUM, None
     kind = getattr(op, "op", op)
     reduce = _REDUCE_BY_NAME.get(str(kind))
     if reduce is None:
-        raise UsageError(
-            f"op={op!r} is not a ReduceOp; use one of {', '.join(m.name for m in Reduce)}"
-        )
+        raise UsageError(f"op={op!r} is not a ReduceOp; use one of {', '.join(m.name for m in Reduce)}")
     factor = getattr(op, "factor", None) if reduce is Reduce.PREMUL_SUM else None
     return reduce, factor
 
@@ -202,7 +195,7 @@ class Call:
     inputs: Sequence[Tensor] = ()
     outputs: Sequence[Tensor] = ()
     reduce: Reduce = Reduce.SUM
-    factor: float | Tensor | None = None
+    factor: Any = None
     peer: int = -1
     tag: int = 0
     input_splits: Sequence[int] | None = None

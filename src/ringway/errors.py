@@ -50,9 +50,7 @@ class ConfigError(RingwayError):
 class DiscoveryError(RingwayError):
     """What a launcher left in the environment contradicts itself."""
 
-    def __init__(
-        self, message: str, *, source: str | None = None, seen: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, source: str | None = None, seen: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.source = source
         self.seen = dict(seen or {})
@@ -77,9 +75,7 @@ class BackendUnavailable(RingwayError):
     """The backend exists, but cannot be used here."""
 
     def __init__(self, backend: str, reason: str, *, remedy: str | None = None) -> None:
-        super().__init__(
-            f"backend '{backend}' is not available: {reason}" + (f". {remedy}" if remedy else "")
-        )
+        super().__init__(f"backend '{backend}' is not available: {reason}" + (f". {remedy}" if remedy else ""))
         self.backend = backend
         self.reason = reason
         self.remedy = remedy
@@ -103,9 +99,7 @@ class CollectiveMismatch(RingwayError):
     `sides` maps a rank of the group to what it called, in words.
     """
 
-    def __init__(
-        self, message: str, *, sides: Mapping[int, str] | None = None, sequence: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, sides: Mapping[int, str] | None = None, sequence: int | None = None) -> None:
         super().__init__(message)
         self.sides = dict(sides or {})
         self.sequence = sequence

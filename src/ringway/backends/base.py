@@ -22,50 +22,16 @@ Contract:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
 
+from ringway import _core
 from ringway.call import Call, Reduce, reduces
-
-Completion = Callable[[BaseException | None], None]
-
-
-class Handle(abc.ABC):
-    """A collective under way."""
-
-    source = -1
-    """After a receive from any source: the rank of the group it came from."""
-
-    @abc.abstractmethod
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until done, at most `timeout` seconds beyond the call's own deadline; raise what went wrong."""
-
-    @abc.abstractmethod
-    def done(self) -> bool:
-        """Whether it has finished, well or not. Never blocks."""
-
-    @abc.abstractmethod
-    def when_done(self, completion: Completion) -> None:
-        """Call `completion` once, on whichever thread finishes the work, or now if it has."""
-
-
-class _Done(Handle):
-    def wait(self, timeout: float | None = None) -> None:
-        return None
-
-    def done(self) -> bool:
-        return True
-
-    def when_done(self, completion: Completion) -> None:
-        completion(None)
-
-
-DONE: Handle = _Done()
-"""The handle of a call that was finished before its method returned."""
+from ringway.work import DONE, Completion, Handle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +51,29 @@ class GroupInfo:
     options: Any = None
 
 
-class Backend(abc.ABC):
+class _LikeTorch(abc.ABCMeta):
+    """torch has a class `Backend` too, whose members are names: `Backend.NCCL`, `Backend("gloo")`. A program
+    written for it finds those here."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Backend:
+            return c10d.Backend(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(c10d.Backend, name)
+
+
+class Backend(metaclass=_LikeTorch):
     """Moves bytes for one group."""
 
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     needs_contiguous: ClassVar[bool] = True
+    torch_group: Any = None
+    """A backend object of torch's own that serves the same group, where there is one."""
 
     def __init__(self, group: GroupInfo) -> None:
         self.group = group
@@ -105,7 +88,18 @@ class Backend(abc.ABC):
         """Whether data of this dtype may be handed over as it is; other dtypes are shown as bytes."""
         return True
 
-    def close(self) -> None:  # noqa: B027 - a backend that holds nothing has nothing to close
+    def quick(self, lane: _core.Lane) -> Any:
+        """Short cuts for synchronous calls on plain tensors, or None.
+
+        An object with any of `all_reduce(tensor, reduce_code)`, `broadcast(tensor, root)`,
+        `all_gather_into_tensor(output, input)`, `reduce_scatter_tensor(output, input, reduce_code)`,
+        `all_to_all_single(output, input)` and `barrier()`. Each records the call on the lane itself and
+        returns 0 when it is done, or something else, with nothing recorded or sent, when the tensors are not
+        plain: dense, contiguous, on the CPU.
+        """
+        return None
+
+    def close(self) -> None:
         """End the backend. Idempotent and bounded."""
 
     def abort(self) -> None:

@@ -1,0 +1,386 @@
+"""torch's own backends: gloo as ringway's own group, and any group that torch made, as it is.
+
+Methods of the process group are called directly, with options made once: torch's Python wrappers cost more
+than the rest of a small call.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch._C import _distributed_c10d as native
+
+from ringway import _core
+from ringway.backends.base import Backend, GroupInfo
+from ringway.call import ALL_REDUCE, ANY_SOURCE, BARRIER, Call, Reduce
+from ringway.errors import BackendUnavailable, CommTimeout, PeerLost, RingwayError
+from ringway.work import Completion, Handle
+
+_SLICE = timedelta(milliseconds=250)
+"""A wait inside torch is deaf to Ctrl-C, so a long one is made of slices."""
+
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_CLOSED = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|peer .* (closed|gone)|ncclRemoteError",
+    re.IGNORECASE,
+)
+
+
+def mapped(error: BaseException, call: Call, waited: float) -> RingwayError:
+    """What torch threw, as one of ours."""
+    if isinstance(error, RingwayError):
+        return error
+    text = str(error).split("\n")[0]
+    if _CLOSED.search(text):
+        return PeerLost(f"{call.describe()}: the connection to another rank is gone ({text})")
+    if _TIMED_OUT.search(text):
+        return CommTimeout(
+            f"{call.describe()} timed out after {waited:.1f} s ({text})",
+            op=call.op.name,
+            sequence=call.sequence,
+            waited=waited,
+        )
+    return RingwayError(f"{call.describe()} failed: {text}")
+
+
+class _Waiters:
+    """Threads that wait for what torch cannot announce (gloo's point-to-point), reused when idle."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = 0
+        self._lock = threading.Lock()
+
+    def start(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._idle > 0:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._serve, name="ringway-waiter", daemon=True).start()
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            self._jobs.get()()
+            with self._lock:
+                self._idle += 1
+
+
+_waiters = _Waiters()
+
+
+class _Announced(Handle):
+    """A collective of torch's, whose future tells the end."""
+
+    def __init__(self, work: Any, call: Call) -> None:
+        self._work = work
+        self._call = call
+        self._began = time.monotonic()
+
+    def _error(self, error: BaseException) -> RingwayError:
+        return mapped(error, self._call, time.monotonic() - self._began)
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return
+            except Exception as error:
+                if self._work.is_completed():
+                    raise self._error(error) from None
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise CommTimeout(
+                        f"{self._call.describe()} is not done after {timeout} s of waiting",
+                        op=self._call.op.name,
+                        sequence=self._call.sequence,
+                        waited=timeout,
+                    ) from None
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def when_done(self, completion: Completion) -> None:
+        def tell(future: torch.futures.Future[Any]) -> None:
+            try:
+                future.value()
+            except Exception as error:
+                completion(self._error(error))
+            else:
+                completion(None)
+
+        self._work.get_future().add_done_callback(tell)
+
+
+class _Unannounced(Handle):
+    """A message of gloo's: its end shows only to somebody who waits, and waiting cannot be cut in slices."""
+
+    notifies = False
+
+    def __init__(self, work: Any, call: Call) -> None:
+        self._work = work
+        self._call = call
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._started = False
+        self._lock = threading.Lock()
+        self._completions: list[Completion] = []
+        self._failure: RingwayError | None = None
+
+    def _wait_here(self) -> None:
+        failure: RingwayError | None = None
+        try:
+            self._work.wait()
+            if self._call.peer == ANY_SOURCE:
+                self.source = self._work._source_rank()
+        except Exception as error:
+            failure = mapped(error, self._call, time.monotonic() - self._began)
+        with self._lock:
+            self._failure = failure
+            self._ended.set()
+            completions, self._completions = self._completions, []
+        for completion in completions:
+            completion(failure)
+
+    def _watch(self) -> None:
+        with self._lock:
+            started, self._started = self._started, True
+        if not started:
+            _waiters.start(self._wait_here)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._watch()
+        if not self._ended.wait(timeout):
+            raise CommTimeout(
+                f"{self._call.describe()} is not done after {timeout} s of waiting",
+                op=self._call.op.name,
+                waited=timeout,
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        self._watch()
+        return self._ended.is_set()
+
+    def when_done(self, completion: Completion) -> None:
+        with self._lock:
+            ended = self._ended.is_set()
+            if not ended:
+                self._completions.append(completion)
+        if ended:
+            completion(self._failure)
+        else:
+            self._watch()
+
+
+def _options(kind: Any, call: Call, **values: Any) -> Any:
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    if call.timeout is not None:
+        options.timeout = timedelta(seconds=call.timeout)
+    return options
+
+
+_REDUCE_OPS: dict[Reduce, Any] = {
+    reduce: getattr(c10d.ReduceOp, reduce.name) for reduce in Reduce if reduce is not Reduce.PREMUL_SUM
+}
+
+
+class C10dBackend(Backend):
+    """The ops that every process group of torch has, through the group's own methods.
+
+    `group` may be a ProcessGroup or one of torch's backend objects: both spell the collectives alike.
+    """
+
+    name = "c10d"
+    announced_messages = True
+
+    def __init__(self, info: GroupInfo, group: Any) -> None:
+        super().__init__(info)
+        self._group = group
+        self._plain_all_reduce = {
+            reduce: _options(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op) for reduce, op in _REDUCE_OPS.items()
+        }
+
+    def _reduce_op(self, call: Call) -> Any:
+        if call.reduce is Reduce.PREMUL_SUM:
+            return native._make_nccl_premul_sum(call.factor)
+        return _REDUCE_OPS[call.reduce]
+
+    def _started(self, work: Any, call: Call) -> Handle:
+        return _Announced(work, call)
+
+    def _message(self, work: Any, call: Call) -> Handle:
+        return (_Announced if self.announced_messages else _Unannounced)(work, call)
+
+    def broadcast(self, call: Call) -> Handle:
+        options = _options(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
+        return self._started(self._group.broadcast(list(call.outputs), options), call)
+
+    def all_reduce(self, call: Call) -> Handle:
+        if call.timeout is None and call.reduce in self._plain_all_reduce:
+            options = self._plain_all_reduce[call.reduce]
+        else:
+            options = _options(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
+        return self._started(self._group.allreduce(list(call.outputs), options), call)
+
+    def reduce(self, call: Call) -> Handle:
+        options = _options(c10d.ReduceOptions, call, reduceOp=self._reduce_op(call), rootRank=call.peer)
+        return self._started(self._group.reduce(list(call.outputs), options), call)
+
+    def all_gather(self, call: Call) -> Handle:
+        options = _options(native.AllgatherOptions, call)
+        return self._started(self._group.allgather([list(call.outputs)], list(call.inputs), options), call)
+
+    def all_gather_into_tensor(self, call: Call) -> Handle:
+        options = _options(native.AllgatherOptions, call)
+        return self._started(self._group._allgather_base(call.outputs[0], call.inputs[0], options), call)
+
+    def gather(self, call: Call) -> Handle:
+        outputs = [list(call.outputs)] if self.rank == call.peer else []
+        options = _options(c10d.GatherOptions, call, rootRank=call.peer)
+        return self._started(self._group.gather(outputs, list(call.inputs), options), call)
+
+    def scatter(self, call: Call) -> Handle:
+        inputs = [list(call.inputs)] if self.rank == call.peer else []
+        options = _options(c10d.ScatterOptions, call, rootRank=call.peer)
+        return self._started(self._group.scatter(list(call.outputs), inputs, options), call)
+
+    def all_to_all_single(self, call: Call) -> Handle:
+        options = _options(c10d.AllToAllOptions, call)
+        splits = list(call.output_splits or ()), list(call.input_splits or ())
+        work = self._group.alltoall_base(call.outputs[0], call.inputs[0], *splits, options)
+        return self._started(work, call)
+
+    def barrier(self, call: Call) -> Handle:
+        return self._started(self._group.barrier(_options(c10d.BarrierOptions, call)), call)
+
+    def send(self, call: Call) -> Handle:
+        return self._message(self._group.send(list(call.inputs), call.peer, call.tag), call)
+
+    def recv(self, call: Call) -> Handle:
+        outputs = list(call.outputs)
+        if call.peer == ANY_SOURCE:
+            return self._message(self._group.recv_anysource(outputs, call.tag), call)
+        return self._message(self._group.recv(outputs, call.peer, call.tag), call)
+
+
+class _GlooQuick:
+    """The short way of a small all_reduce through gloo."""
+
+    def __init__(self, group: Any, lane: _core.Lane, name: str) -> None:
+        self._allreduce = group.allreduce
+        self._begin = lane.begin_plain
+        self._end = lane.end
+        self._name = name
+        self._options = {
+            int(reduce): _options(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op)
+            for reduce, op in _REDUCE_OPS.items()
+        }
+
+    def all_reduce(self, tensor: torch.Tensor, reduce: int) -> int:
+        token = self._begin(ALL_REDUCE.code, tensor, reduce, -1)
+        if token == 0:
+            return 1
+        ok = False
+        try:
+            work = self._allreduce([tensor], self._options[reduce])
+            try:
+                work.wait(_SLICE)
+            except Exception:
+                call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._name)
+                _Announced(work, call).wait()
+            ok = True
+        finally:
+            self._end(token, ok)
+        return 0
+
+
+class GlooBackend(C10dBackend):
+    """gloo. It takes some dtypes only, has no list all_to_all, and its reduce_scatter is an allreduce a rank."""
+
+    name = "gloo"
+    devices = ("cpu", "cuda")
+    announced_messages = False
+
+    _REDUCED = frozenset(
+        {
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int8,
+            torch.uint8,
+            torch.int32,
+            torch.int64,
+        }
+    )
+    _MOVED = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64})
+
+    def __init__(self, info: GroupInfo, group: Any = None) -> None:
+        if group is None:
+            group = self.torch_group = make_gloo(info)
+        super().__init__(info, group)
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        return dtype in self._REDUCED and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
+
+    def can_move(self, dtype: torch.dtype) -> bool:
+        return dtype in self._MOVED
+
+    def quick(self, lane: _core.Lane) -> _GlooQuick:
+        return _GlooQuick(self._group, lane, self.group.name)
+
+    def close(self) -> None:
+        self._group = None
+
+
+class TorchBackend(C10dBackend):
+    """Any other group of torch's (nccl, ucc, torch's own mpi, a third party's): every op is its own."""
+
+    devices = ("cpu", "cuda")
+
+    def all_to_all(self, call: Call) -> Handle:
+        options = _options(c10d.AllToAllOptions, call)
+        return self._started(self._group.alltoall(list(call.outputs), list(call.inputs), options), call)
+
+    def reduce_scatter(self, call: Call) -> Handle:
+        options = _options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
+        return self._started(self._group.reduce_scatter(list(call.outputs), [list(call.inputs)], options), call)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        options = _options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
+        work = self._group._reduce_scatter_base(call.outputs[0], call.inputs[0], options)
+        return self._started(work, call)
+
+
+def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
+    """A gloo of torch's for the group; on the loopback interface only where all its ranks share a host."""
+    if not c10d.is_gloo_available():
+        raise BackendUnavailable("gloo", "this build of torch has none", remedy="Install a torch wheel with gloo")
+    timeout = timedelta(seconds=info.timeout)
+    if loopback:
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [c10d.ProcessGroupGloo.create_device(interface="lo", lazy_init=True)]
+        options._timeout = timeout
+        return c10d.ProcessGroupGloo(info.store, info.rank, info.size, options)
+    return c10d.ProcessGroupGloo(info.store, info.rank, info.size, timeout)
+
+
+def adopt(info: GroupInfo, group: c10d.ProcessGroup, backend: str) -> C10dBackend:
+    """The backend of a group that torch made; nothing is sent."""
+    if backend == "gloo":
+        return GlooBackend(info, group)
+    adopted = TorchBackend(info, group)
+    adopted.name = backend  # type: ignore[misc]
+    return adopted

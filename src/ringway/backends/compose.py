@@ -1,0 +1,411 @@
+"""What a backend cannot do, made of what it can; decided once, when a communicator is built.
+
+Each composition puts exactly one kind of message on the wire, all of it when the call is issued, and does the
+rest locally. So an asynchronous composition keeps the group's order: nothing is issued from a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringway.backends.base import Backend, supports
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    OPS,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+    Call,
+    Op,
+    Reduce,
+)
+from ringway.errors import BackendUnavailable
+from ringway.work import DONE, Finishing, Handle, Together
+
+Runner = Callable[[Call], Handle]
+
+_REDUCING = frozenset(op for op in OPS if "reduce" in op.agree)
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32})
+_BOOL_AS_BYTES = {
+    Reduce.SUM: Reduce.MAX,
+    Reduce.MAX: Reduce.MAX,
+    Reduce.BOR: Reduce.MAX,
+    Reduce.PRODUCT: Reduce.MIN,
+    Reduce.MIN: Reduce.MIN,
+    Reduce.BAND: Reduce.MIN,
+    Reduce.BXOR: Reduce.BXOR,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How each op runs on one backend: its runner, and in words where it comes from."""
+
+    runners: dict[str, Runner]
+    origins: dict[str, str]
+
+
+def plan(backend: Backend) -> Plan:
+    """Decides for every op: native, or composed, or refused by name when the communicator is built."""
+    runners: dict[str, Runner] = {}
+    origins: dict[str, str] = {}
+    for op in OPS:
+        if supports(backend, op.name):
+            runners[op.name] = _native(backend, getattr(backend, op.name))
+            origins[op.name] = "native"
+    for op, needs, compose in _COMPOSITIONS:
+        if op.name in runners:
+            continue
+        if needs.name not in runners:
+            raise BackendUnavailable(
+                backend.name, f"it has neither {op.name} nor {needs.name}, from which it could be composed"
+            )
+        runners[op.name] = compose(backend, runners[needs.name])
+        origins[op.name] = f"composed of {needs.name}"
+    missing = [op.name for op in OPS if op.name not in runners]
+    if missing:
+        raise BackendUnavailable(backend.name, f"it lacks {', '.join(missing)}")
+    runners[ALL_GATHER.name] = _even_or(runners[ALL_GATHER.name], runners[ALL_TO_ALL.name])
+    return Plan(runners, origins)
+
+
+# Native ops: what the backend does not take as it is, is converted around the call.
+
+
+def _native(backend: Backend, method: Runner) -> Runner:
+    def run(call: Call) -> Handle:
+        staging = _Staging(backend, call)
+        handle = method(staging.call)
+        return Finishing(handle, staging.finish) if staging.has_finish else handle
+
+    return run
+
+
+class _Staging:
+    """One call made palatable: contiguous, in a dtype and with a reduction that the backend takes."""
+
+    def __init__(self, backend: Backend, call: Call) -> None:
+        self._back: list[tuple[Tensor, Tensor]] = []
+        self._divided: list[Tensor] = []
+        self._stream: Any = nullcontext()
+        self.call = call
+        dtype = call.dtype
+        if dtype is None:
+            return
+        if call.op in _REDUCING:
+            if not backend.can_reduce(dtype, call.reduce):
+                self._convert_reduction(backend, dtype)
+        elif not backend.can_move(dtype):
+            self._replace(lambda t: t.contiguous().view(-1).view(torch.uint8))
+        if backend.needs_contiguous and not all(t.is_contiguous() for t in (*self.call.inputs, *self.call.outputs)):
+            self._replace(lambda t: t if t.is_contiguous() else t.contiguous())
+        if self.has_finish:
+            first = (call.outputs or call.inputs)[0]
+            if first.is_cuda:
+                self._stream = torch.cuda.stream(torch.cuda.current_stream(first.device))
+
+    @property
+    def has_finish(self) -> bool:
+        return bool(self._back)
+
+    def finish(self) -> None:
+        with self._stream:
+            for original, staged in reversed(self._back):
+                if any(staged is total for total in self._divided):
+                    _divide(staged, self.call.size)
+                _copy_back(original, staged)
+
+    def _replace(self, convert: Callable[[Tensor], Tensor]) -> None:
+        """Hands over converted tensors instead; what lands in an output that is not the caller's memory is
+        copied back at the end."""
+        converted = {id(t): convert(t) for t in (*self.call.inputs, *self.call.outputs)}
+        for output in self.call.outputs:
+            staged = converted[id(output)]
+            if staged is not output and staged.data_ptr() != output.data_ptr():
+                self._back.append((output, staged))
+        splits = (self.call.input_splits, self.call.output_splits)
+        if splits != (None, None):
+            splits = (
+                _scaled(self.call.input_splits, self.call.inputs[0], converted),
+                _scaled(self.call.output_splits, self.call.outputs[0], converted),
+            )
+        self.call = replace(
+            self.call,
+            inputs=[converted[id(t)] for t in self.call.inputs],
+            outputs=[converted[id(t)] for t in self.call.outputs],
+            input_splits=splits[0],
+            output_splits=splits[1],
+        )
+
+    def _convert_reduction(self, backend: Backend, dtype: torch.dtype) -> None:
+        reduce = self.call.reduce
+        if dtype is torch.bool:
+            self._replace(lambda t: t.contiguous().view(torch.uint8))
+            self.call = replace(self.call, reduce=_BOOL_AS_BYTES[reduce])
+            return
+        if reduce is Reduce.PREMUL_SUM:
+            factor = self.call.factor
+            self._replace(lambda t: t * factor)
+            reduce = Reduce.SUM
+        elif reduce is Reduce.AVG:
+            wide = torch.int64 if dtype in _SMALL_INTEGERS else dtype
+            self._replace(lambda t: t.to(wide, copy=True, memory_format=torch.contiguous_format))
+            self._divided = list(self.call.outputs)
+            reduce = Reduce.SUM
+        self.call = replace(self.call, reduce=reduce)
+        staged = self.call.dtype
+        assert staged is not None
+        if staged.is_complex:
+            self._replace(lambda t: torch.view_as_real(t.resolve_conj()))
+        elif not backend.can_reduce(staged, reduce):
+            self._replace(lambda t: t.to(torch.int32))
+
+
+def _copy_back(original: Tensor, staged: Tensor) -> None:
+    if staged.dtype is torch.uint8 and original.dtype is not torch.uint8:
+        staged = staged.view(original.dtype)
+    elif original.is_complex() and not staged.is_complex():
+        staged = torch.view_as_complex(staged)
+    original.copy_(staged.view(original.shape))
+
+
+def _divide(tensor: Tensor, divisor: int) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.div_(divisor)
+    else:
+        tensor.div_(divisor, rounding_mode="trunc")
+
+
+def _scaled(splits: Sequence[int] | None, before: Tensor, converted: dict[int, Tensor]) -> list[int] | None:
+    """Splits count rows of the first dimension; a tensor shown as flat bytes has more of them."""
+    if splits is None:
+        return None
+    rows = before.shape[0] if before.dim() else 1
+    after = converted[id(before)]
+    factor = after.shape[0] // rows if rows else 1
+    return [split * factor for split in splits]
+
+
+# Reducing locally
+
+
+def reduce_rows(rows: Sequence[Tensor], reduce: Reduce, factor: Any = None) -> Tensor:
+    """Reduces equally shaped tensors in order. Half types accumulate in fp32 and are rounded once."""
+    dtype = rows[0].dtype
+    if dtype is torch.bool:
+        as_bytes = [row.view(torch.uint8) for row in rows]
+        return reduce_rows(as_bytes, _BOOL_AS_BYTES[reduce]).view(torch.bool)
+    wide = torch.float32 if dtype in _HALVES else dtype
+    if reduce is Reduce.AVG and dtype in _SMALL_INTEGERS:
+        wide = torch.int64
+    total = rows[0].to(wide, copy=True)
+    if reduce is Reduce.PREMUL_SUM:
+        total.mul_(factor)
+    for row in rows[1:]:
+        _accumulate(total, row.to(wide), reduce, factor)
+    if reduce is Reduce.AVG:
+        _divide(total, len(rows))
+    return total.to(dtype)
+
+
+def _accumulate(total: Tensor, row: Tensor, reduce: Reduce, factor: Any) -> None:
+    if reduce in (Reduce.SUM, Reduce.AVG):
+        total.add_(row)
+    elif reduce is Reduce.PREMUL_SUM:
+        total.add_(row * factor)
+    elif reduce is Reduce.PRODUCT:
+        total.mul_(row)
+    elif reduce is Reduce.MIN:
+        torch.minimum(total, row, out=total)
+    elif reduce is Reduce.MAX:
+        torch.maximum(total, row, out=total)
+    elif reduce is Reduce.BAND:
+        total.bitwise_and_(row)
+    elif reduce is Reduce.BOR:
+        total.bitwise_or_(row)
+    else:
+        total.bitwise_xor_(row)
+
+
+# Compositions
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    parts = [t.contiguous().view(-1) for t in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _scatter_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _all_to_all(backend: Backend, single: Runner) -> Runner:
+    """The list form through one flat exchange with splits."""
+
+    def run(call: Call) -> Handle:
+        received = torch.empty(
+            sum(t.numel() for t in call.outputs), dtype=call.outputs[0].dtype, device=call.outputs[0].device
+        )
+        handle = single(
+            replace(
+                call,
+                op=ALL_TO_ALL_SINGLE,
+                inputs=[_flat(call.inputs)],
+                outputs=[received],
+                input_splits=[t.numel() for t in call.inputs],
+                output_splits=[t.numel() for t in call.outputs],
+            )
+        )
+        return Finishing(handle, lambda: _scatter_back(received, call.outputs))
+
+    return run
+
+
+def _all_to_all_single(backend: Backend, lists: Runner) -> Runner:
+    """The flat form through the list form, by views of the buffers."""
+
+    def run(call: Call) -> Handle:
+        def pieces(tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
+            rows = tensor.shape[0] // call.size
+            return list(tensor.split(list(splits) if splits is not None else [rows] * call.size))
+
+        return lists(
+            replace(
+                call,
+                op=ALL_TO_ALL,
+                inputs=pieces(call.inputs[0], call.input_splits),
+                outputs=pieces(call.outputs[0], call.output_splits),
+                input_splits=None,
+                output_splits=None,
+            )
+        )
+
+    return run
+
+
+def _reduce_scatter_single(backend: Backend, single: Runner) -> Runner:
+    """Everybody's share travels once; each rank reduces its own, in rank order."""
+
+    def run(call: Call) -> Handle:
+        source, output = call.inputs[0].contiguous().view(-1), call.outputs[0]
+        received = torch.empty_like(source)
+        handle = single(replace(call, op=ALL_TO_ALL_SINGLE, inputs=[source], outputs=[received]))
+
+        def finish() -> None:
+            rows = list(received.view(call.size, -1))
+            output.copy_(reduce_rows(rows, call.reduce, call.factor).view(output.shape))
+
+        return Finishing(handle, finish)
+
+    return run
+
+
+def _reduce_scatter(backend: Backend, single: Runner) -> Runner:
+    def run(call: Call) -> Handle:
+        return single(replace(call, op=REDUCE_SCATTER_SINGLE, inputs=[_flat(call.inputs)]))
+
+    return run
+
+
+def _all_gather(backend: Backend, single: Runner) -> Runner:
+    def run(call: Call) -> Handle:
+        source = call.inputs[0].contiguous().view(-1)
+        gathered = source.new_empty(source.numel() * call.size)
+        handle = single(replace(call, op=ALL_GATHER_SINGLE, inputs=[source], outputs=[gathered]))
+        return Finishing(handle, lambda: _scatter_back(gathered, call.outputs))
+
+    return run
+
+
+def _all_gather_single(backend: Backend, lists: Runner) -> Runner:
+    def run(call: Call) -> Handle:
+        output = call.outputs[0]
+        gathered = output if output.is_contiguous() else output.new_empty(output.shape)
+        parts = list(gathered.view(-1).chunk(call.size)) if output.numel() else [gathered.view(-1)] * call.size
+        handle = lists(replace(call, op=ALL_GATHER, inputs=[call.inputs[0].reshape(-1)], outputs=parts))
+        return handle if gathered is output else Finishing(handle, lambda: _discard(output.copy_(gathered)))
+
+    return run
+
+
+def _discard(_: object) -> None:
+    """For a callback that must return nothing."""
+
+
+def _all_reduce_coalesced(backend: Backend, one: Runner) -> Runner:
+    """One all_reduce a dtype, over the tensors joined."""
+
+    def run(call: Call) -> Handle:
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in call.inputs:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        return Together([_joined(call, tensors, one) for tensors in by_kind.values()])
+
+    return run
+
+
+def _joined(call: Call, tensors: list[Tensor], one: Runner) -> Handle:
+    if len(tensors) == 1:
+        return one(replace(call, op=ALL_REDUCE, inputs=tensors, outputs=tensors))
+    flat = _flat(tensors)
+    handle = one(replace(call, op=ALL_REDUCE, inputs=[flat], outputs=[flat]))
+    return Finishing(handle, lambda: _scatter_back(flat, tensors))
+
+
+def _one_by_one(op: Op) -> Callable[[Backend, Runner], Runner]:
+    """A coalesced call as its members in order, under one handle."""
+
+    def compose(backend: Backend, one: Runner) -> Runner:
+        def run(call: Call) -> Handle:
+            if not call.inputs:
+                return DONE
+            width = len(call.outputs) // len(call.inputs)
+            return Together(
+                [
+                    one(replace(call, op=op, inputs=[x], outputs=call.outputs[i * width : (i + 1) * width]))
+                    for i, x in enumerate(call.inputs)
+                ]
+            )
+
+        return run
+
+    return compose
+
+
+def _even_or(even: Runner, exchange: Runner) -> Runner:
+    """all_gather of tensors whose sizes differ between the ranks, as an all_to_all of the same to everybody."""
+
+    def run(call: Call) -> Handle:
+        count = call.inputs[0].numel()
+        if all(t.numel() == count for t in call.outputs):
+            return even(call)
+        return exchange(replace(call, op=ALL_TO_ALL, inputs=[call.inputs[0]] * call.size))
+
+    return run
+
+
+_COMPOSITIONS: tuple[tuple[Op, Op, Callable[[Backend, Runner], Runner]], ...] = (
+    (ALL_TO_ALL_SINGLE, ALL_TO_ALL, _all_to_all_single),
+    (ALL_TO_ALL, ALL_TO_ALL_SINGLE, _all_to_all),
+    (ALL_GATHER_SINGLE, ALL_GATHER, _all_gather_single),
+    (ALL_GATHER, ALL_GATHER_SINGLE, _all_gather),
+    (REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, _reduce_scatter_single),
+    (REDUCE_SCATTER, REDUCE_SCATTER_SINGLE, _reduce_scatter),
+    (ALL_REDUCE_COALESCED, ALL_REDUCE, _all_reduce_coalesced),
+    (ALL_GATHER_COALESCED, ALL_GATHER, _one_by_one(ALL_GATHER)),
+    (REDUCE_SCATTER_COALESCED, REDUCE_SCATTER_SINGLE, _one_by_one(REDUCE_SCATTER_SINGLE)),
+)

@@ -1,0 +1,129 @@
+"""The backends by name: ringway's own, torch's, and those of third parties.
+
+A name is one the user may write; `torch_name` is the name under which torch knows the group. ringway's own
+groups need a name of their own there, because torch's `gloo` is always torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import torch.distributed as c10d
+
+from ringway.backends.base import Backend, GroupInfo
+from ringway.errors import BackendUnavailable, UsageError, nearest
+
+Factory = Callable[[GroupInfo], Backend]
+
+ENTRY_POINTS = "ringway.backends"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One backend: how to make it, and which devices it serves."""
+
+    name: str
+    torch_name: str
+    devices: tuple[str, ...]
+    make: Factory
+    one_host: bool = False
+
+
+def _lazily(module: str, name: str) -> Factory:
+    """Imports the backend's file when the first group needs it: optional libraries stay inside it."""
+
+    def make(info: GroupInfo) -> Backend:
+        backend: Backend = getattr(import_module(module), name)(info)
+        return backend
+
+    return make
+
+
+_OWN: dict[str, Registration] = {
+    "gloo": Registration("gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.c10d", "GlooBackend")),
+    "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm", "ShmBackend"), one_host=True),
+}
+
+_TORCH_ALIASES = {"torch:mpi": "mpi"}
+
+
+def own(name: str) -> Registration | None:
+    """The registration of a backend that ringway runs itself; None for one that torch runs."""
+    known = _OWN.get(name)
+    if known is None:
+        for entry in entry_points(group=ENTRY_POINTS):
+            if entry.name == name:
+                register(name, entry.load())
+                known = _OWN.get(name)
+    return known
+
+
+def names() -> list[str]:
+    """Every name that a user may write here."""
+    third = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
+    builtin = [str(name) for name in c10d.Backend.backend_list if str(name) != "undefined"]
+    hidden = {registration.torch_name for registration in _OWN.values()}
+    spelled = ("torch:mpi" if name == "mpi" else name for name in builtin if name not in hidden)
+    return sorted({*_OWN, *third, *spelled})
+
+
+def register(name: str, factory: type[Backend] | Factory, devices: tuple[str, ...] | None = None) -> Registration:
+    """Adds a backend of a third party."""
+    if not name.isidentifier():
+        raise UsageError(f"'{name}' cannot name a backend; use letters, digits and underscores")
+    if name in _OWN or name in c10d.Backend.backend_list:
+        raise UsageError(f"a backend named '{name}' is registered already")
+    served = devices or getattr(factory, "devices", None) or ("cpu",)
+    _OWN[name] = Registration(name, name, tuple(served), factory)
+    return _OWN[name]
+
+
+def registrations() -> list[Registration]:
+    return list(_OWN.values())
+
+
+def parse(backend: str) -> dict[str, str]:
+    """'cpu:shm,cuda:nccl' or 'gloo' as the user writes it, by device ('' for all); unknown names are refused."""
+    parsed: dict[str, str] = {}
+    for part in backend.lower().split(","):
+        if part in _TORCH_ALIASES or ":" not in part:
+            device, name = "", part.strip()
+        else:
+            device, name = (piece.strip() for piece in part.split(":", 1))
+        if device in parsed or (parsed and not device):
+            raise UsageError(f"backend '{backend}': name one backend for each device, as in 'cpu:gloo,cuda:nccl'")
+        if own(name) is None and name not in _TORCH_ALIASES and name not in c10d.Backend.backend_list:
+            raise UsageError(f"there is no backend '{name}'{nearest(name, names())} Known here: {', '.join(names())}")
+        parsed[device] = name
+    return parsed
+
+
+def torch_spelling(backend: str) -> str:
+    """The name under which torch makes the group."""
+
+    def one(name: str) -> str:
+        registration = own(name)
+        return registration.torch_name if registration else _TORCH_ALIASES.get(name, name)
+
+    return ",".join(f"{device}:{one(name)}" if device else one(name) for device, name in parse(backend).items())
+
+
+def user_spelling(torch_name: str) -> str:
+    """The name that the user knows a backend of torch's map by."""
+    for registration in _OWN.values():
+        if registration.torch_name == torch_name:
+            return registration.name
+    return "torch:mpi" if torch_name == "mpi" else torch_name
+
+
+def make(registration: Registration, info: GroupInfo) -> Backend:
+    """The backend, or a BackendUnavailable that says what to install."""
+    try:
+        return registration.make(info)
+    except ImportError as error:
+        raise BackendUnavailable(
+            registration.name, str(error), remedy=f"Install it with: pip install 'ringway[{registration.name}]'"
+        ) from error

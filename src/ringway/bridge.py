@@ -1,0 +1,212 @@
+"""The bridge: a communicator shown to torch as a ProcessGroup.
+
+So `torch.distributed`'s functions, DDP, FSDP, DTensor and functional collectives on a group of ringway's pass
+through the same room as the user's own calls. Old and new names of torch's methods are both here: which of a
+pair torch calls depends on its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    ANY_SOURCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
+    Call,
+    Reduce,
+    parse_reduce,
+)
+from ringway.communicator import Communicator
+from ringway.work import DONE, Handle, Together, Work, seconds
+
+
+class Bridge(c10d.ProcessGroup):
+    """One group of ringway's, for torch."""
+
+    def __init__(self, communicator: Communicator, inner: Any, devices: dict[str, Any] | None = None) -> None:
+        """`inner` is a backend of torch's own, for calls that torch makes in C++ past this class; `devices`
+        are backends of torch's own for other devices, such as nccl for cuda."""
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self.communicator = communicator
+        self._collecting: list[Work] | None = None
+        custom = c10d.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(custom)
+        self._register_backend(torch.device("cpu"), custom, inner)
+        for device, backend in (devices or {}).items():
+            self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return self.communicator.backend.name
+
+    def _issue(self, call: Call, options: Any) -> Work | None:
+        call.async_op = bool(getattr(options, "asyncOp", True))
+        call.timeout = seconds(getattr(options, "timeout", None))
+        if self._collecting is not None:
+            call.async_op = True
+        work = self.communicator.issue(call)
+        if self._collecting is not None and work is not None:
+            self._collecting.append(work)
+        return work
+
+    @staticmethod
+    def _reduction(options: Any) -> tuple[Reduce, Any]:
+        op = getattr(options, "reduceOp", None)
+        return (Reduce.SUM, None) if op is None else parse_reduce(op)
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if len(members) > 1:
+            return self.allreduce_coalesced(members, options)
+        reduce, factor = self._reduction(options)
+        return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), options)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(options)
+        members = list(tensors)
+        return self._issue(Call(ALL_REDUCE_COALESCED, members, members, reduce, factor), options)
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
+        return self._issue(Call(BROADCAST, members, members, peer=root), options)
+
+    def reduce(self, tensors: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduce, factor = self._reduction(options)
+        return self._issue(Call(REDUCE, members, members, reduce, factor, getattr(options, "rootRank", 0)), options)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if len(inputs) > 1:
+            return self.allgather_coalesced(outputs, inputs, options)
+        return self._issue(Call(ALL_GATHER, list(inputs), list(outputs[0])), options)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        """torch hands the outputs over rank by rank; a call has them input by input."""
+        inputs = list(inputs)
+        by_input = [row[i] for i in range(len(inputs)) for row in outputs]
+        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input), options)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(ALL_GATHER_SINGLE, [input], [output]), options)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        parts = [part for output in outputs for part in _chunks(output, self.size())]
+        return self._issue(Call(ALL_GATHER_COALESCED, list(inputs), parts), options)
+
+    def gather(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        gathered = list(outputs[0]) if outputs else []
+        return self._issue(Call(GATHER, list(inputs), gathered, peer=options.rootRank), options)
+
+    def scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        scattered = list(inputs[0]) if inputs else []
+        return self._issue(Call(SCATTER, scattered, list(outputs), peer=options.rootRank), options)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        reduce, factor = self._reduction(options)
+        return self._issue(Call(REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), options)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(options)
+        return self._issue(Call(REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), options)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(options)
+        return self._issue(Call(REDUCE_SCATTER_COALESCED, list(inputs), list(outputs), reduce, factor), options)
+
+    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(ALL_TO_ALL, list(inputs), list(outputs)), options)
+
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        options: Any = None,
+    ) -> Work | None:
+        splits = (list(input_splits) or None, list(output_splits) or None)
+        call = Call(ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
+        return self._issue(call, options)
+
+    def barrier(self, options: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(BARRIER), options)
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(SEND, list(tensors), (), peer=peer, tag=tag), None)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(RECV, (), list(tensors), peer=peer, tag=tag), None)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(RECV, (), list(tensors), peer=ANY_SOURCE, tag=tag), None)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._collecting = []
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        works, self._collecting = self._collecting or [], None
+        return Work(Together([_WorkHandle(work) for work in works]) if works else DONE, (), lambda error: error)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.communicator.monitored_barrier(timeout, wait_all_ranks)
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+
+    def abort(self) -> None:
+        self.communicator.close(wait=False)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+class _WorkHandle(Handle):
+    """A Work seen as a handle, to be waited for together with others."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.notifies = work.notifies
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(timeout)
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def when_done(self, completion: Any) -> None:
+        self._work.on_complete(completion)
+
+
+def _chunks(output: Tensor, size: int) -> list[Tensor]:
+    """One gathered tensor as a view for each rank."""
+    flat = output.view(-1)
+    width = flat.numel() // size
+    return [flat[i * width : (i + 1) * width] for i in range(size)]

@@ -1,0 +1,338 @@
+"""A communicator: ringway's object for one group. Its methods are the collectives, as torch spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    ANY_SOURCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
+    Call,
+    ReduceOp,
+    parse_reduce,
+)
+from ringway.errors import UsageError
+from ringway.issuer import Issuer
+from ringway.monitor import monitored_barrier
+from ringway.work import Work, seconds
+
+_SUM = ReduceOp.SUM
+
+
+class Communicator(Issuer):
+    """The collectives of one group. Ranks in `src` and `dst` are global, in `group_src` and `group_dst` the
+    group's own, as torch has them. A synchronous call that succeeded returns None."""
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("src", src, group_src)
+        return self.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
+    ) -> Work | None:
+        if (
+            op is _SUM
+            and self.quick_all_reduce is not None
+            and not async_op
+            and log_name is None
+            and self.quickly(self.quick_all_reduce, tensor, 0)
+        ):
+            return None
+        reduce, factor = parse_reduce(op)
+        return self.issue(Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name))
+
+    def inference_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> None:
+        """The lowest latency there is: nothing to hold, nothing to wait for afterwards."""
+        self.all_reduce(tensor, op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("dst", dst, group_dst)
+        reduce, factor = parse_reduce(op)
+        return self.issue(
+            Call(REDUCE, (tensor,), (tensor,), reduce, factor, peer=root, async_op=async_op, label=log_name)
+        )
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[Tensor],
+        tensor: Tensor,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self.issue(Call(ALL_GATHER, (tensor,), list(tensor_list), async_op=async_op, label=log_name))
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
+    ) -> Work | None:
+        return self.issue(Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name))
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: Sequence[Tensor] | None = None,
+        dst: int | None = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("dst", dst, group_dst, default=0)
+        return self.issue(
+            Call(GATHER, (tensor,), list(gather_list or ()), peer=root, async_op=async_op, label=log_name)
+        )
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: Sequence[Tensor] | None = None,
+        src: int | None = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("src", src, group_src, default=0)
+        return self.issue(
+            Call(SCATTER, list(scatter_list or ()), (tensor,), peer=root, async_op=async_op, label=log_name)
+        )
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        reduce, factor = parse_reduce(op)
+        return self.issue(
+            Call(REDUCE_SCATTER, list(input_list), (output,), reduce, factor, async_op=async_op, label=log_name)
+        )
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        reduce, factor = parse_reduce(op)
+        return self.issue(
+            Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
+        )
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[Tensor],
+        input_tensor_list: Sequence[Tensor],
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self.issue(
+            Call(ALL_TO_ALL, list(input_tensor_list), list(output_tensor_list), async_op=async_op, label=log_name)
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self.issue(
+            Call(
+                ALL_TO_ALL_SINGLE,
+                (input,),
+                (output,),
+                input_splits=input_split_sizes or None,
+                output_splits=output_split_sizes or None,
+                async_op=async_op,
+                label=log_name,
+            )
+        )
+
+    # Coalesced forms
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        reduce, factor = parse_reduce(op)
+        members = list(tensors)
+        return self.issue(
+            Call(ALL_REDUCE_COALESCED, members, members, reduce, factor, async_op=async_op, label=log_name)
+        )
+
+    def all_gather_coalesced(
+        self,
+        output_tensor_lists: Sequence[Sequence[Tensor]],
+        input_tensor_list: Sequence[Tensor],
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        outputs = [tensor for tensors in output_tensor_lists for tensor in tensors]
+        return self.issue(
+            Call(ALL_GATHER_COALESCED, list(input_tensor_list), outputs, async_op=async_op, label=log_name)
+        )
+
+    def reduce_scatter_coalesced(
+        self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, *, log_name: str | None = None
+    ) -> list[Tensor]:
+        """Reduces each tensor and returns this rank's share of each, flat; the last share is shorter, or
+        empty, where a tensor's size does not divide by the group's."""
+        reduce, factor = parse_reduce(op)
+        padded = [_padded(tensor, self.size) for tensor in tensors]
+        shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in padded]
+        self.issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
+        return [
+            share[: max(0, min(share.numel(), tensor.numel() - self.rank * share.numel()))]
+            for tensor, share in zip(tensors, shares, strict=True)
+        ]
+
+    # Point-to-point
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> None:
+        self._send(tensor, dst, tag, group_dst, log_name, async_op=False)
+
+    def isend(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self._send(tensor, dst, tag, group_dst, log_name, async_op=True)
+
+    def _send(
+        self, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None, label: str | None, async_op: bool
+    ) -> Work | None:
+        peer = self.place("dst", dst, group_dst)
+        if peer == self.rank:
+            raise UsageError("a rank cannot send to itself")
+        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> int:
+        """Returns the global rank that the message came from."""
+        call = self._receive(tensor, src, tag, group_src, log_name, async_op=False)
+        self.issue(call)
+        return self.ranks[call.peer]
+
+    def irecv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self.issue(self._receive(tensor, src, tag, group_src, log_name, async_op=True))
+
+    def _receive(
+        self, tensor: Tensor, src: int | None, tag: int, group_src: int | None, label: str | None, async_op: bool
+    ) -> Call:
+        anyone = src is None and group_src is None
+        peer = ANY_SOURCE if anyone else self.place("src", src, group_src)
+        if peer == self.rank:
+            raise UsageError("a rank cannot receive from itself")
+        return Call(RECV, (), (tensor,), peer=peer, tag=tag, async_op=async_op, label=label)
+
+    # Meeting
+
+    def barrier(
+        self,
+        async_op: bool = False,
+        device_ids: Sequence[int] | None = None,
+        timeout: timedelta | float | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False, *, log_name: str | None = None
+    ) -> None:
+        """A barrier through the store, on any backend, whose error names the ranks that did not come."""
+        self.require_health()
+        limit = seconds(timeout) or self.info.timeout
+        monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    flat = tensor.reshape(-1)
+    short = -flat.numel() % size
+    return flat if not short else _extended(flat, short)
+
+
+def _extended(flat: Tensor, by: int) -> Tensor:
+    longer = flat.new_zeros(flat.numel() + by)
+    longer[: flat.numel()] = flat
+    return longer

@@ -1,0 +1,221 @@
+"""The one way in: every collective of a group passes `Issuer.issue`, whether the user called it, torch's own
+functions did, or DDP. It is checked, numbered, recorded, started, and its end told to the observers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ringway import _core
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import Plan, plan
+from ringway.call import ANY_SOURCE, DTYPE_CODE, RECV, UNKNOWN_DTYPE, Call
+from ringway.checks import check, device_of
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.work import Handle, Work
+
+_POISON = (CollectiveMismatch, CommTimeout, PeerLost)
+
+
+class Observer(Protocol):
+    """Sees every call of every group: when it is issued, and when it is complete."""
+
+    def issued(self, call: Call) -> None: ...
+
+    def completed(self, call: Call, error: BaseException | None) -> None: ...
+
+
+class Issuer:
+    """What a communicator is besides its spellings: the group's backends, its numbers, its health.
+
+    `backends` are by device type; a value may be a function that makes the backend when the first call on
+    that device comes, which is the same call on every rank.
+    """
+
+    def __init__(
+        self,
+        info: GroupInfo,
+        backends: Mapping[str, Backend | Callable[[], Backend]],
+        recorder: _core.Recorder,
+        observers: list[Observer],
+    ) -> None:
+        self.info = info
+        self.rank = info.rank
+        self.size = info.size
+        self.name = info.name
+        self.ranks = list(info.ranks)
+        self._rank_of = {rank: place for place, rank in enumerate(self.ranks)}
+        self._recorder = recorder
+        self._lane = _core.Lane(recorder, info.name)
+        self._labels: dict[str, int] = {}
+        self._observers = observers
+        self._backends = dict(backends)
+        self._plans: dict[str, Plan] = {}
+        self._default_device = next(iter(self._backends))
+        self._fault: BaseException | None = None
+        self._barriers = 0
+        for device, backend in self._backends.items():
+            if isinstance(backend, Backend):
+                self._plans[device] = plan(backend)
+        self._quick: Any = None
+        self.quick_all_reduce: Callable[[Tensor, int], int] | None = None
+        self.observers_changed()
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the group's first device."""
+        self._plan(self._default_device)
+        backend = self._backends[self._default_device]
+        assert isinstance(backend, Backend)
+        return backend
+
+    @property
+    def lane(self) -> _core.Lane:
+        return self._lane
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What poisoned the group: every further call raises it again."""
+        return self._fault
+
+    def poison(self, error: BaseException) -> None:
+        """From now on every call of this group raises `error`."""
+        self._fault = self._fault or error
+        self.observers_changed()
+
+    def require_health(self) -> None:
+        if self._fault is not None:
+            raise self._fault.with_traceback(None)
+
+    def next_barrier(self) -> int:
+        """Numbers the group's monitored barriers."""
+        self._barriers += 1
+        return self._barriers
+
+    def observers_changed(self) -> None:
+        """The short cuts are for a group in health that nobody but the recorder watches."""
+        backend = self._backends[self._default_device]
+        if self._fault is None and not self._observers and isinstance(backend, Backend):
+            self._quick = self._quick or backend.quick(self._lane)
+            self.quick_all_reduce = getattr(self._quick, "all_reduce", None)
+        else:
+            self.quick_all_reduce = None
+
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Where each op comes from, by device: native, or composed of what."""
+        return {device: dict(made.origins) for device, made in self._plans.items()}
+
+    # The one way in
+
+    def issue(self, call: Call) -> Work | None:
+        """Checks, numbers, records and starts a call. Returns a Work where it is asynchronous."""
+        self.require_health()
+        call.size = self.size
+        call.group = self.name
+        made = self._plan(device_of(call) or self._default_device)
+        check(call, self.rank)
+        dtype = call.dtype
+        token = self._lane.begin(
+            call.op.code,
+            call.nbytes,
+            UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
+            int(call.reduce),
+            call.peer,
+            0 if call.label is None else self._label(call.label),
+        )
+        call.sequence = (self._lane.collectives if call.op.collective else self._lane.messages) - 1
+        observed = bool(self._observers)
+        if observed:
+            call.issued = _core.monotonic_ns()
+            for observer in self._observers:
+                observer.issued(call)
+        try:
+            handle = made.runners[call.op.name](call)
+            if not call.async_op:
+                handle.wait()
+        except BaseException as error:
+            raise self._ended(call, token, error, observed) or error from None
+        if call.async_op:
+            return self._work(call, token, handle, observed)
+        self._ended(call, token, None, observed)
+        if call.op is RECV:
+            call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
+        return None
+
+    def _work(self, call: Call, token: int, handle: Handle, observed: bool) -> Work:
+        def settle(error: BaseException | None) -> BaseException | None:
+            return self._ended(call, token, error, observed)
+
+        return Work(handle, call.outputs, settle)
+
+    def _ended(self, call: Call, token: int, error: BaseException | None, observed: bool) -> BaseException | None:
+        self._lane.end(token, error is None)
+        if isinstance(error, _POISON):
+            self.poison(error)
+        if observed:
+            call.completed = _core.monotonic_ns()
+            for observer in list(self._observers):
+                observer.completed(call, error)
+        return error
+
+    def _plan(self, device: str) -> Plan:
+        made = self._plans.get(device)
+        if made is None:
+            backend = self._backends.get(device)
+            if backend is None:
+                raise UsageError(
+                    f"the group {self.name} has no backend for tensors on {device}, only for "
+                    f"{', '.join(self._backends)}; move the tensor, or name one, as in 'cpu:gloo,{device}:nccl'"
+                )
+            if not isinstance(backend, Backend):
+                backend = self._backends[device] = backend()
+            made = self._plans[device] = plan(backend)
+        return made
+
+    def _label(self, label: str) -> int:
+        known = self._labels.get(label)
+        if known is None:
+            known = self._labels[label] = self._recorder.intern(label)
+        return known
+
+    def place(self, name: str, rank: int | None, group_rank: int | None, default: int | None = None) -> int:
+        """The group's rank for torch's pair of spellings: a global rank, or the group's own."""
+        if rank is not None and group_rank is not None:
+            raise UsageError(f"pass {name} or group_{name}, not both")
+        if group_rank is None and rank is None and default is not None:
+            rank = default
+        if group_rank is not None:
+            if not 0 <= group_rank < self.size:
+                raise UsageError(f"group_{name}={group_rank} is outside the group's ranks 0 to {self.size - 1}")
+            return group_rank
+        if rank is None:
+            raise UsageError(f"pass {name} (a global rank) or group_{name} (the group's own)")
+        place = self._rank_of.get(rank)
+        if place is None:
+            raise UsageError(f"{name}={rank} is not a rank of the group {self.name}, which has {self.ranks}")
+        return place
+
+    def quickly(self, function: Callable[..., int], *arguments: Any) -> bool:
+        """Whether the short cut took the call."""
+        try:
+            return function(*arguments) == 0
+        except _POISON as error:
+            self.poison(error)
+            raise
+
+    # The end
+
+    def close(self, wait: bool = True) -> None:
+        """Ends the group's backends. Idempotent; what is under way ends with an error."""
+        if self._fault is None:
+            self.poison(RingwayError(f"the group {self.name} was destroyed; make a new one with new_group"))
+        for backend in self._backends.values():
+            if isinstance(backend, Backend):
+                if wait:
+                    backend.close()
+                else:
+                    backend.abort()
+        self._plans.clear()

@@ -1,0 +1,57 @@
+"""The barrier that names the absent: it goes through the job's store, so every backend has it."""
+
+from __future__ import annotations
+
+import time
+
+from ringway.backends.base import GroupInfo
+from ringway.errors import CommTimeout, RingwayError
+
+_POLL_FIRST = 0.0005
+_POLL_MOST = 0.02
+
+
+def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ranks: bool) -> None:
+    """Waits until every rank of the group has come to its barrier `number`.
+
+    At the deadline every rank that came raises, naming the first rank that is missing, or all of them with
+    `wait_all_ranks`.
+    """
+    keys = [f"ringway/barrier/{number}/{rank}" for rank in range(info.size)]
+    try:
+        info.store.set(keys[info.rank], "here")
+        if number > 2:
+            # All have come to the barrier before this one, so nobody looks at the one before that any more.
+            info.store.delete_key(f"ringway/barrier/{number - 2}/{info.rank}")
+        missing = _absent(info, keys, timeout)
+    except RingwayError:
+        raise
+    except Exception as error:
+        raise RingwayError(
+            f"monitored_barrier: the job's store does not answer ({str(error).splitlines()[0]}); "
+            "its host, usually rank 0, is gone"
+        ) from error
+    if missing:
+        named = missing if wait_all_ranks else missing[:1]
+        ranks = ", ".join(str(info.ranks[place]) for place in named)
+        raise CommTimeout(
+            f"monitored_barrier of group {info.name}: rank {ranks} did not come within {timeout:g} s"
+            + ("" if wait_all_ranks or len(missing) == 1 else " (wait_all_ranks=True names all)"),
+            op="monitored_barrier",
+            sequence=number,
+            waited=timeout,
+            missing=[info.ranks[place] for place in named],
+        )
+
+
+def _absent(info: GroupInfo, keys: list[str], timeout: float) -> list[int]:
+    """Polls rather than blocks, because a wait inside the store is deaf to Ctrl-C."""
+    deadline = time.monotonic() + timeout
+    waiting = list(range(info.size))
+    pause = _POLL_FIRST
+    while True:
+        waiting = [rank for rank in waiting if not info.store.check([keys[rank]])]
+        if not waiting or time.monotonic() >= deadline:
+            return waiting
+        time.sleep(pause)
+        pause = min(pause * 2, _POLL_MOST)

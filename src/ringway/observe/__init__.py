@@ -1,0 +1,1 @@
+"""Watching: what the recorder and the observers saw."""

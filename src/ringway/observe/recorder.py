@@ -1,0 +1,98 @@
+"""What the recorder holds, as values: the latest calls, and where each group stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringway import _core
+from ringway.call import DTYPES, OPS, Reduce
+from ringway.world import world
+
+_STATES = ("issued", "completed", "failed")
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call as the recorder kept it. Times are nanoseconds of the host's monotonic clock; `completed_ns` is
+    0 while the call is under way. `site` is (file, line, function), or None where no Python frame of the
+    program's was on the stack (the autograd engine's threads)."""
+
+    sequence: int
+    op: str
+    nbytes: int
+    dtype: torch.dtype | None
+    reduce: str | None
+    peer: int | None
+    group: str
+    label: str
+    site: tuple[str, int, str] | None
+    issued_ns: int
+    completed_ns: int
+    state: str
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from issue to completion; None while under way."""
+        return None if not self.completed_ns else (self.completed_ns - self.issued_ns) / 1e9
+
+
+def _recorded(row: tuple[Any, ...]) -> RecordedCall:
+    sequence, op, nbytes, dtype, reduce, peer, group, label, site, issued, completed, state = row
+    facts = OPS[op]
+    return RecordedCall(
+        sequence=sequence,
+        op=facts.name,
+        nbytes=nbytes,
+        dtype=DTYPES[dtype] if dtype < len(DTYPES) else None,
+        reduce=Reduce(reduce).name if "reduce" in facts.agree else None,
+        peer=peer if "root" in facts.agree or not facts.collective else None,
+        group=group,
+        label=label,
+        site=site,
+        issued_ns=issued,
+        completed_ns=completed,
+        state=_STATES[state],
+    )
+
+
+def recent_calls(n: int = 100) -> list[RecordedCall]:
+    """The latest `n` calls of this process, oldest first. The recorder is always on and keeps a fixed number."""
+    return [_recorded(row) for row in world.recorder.recent(n)]
+
+
+def status() -> dict[str, Any]:
+    """Where this process stands: its groups, how many calls each has issued and completed, what is under way."""
+    now = _core.monotonic_ns()
+    under_way = [
+        {
+            "op": call.op,
+            "sequence": call.sequence,
+            "group": call.group,
+            "nbytes": call.nbytes,
+            "label": call.label,
+            "site": call.site,
+            "seconds": (now - call.issued_ns) / 1e9,
+        }
+        for call in recent_calls(world.recorder.capacity)
+        if call.state == "issued"
+    ]
+    return {
+        "calls": world.recorder.total,
+        "under_way": under_way,
+        "groups": [
+            {
+                "name": each.name,
+                "rank": each.rank,
+                "ranks": list(each.ranks),
+                "backend": each.backend.name,
+                "collectives": each.lane.collectives,
+                "messages": each.lane.messages,
+                "completed": each.lane.completed,
+                "fault": None if each.fault is None else str(each.fault),
+            }
+            for each in world.communicators()
+        ],
+    }

@@ -1,0 +1,219 @@
+"""The only mutable global: communicators by group, the observers, the recorder.
+
+A group that ringway made is a Bridge and carries its communicator. A group that torch made is adopted when it
+is first used, without any communication, and forgotten when torch forgets it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+import torch.distributed.distributed_c10d as c10d_module
+
+from ringway import _core
+from ringway.backends import registry
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.c10d import GlooBackend, adopt, make_gloo
+from ringway.bridge import Bridge
+from ringway.communicator import Communicator
+from ringway.errors import UsageError
+from ringway.issuer import Observer
+
+NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
+
+RECORDER_CAPACITY = 4096
+MAX_OBJECT_BYTES = 1 << 30
+
+
+def _default_group() -> c10d.ProcessGroup | None:
+    return c10d_module._world._default_pg
+
+
+class World:
+    """What this process knows of its job."""
+
+    def __init__(self) -> None:
+        self.recorder = _core.Recorder(RECORDER_CAPACITY)
+        self.observers: list[Observer] = []
+        self.next_backend: str | None = None
+        self.local_rank: int | None = None
+        self.max_object_bytes = int(os.environ.get("RINGWAY_MAX_OBJECT_BYTES", MAX_OBJECT_BYTES))
+        self._adopted: weakref.WeakKeyDictionary[c10d.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+        self._all: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._default_group: c10d.ProcessGroup | None = None
+        self._default: Communicator | None = None
+
+    def communicator(self, group: c10d.ProcessGroup | None) -> Communicator:
+        """The communicator of a group; None is the world."""
+        if group is None:
+            group = _default_group()
+            if group is self._default_group and self._default is not None:
+                return self._default
+            if group is None:
+                self._default_group = self._default = None
+                raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
+            self._default = self._find(group)
+            self._default_group = group
+            return self._default
+        return self._find(group)
+
+    def _find(self, group: Any) -> Communicator:
+        if isinstance(group, Bridge):
+            return group.communicator
+        if not isinstance(group, c10d.ProcessGroup):
+            raise UsageError(f"group= takes a ProcessGroup, not {type(group).__name__}")
+        known = self._adopted.get(group)
+        if known is None:
+            known = self._adopted[group] = self._adopt(group)
+        return known
+
+    def _adopt(self, group: c10d.ProcessGroup) -> Communicator:
+        entry = c10d_module._world.pg_map.get(group)
+        if entry is None:
+            raise UsageError("this group is not one of torch.distributed's; was it destroyed?")
+        backend, store = entry
+        ranks = sorted(c10d.get_process_group_ranks(group), key=lambda rank: c10d.get_group_rank(group, rank))
+        info = GroupInfo(
+            rank=group.rank(),
+            size=group.size(),
+            ranks=ranks,
+            store=store,
+            name=c10d_module._world.pg_names[group],
+            timeout=c10d.default_pg_timeout.total_seconds(),
+        )
+        return self.add(info, _torch_backends(info, group, str(backend)))
+
+    def add(self, info: GroupInfo, backends: dict[str, Any]) -> Communicator:
+        communicator = Communicator(info, backends, self.recorder, self.observers)
+        self._all.add(communicator)
+        return communicator
+
+    def watch(self, observer: Observer) -> None:
+        """From now on `observer` sees every call."""
+        if observer not in self.observers:
+            self.observers.append(observer)
+            self._observers_changed()
+
+    def unwatch(self, observer: Observer) -> None:
+        if observer in self.observers:
+            self.observers.remove(observer)
+            self._observers_changed()
+
+    def _observers_changed(self) -> None:
+        for communicator in list(self._all):
+            communicator.observers_changed()
+
+    def communicators(self) -> list[Communicator]:
+        """All that live, the world's first, then by name."""
+        return sorted(self._all, key=lambda c: (-c.size, c.name))
+
+    def forked(self) -> None:
+        """A forked child holds no membership: its calls are refused, and its end disturbs nobody."""
+        error = UsageError(
+            "this process was forked from a rank and is no member of its groups; make collective calls in "
+            "the rank itself, or start workers with the 'spawn' method and init_process_group of their own"
+        )
+        for communicator in list(self._all):
+            communicator.poison(error)
+
+
+def _torch_backends(info: GroupInfo, group: c10d.ProcessGroup, backend: str) -> dict[str, Any]:
+    """The backends of a group that torch made, by device. CPU tensors on a group without one go to a gloo
+    that is made when the first of them comes."""
+    if ":" in backend:
+        config = dict(part.split(":", 1) for part in backend.split(","))
+    else:
+        config = {str(device.type): backend for device in group._device_types}
+    backends: dict[str, Any] = {
+        device: adopt(info, group, registry.user_spelling(name)) for device, name in config.items()
+    }
+    if "cpu" not in backends:
+
+        def cpu() -> Backend:
+            corner = c10d.PrefixStore("ringway/cpu", info.store)
+            return GlooBackend(GroupInfo(**{**info.__dict__, "store": corner}))
+
+        backends["cpu"] = cpu
+    return backends
+
+
+def make_bridge(registration: registry.Registration, options: Any, extra: Any) -> Bridge:
+    """What torch calls to make one of our groups."""
+    size = options.group_size
+    info = GroupInfo(
+        rank=options.group_rank,
+        size=size,
+        ranks=list(options.global_ranks_in_group) or list(range(size)),
+        store=options.store,
+        name=options.group_id,
+        timeout=options.timeout.total_seconds(),
+        options=extra,
+    )
+    backend = registry.make(registration, info)
+    corner = GroupInfo(**{**info.__dict__, "store": c10d.PrefixStore("ringway/inner", info.store)})
+    inner = backend.torch_group or make_gloo(corner, loopback=registration.one_host)
+    backends: dict[str, Any] = dict.fromkeys(registration.devices, backend)
+    others: dict[str, Any] = {}
+    if "cuda" not in backends and c10d.is_nccl_available() and torch.cuda.is_available():
+        nccl = _make_nccl(info)
+        others["cuda"] = nccl
+        backends["cuda"] = adopt(info, nccl, "nccl")
+    return Bridge(world.add(info, backends), inner, others)
+
+
+def _make_nccl(info: GroupInfo) -> Any:
+    """torch stops looking for further devices at a group written in Python, so nccl is added here. It connects
+    when the first CUDA tensor comes."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = c10d.default_pg_timeout
+    options.global_ranks_in_group = list(info.ranks)
+    options.group_name = c10d_module.GroupName(info.name)
+    return c10d.ProcessGroupNCCL(c10d.PrefixStore("cuda", info.store), info.rank, info.size, options)
+
+
+def register_with_torch(registration: registry.Registration) -> None:
+    """Makes the name known to `torch.distributed.init_process_group`."""
+
+    def create(options: Any, extra: Any) -> Bridge:
+        return make_bridge(registration, options, extra)
+
+    defaults = dict(c10d.Backend.default_device_backend_map)
+    c10d.Backend.register_backend(
+        registration.torch_name, create, extended_api=True, devices=list(registration.devices)
+    )
+    # Being known does not make it the default of a program that names no backend.
+    c10d.Backend.default_device_backend_map.clear()
+    c10d.Backend.default_device_backend_map.update(defaults)
+
+
+def _leave() -> None:
+    """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
+    for communicator in world.communicators():
+        communicator.close(wait=False)
+    if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
+        c10d_module._world.pg_map.clear()
+        c10d_module._world.pg_names.clear()
+        c10d_module._world.pg_group_ranks.clear()
+        c10d_module._unregister_all_process_groups()
+        c10d_module._update_default_pg(None)
+
+
+def _introduce() -> None:
+    """Tells the native core what a tensor is and which frames are machinery."""
+    _core.set_tensor_types((torch.Tensor, torch.nn.Parameter), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    torch_home = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+    _core.set_machinery([here, torch_home], [f"{here}{room}{os.sep}" for room in ("testing", "bench")])
+
+
+_introduce()
+world = World()
+for _registration in registry.registrations():
+    register_with_torch(_registration)
+os.register_at_fork(after_in_child=world.forked)
+atexit.register(_leave)
