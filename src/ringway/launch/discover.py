@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -36,10 +36,12 @@ def discover(
     rank: int = -1,
     size: int = -1,
     init_method: str | None = None,
+    ignored: Collection[str] = (),
     ancestry: Ancestry | None = None,
 ) -> LaunchInfo:
-    """This process's place in the job. Arguments win over any launcher."""
-    return explore(environ, rank=rank, size=size, init_method=init_method, ancestry=ancestry).info
+    """This process's place in the job. Arguments win over any launcher; those `ignored` are not looked for."""
+    found = explore(environ, rank=rank, size=size, init_method=init_method, ignored=ignored, ancestry=ancestry)
+    return found.info
 
 
 def explore(
@@ -48,13 +50,15 @@ def explore(
     rank: int = -1,
     size: int = -1,
     init_method: str | None = None,
+    ignored: Collection[str] = (),
     ancestry: Ancestry | None = None,
 ) -> Discovery:
     """As `discover`, with everything that was seen. Without a mapping, this process's own environment."""
     if environ is None:
         environ = os.environ
         ancestry = ancestors if ancestry is None else ancestry
-    seen = _innermost_first(environ, ancestry)
+    sources = [source for source in SOURCES if source.name not in ignored]
+    seen = _innermost_first(sources, environ, ancestry)
     if rank >= 0 or size >= 0 or _has_address(init_method):
         chosen = _from_arguments(environ, rank, size, init_method, seen[0].info if seen else None)
         return Discovery(chosen, (Seen(chosen.source, chosen), *seen))
@@ -68,9 +72,9 @@ def explore(
     return Discovery(_with_job(first.info, environ, ancestry), tuple(seen))
 
 
-def _innermost_first(environ: Mapping[str, str], ancestry: Ancestry | None) -> list[Seen]:
+def _innermost_first(sources: Sequence[Source], environ: Mapping[str, str], ancestry: Ancestry | None) -> list[Seen]:
     found: list[tuple[int, Seen]] = []
-    for source in SOURCES:
+    for source in sources:
         try:
             info = source.read(environ)
         except DiscoveryError as error:
@@ -78,7 +82,7 @@ def _innermost_first(environ: Mapping[str, str], ancestry: Ancestry | None) -> l
         else:
             if info is not None:
                 found.append((_depth(source, environ, ancestry), Seen(source.name, info)))
-    found.sort(key=lambda item: item[0])  # stable: the order of SOURCES decides between equals
+    found.sort(key=lambda item: item[0])  # stable: their order decides between equals
     return [seen for _, seen in found]
 
 
@@ -157,7 +161,5 @@ def _read_method(init_method: str, rank: int, size: int) -> tuple[str | None, in
     except ValueError as error:
         raise UsageError(f"init_method={init_method!r} cannot be read: {error}") from None
     if url.scheme != "tcp" or not url.hostname or not port:
-        raise UsageError(
-            f"init_method={init_method!r} is not understood; use tcp://HOST:PORT, file:///PATH or env://"
-        )
+        raise UsageError(f"init_method={init_method!r} is not understood; use tcp://HOST:PORT, file:///PATH or env://")
     return url.hostname, port, rank, size

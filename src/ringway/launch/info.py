@@ -104,9 +104,7 @@ class Variables:
         if local_size is not None and not 1 <= local_size <= size:
             raise self.error(f"{local_size} ranks on this host, of {size} in all")
         if local_rank is not None and local_rank >= (local_size or size):
-            raise self.error(
-                f"local rank {local_rank} is not below the {local_size or size} ranks of this host"
-            )
+            raise self.error(f"local rank {local_rank} is not below the {local_size or size} ranks of this host")
         if size == 1:
             local_rank, local_size, node_rank = local_rank or 0, 1, node_rank or 0
         return LaunchInfo(

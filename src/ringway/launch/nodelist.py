@@ -65,8 +65,7 @@ def compress_hosts(hosts: Sequence[str]) -> str:
         else:
             runs.append((prefix, [number]))
     return ",".join(
-        f"{prefix}[{numbers[0]}-{numbers[-1]}]" if len(numbers) > 1 else prefix + numbers[0]
-        for prefix, numbers in runs
+        f"{prefix}[{numbers[0]}-{numbers[-1]}]" if len(numbers) > 1 else prefix + numbers[0] for prefix, numbers in runs
     )
 
 

@@ -1,0 +1,201 @@
+"""Which backend the job uses, and why.
+
+An explicit choice wins, or fails by name with what to install. Otherwise, for the CPU: `shm` where all ranks
+proved to be on one host; `mpi` where an MPI launcher started them on several and every rank has mpi4py;
+`gloo` elsewhere. CUDA tensors go to nccl where every rank has it. What each rank can do is told through the
+store, so all ranks decide alike, and an obstacle on one is an error on all.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as c10d
+from torch._C._distributed_c10d import Store
+
+from ringway.backends import registry
+from ringway.errors import BackendUnavailable, RendezvousError
+from ringway.launch.info import LaunchInfo
+from ringway.launch.locality import meeting_point, shares_host
+
+MPI_LAUNCHERS = ("Open MPI", "PMI (MPICH, Intel MPI)", "PMIx", "AzureML", "SageMaker")
+CONSIDERED = ("shm", "mpi", "ccl", "gloo", "nccl", "ucc")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a backend cannot be used here, and what would help."""
+
+    reason: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend as the user would write it, and the reason in words."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rank tells the others: whether it shares rank 0's host, and what it lacks."""
+
+    with_rank_0: bool
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
+
+
+def _no_mpi() -> Obstacle | None:
+    if find_spec("mpi4py") is None:
+        return Obstacle("mpi4py is not installed", "Install it with: pip install 'ringway[mpi]'")
+    return None
+
+
+def _no_nccl() -> Obstacle | None:
+    if not c10d.is_nccl_available():
+        return Obstacle("this build of torch has no NCCL", "Install a CUDA build of torch")
+    if not torch.cuda.is_available():
+        return Obstacle("no CUDA device is visible")
+    return None
+
+
+def _no_ucc() -> Obstacle | None:
+    if c10d.is_ucc_available():
+        return None
+    return Obstacle("this build of torch has no UCC", "Use a build of torch with USE_UCC=1")
+
+
+def _no_gloo() -> Obstacle | None:
+    return None if c10d.is_gloo_available() else Obstacle("this build of torch has no gloo")
+
+
+def _no_torch_mpi() -> Obstacle | None:
+    if c10d.is_mpi_available():
+        return None
+    return Obstacle("this build of torch has no MPI", "Use 'mpi', which needs mpi4py only")
+
+
+def _missing_module(name: str) -> Callable[[], Obstacle | None]:
+    """A backend file of ringway's own says itself what it lacks, in a function `obstacle`."""
+
+    def ask() -> Obstacle | None:
+        if find_spec(f"ringway.backends.{name}") is None:
+            return Obstacle("this build of ringway does not have it")
+        told = getattr(import_module(f"ringway.backends.{name}"), "obstacle", None)
+        reason = told() if told is not None else None
+        return None if reason is None else Obstacle(str(reason))
+
+    return ask
+
+
+_PROBES: dict[str, Callable[[], Obstacle | None]] = {
+    "shm": _missing_module("shm"),
+    "mpi": _no_mpi,
+    "ccl": _missing_module("ccl"),
+    "gloo": _no_gloo,
+    "nccl": _no_nccl,
+    "ucc": _no_ucc,
+    "torch:mpi": _no_torch_mpi,
+}
+
+
+def obstacle(name: str) -> Obstacle | None:
+    """What keeps this process from using a backend, if anything. A third party's is taken at its word."""
+    probe = _PROBES.get(name)
+    return probe() if probe else None
+
+
+def obstacles(names: tuple[str, ...] = CONSIDERED) -> dict[str, Obstacle]:
+    found = ((name, obstacle(name)) for name in names)
+    return {name: what for name, what in found if what is not None}
+
+
+def select(explicit: str | None, said_by: str, info: LaunchInfo, store: Store, timeout: float) -> Choice:
+    """The job's backend. Every rank calls it, with the store that all have reached."""
+    wanted = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
+    standings = _tell_each_other(wanted, info, store, timeout)
+    return decide(explicit, said_by, info, standings)
+
+
+def decide(explicit: str | None, said_by: str, info: LaunchInfo, standings: Mapping[int, Standing]) -> Choice:
+    """The choice, out of what all ranks said. Pure, so equal on all."""
+    elsewhere = [rank for rank, standing in standings.items() if not standing.with_rank_0]
+    lacking: dict[str, tuple[int, Obstacle]] = {}
+    for rank, standing in standings.items():
+        for name, what in standing.obstacles.items():
+            lacking.setdefault(name, (rank, what))
+    if explicit:
+        for name in registry.parse(explicit).values():
+            _require(name, lacking, elsewhere, info.size)
+        return Choice(explicit, f"chosen by {said_by}")
+    cpu, reason = _for_cpu(info, elsewhere, lacking)
+    if "nccl" not in lacking:
+        return Choice(f"cpu:{cpu},cuda:nccl", f"{reason}; every rank has CUDA and NCCL")
+    return Choice(cpu, reason)
+
+
+def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: list[int], size: int) -> None:
+    if name in lacking:
+        rank, what = lacking[name]
+        where = f" (rank {rank})" if size > 1 else ""
+        raise BackendUnavailable(name, what.reason + where, remedy=what.remedy)
+    registration = registry.own(name)
+    if elsewhere and registration is not None and registration.one_host:
+        raise BackendUnavailable(
+            name,
+            f"it needs all ranks on one host, and rank{'s' if len(elsewhere) > 1 else ''} "
+            f"{', '.join(map(str, elsewhere[:8]))} {'are' if len(elsewhere) > 1 else 'is'} not on rank 0's",
+            remedy="Use gloo, or mpi under an MPI launcher",
+        )
+
+
+def _for_cpu(
+    info: LaunchInfo, elsewhere: list[int], lacking: Mapping[str, tuple[int, Obstacle]]
+) -> tuple[str, str]:
+    if not elsewhere:
+        here = "a world of one" if info.size == 1 else f"all {info.size} ranks proved to be on one host"
+        if "shm" not in lacking:
+            return "shm", here
+        return "gloo", f"{here}, but shm: {lacking['shm'][1].reason}"
+    apart = f"{len(elsewhere)} of {info.size} ranks are on other hosts than rank 0"
+    if info.source in MPI_LAUNCHERS and "mpi" not in lacking and registry.own("mpi") is not None:
+        return "mpi", f"{apart}, started by {info.source}, and every rank has mpi4py"
+    return "gloo", apart
+
+
+def _tell_each_other(
+    names: tuple[str, ...], info: LaunchInfo, store: Store, timeout: float
+) -> dict[int, Standing]:
+    if info.size == 1:
+        return {0: Standing(True, obstacles(names))}
+    deadline = time.monotonic() + timeout
+    with ExitStack() as open_until_all_told:
+        if info.rank == 0:
+            store.set("standing/meet", open_until_all_told.enter_context(meeting_point()))
+        name = _wait(store, "standing/meet", 0, deadline).decode()
+        mine = Standing(info.rank == 0 or shares_host(name), obstacles(names))
+        store.set(f"standing/{info.rank}", json.dumps(asdict(mine)))
+        return {rank: _read(_wait(store, f"standing/{rank}", rank, deadline)) for rank in range(info.size)}
+
+
+def _read(text: bytes) -> Standing:
+    said = json.loads(text)
+    return Standing(said["with_rank_0"], {name: Obstacle(**what) for name, what in said["obstacles"].items()})
+
+
+def _wait(store: Store, key: str, rank: int, deadline: float) -> bytes:
+    pause = 0.002
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"rank {rank} arrived but did not say what it can do", missing=[rank])
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+    return bytes(store.get(key))
