@@ -1,0 +1,454 @@
+"""The device code of the Triton kernels: what runs on the GPU, and nothing else.
+
+Frames come three times, as bytes, as fp32 and as int32 of the same memory, because a Triton pointer has one
+type. A program takes a tile of GROUPS blocks of BLOCK elements of one shard; with one scale a tensor
+(SHARED) a tile is one block and the scale is read from memory. `layout` and the codecs' files describe the
+bytes. KIND is the codec's code.
+
+All offsets are 64 bits wide: tensors may be larger than 2**31 elements.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+HEADER = tl.constexpr(16)
+ONEBIT = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+INT4 = tl.constexpr(2)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
+SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
+ROUNDER = tl.constexpr(12582912.0)
+"""Adding and taking away 1.5 * 2**23 rounds to an integer, ties to even."""
+
+
+@triton.jit
+def _tile(count, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile's offsets within its shard [GROUPS, BLOCK], which of them are real, and its blocks' numbers."""
+    blocks = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return offsets, offsets < count, blocks
+
+
+@triton.jit
+def _payload(count, BLOCK: tl.constexpr, SHARED: tl.constexpr):
+    """Where the payload begins in a frame."""
+    if SHARED:
+        return HEADER + 4 + count * 0
+    return HEADER + 4 * ((count + BLOCK - 1) // BLOCK)
+
+
+@triton.jit
+def _row_count(row, numel, shard, start, stop):
+    """How many real elements a shard has in the window."""
+    return tl.maximum(tl.minimum(stop, numel - row * shard) - start, 0)
+
+
+@triton.jit
+def _codes(frames, payload, offsets, mask, KIND: tl.constexpr):
+    """The codes of elements, as fp32."""
+    if KIND == ONEBIT:
+        byte = tl.load(frames + payload + offsets // 8, mask=mask, other=0).to(tl.int32)
+        bit = (byte >> (7 - offsets % 8).to(tl.int32)) & 1
+        return bit.to(tl.float32) * 2.0 - 1.0
+    elif KIND == INT4:
+        byte = tl.load(frames + payload + offsets // 2, mask=mask, other=0).to(tl.int32)
+        half = (byte >> (4 * (1 - offsets % 2)).to(tl.int32)) & 15
+        return (half - 8).to(tl.float32)
+    else:
+        byte = tl.load(frames + payload + offsets, mask=mask, other=0).to(tl.int32)
+        if KIND == INT8:
+            return (byte - 256 * (byte >> 7)).to(tl.float32)
+        else:
+            magnitude = byte & 127
+            normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+            small = magnitude.to(tl.float32) * 0.001953125
+            value = tl.where(magnitude < 8, small, normal)
+            return tl.where(byte > 127, -value, value)
+
+
+@triton.jit
+def _encoded(total, scales, KIND: tl.constexpr):
+    """The codes of a tile as small integers, and as the fp32 numbers that they stand for."""
+    if KIND == ONEBIT:
+        positive = total >= 0
+        return positive.to(tl.int32), tl.where(positive, 1.0, -1.0)
+    ones = tl.full(scales.shape, 1.0, tl.float32)
+    usable = scales > 0
+    inverse = tl.where(usable, tl.div_rn(ones, tl.where(usable, scales, ones)), 0.0)
+    scaled = total * inverse[:, None]
+    if KIND == INT8:
+        value = (tl.minimum(tl.maximum(scaled, -127.0), 127.0) + ROUNDER) - ROUNDER
+        return value.to(tl.int32), value
+    elif KIND == INT4:
+        value = (tl.minimum(tl.maximum(scaled, -7.0), 7.0) + ROUNDER) - ROUNDER
+        return value.to(tl.int32) + 8, value
+    else:
+        scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+        bits = scaled.to(tl.int32, bitcast=True)
+        magnitude = bits & MAGNITUDE_BITS
+        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & 0x7FF00000
+        small = magnitude.to(tl.float32, bitcast=True) + 16384.0
+        is_small = magnitude < 0x3C800000
+        code = tl.where(is_small, small.to(tl.int32, bitcast=True) - 0x46800000, (rounded >> 20) - 960)
+        value = tl.where(is_small, small - 16384.0, rounded.to(tl.float32, bitcast=True))
+        below = bits < 0
+        return code + tl.where(below, 128, 0), tl.where(below, -value, value)
+
+
+@triton.jit
+def _store_codes(
+    frames, payload, codes, mask, count, KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Small integers into the payload, as many a byte as fit, the first one highest."""
+    if KIND == ONEBIT:
+        PER_BYTE: tl.constexpr = 8
+        BITS: tl.constexpr = 1
+    elif KIND == INT4:
+        PER_BYTE: tl.constexpr = 2
+        BITS: tl.constexpr = 4
+    else:
+        PER_BYTE: tl.constexpr = 1
+        BITS: tl.constexpr = 8
+    BYTES: tl.constexpr = GROUPS * BLOCK // PER_BYTE
+    codes = tl.where(mask, codes, 0)
+    if PER_BYTE == 1:
+        packed = tl.reshape(codes, [BYTES])
+    else:
+        shifts = BITS * (PER_BYTE - 1 - tl.arange(0, PER_BYTE))
+        packed = tl.sum(tl.reshape(codes, [BYTES, PER_BYTE]) << shifts[None, :], axis=1)
+    where = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    tl.store(frames + payload + where, packed.to(tl.uint8), mask=where < (count + PER_BYTE - 1) // PER_BYTE)
+
+
+@triton.jit
+def _block_scales(total, mask, KIND: tl.constexpr, LARGEST_INVERSE: tl.constexpr):
+    """A scale for each block of a tile, and whether its values are all finite."""
+    if KIND == ONEBIT:
+        real = tl.maximum(tl.sum(mask.to(tl.float32), axis=1), 1.0)
+        scales = tl.div_rn(tl.sum(tl.abs(total), axis=1), real)
+        finite = scales <= 3.4028234663852886e38
+    else:
+        peak = tl.max(total.to(tl.int32, bitcast=True) & MAGNITUDE_BITS, axis=1)
+        finite = peak < INFINITY_BITS
+        scales = peak.to(tl.float32, bitcast=True) * LARGEST_INVERSE
+    return scales, finite
+
+
+@triton.jit
+def _encode_tile(
+    total,
+    mask,
+    blocks,
+    count,
+    frames,
+    frames_f32,
+    frame_offset,
+    scale,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    LARGEST_INVERSE: tl.constexpr,
+):
+    """Scales and payload of a tile into its frame; what was lost, and which blocks are finite."""
+    if SHARED:
+        scales = tl.load(scale) + tl.zeros([GROUPS], tl.float32)
+        finite = tl.abs(scales) <= 3.4028234663852886e38
+        scale_mask = blocks == 0
+        scale_places = blocks * 0
+    else:
+        scales, finite = _block_scales(total, mask, KIND, LARGEST_INVERSE)
+        scale_mask = blocks * BLOCK < count
+        scale_places = blocks
+    scales = tl.where(finite & (scales >= SMALLEST_SCALE), scales, 0.0)
+    tl.store(frames_f32 + (frame_offset + HEADER) // 4 + scale_places, scales, mask=scale_mask)
+    codes, values = _encoded(total, scales, KIND)
+    payload = frame_offset + _payload(count, BLOCK, SHARED)
+    _store_codes(frames, payload, codes, mask, count, KIND, GROUPS, BLOCK)
+    return total - values * scales[:, None], finite
+
+
+@triton.jit
+def _mean(
+    frames,
+    frames_f32,
+    frames_i32,
+    rows,
+    factor,
+    stride,
+    count,
+    offsets,
+    mask,
+    blocks,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The mean of the frames over a tile, and the first frame that is not well, plus one; 0 if all are.
+
+    Where one is not, the mean is NaN.
+    """
+    total = tl.zeros([GROUPS, BLOCK], tl.float32)
+    guilty = tl.program_id(0) * 0
+    payload = _payload(count, BLOCK, SHARED)
+    frame = tl.program_id(0).to(tl.int64) * 0
+    for row in range(rows):
+        status = tl.load(frames_i32 + frame // 4)
+        guilty = tl.where((guilty == 0) & (status != 0), row + 1, guilty)
+        if SHARED:
+            scales = tl.load(frames_f32 + (frame + HEADER) // 4) + tl.zeros([GROUPS], tl.float32)
+        else:
+            where = (frame + HEADER) // 4 + blocks
+            scales = tl.load(frames_f32 + where, mask=blocks * BLOCK < count, other=0.0)
+        total += _codes(frames, frame + payload, offsets, mask, KIND) * (scales * factor)[:, None]
+        frame += stride
+    return tl.where(guilty == 0, total, float("nan")), guilty
+
+
+@triton.jit
+def encode(
+    values,
+    residual,
+    frames,
+    frames_f32,
+    frames_i32,
+    scale,
+    stride,
+    numel,
+    shard,
+    start,
+    stop,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LARGEST_INVERSE: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    count = _row_count(row, numel, shard, start, stop)
+    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
+    where = row * shard + start + offsets
+    total = tl.load(values + where, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
+    lost, finite = _encode_tile(
+        total,
+        mask,
+        blocks,
+        count,
+        frames,
+        frames_f32,
+        row * stride,
+        scale,
+        KIND,
+        GROUPS,
+        BLOCK,
+        SHARED,
+        LARGEST_INVERSE,
+    )
+    if HAS_RESIDUAL:
+        keep = mask & finite[:, None]
+        tl.store(residual + where, lost.to(residual.dtype.element_ty), mask=keep)
+    bad = tl.max((finite == 0).to(tl.int32), axis=0)
+    tl.store(frames_i32 + row * stride // 4, 1, mask=(bad != 0) & (count > 0))
+
+
+@triton.jit
+def encode_mean(
+    frames,
+    frames_f32,
+    frames_i32,
+    residual,
+    out,
+    out_f32,
+    out_i32,
+    scale,
+    rows,
+    factor,
+    stride,
+    count,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LARGEST_INVERSE: tl.constexpr,
+):
+    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
+    total, guilty = _mean(
+        frames,
+        frames_f32,
+        frames_i32,
+        rows,
+        factor,
+        stride,
+        count,
+        offsets,
+        mask,
+        blocks,
+        KIND,
+        BLOCK,
+        SHARED,
+        GROUPS,
+    )
+    if HAS_RESIDUAL:
+        total += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    total = tl.where(mask, total, 0.0)
+    lost, finite = _encode_tile(
+        total,
+        mask,
+        blocks,
+        count,
+        out,
+        out_f32,
+        count * 0,
+        scale,
+        KIND,
+        GROUPS,
+        BLOCK,
+        SHARED,
+        LARGEST_INVERSE,
+    )
+    if HAS_RESIDUAL:
+        keep = mask & finite[:, None]
+        tl.store(residual + offsets, lost.to(residual.dtype.element_ty), mask=keep)
+    bad = tl.max((finite == 0).to(tl.int32), axis=0)
+    status = tl.where(guilty != 0, guilty, rows + 1)
+    tl.store(out_i32, status, mask=bad != 0)
+
+
+@triton.jit
+def decode(
+    frames,
+    frames_f32,
+    frames_i32,
+    values,
+    stride,
+    numel,
+    shard,
+    start,
+    stop,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    frame = row * stride
+    count = _row_count(row, numel, shard, start, stop)
+    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
+    if SHARED:
+        scales = tl.load(frames_f32 + (frame + HEADER) // 4) + tl.zeros([GROUPS], tl.float32)
+    else:
+        scale_mask = blocks * BLOCK < count
+        scales = tl.load(frames_f32 + (frame + HEADER) // 4 + blocks, mask=scale_mask, other=0.0)
+    status = tl.load(frames_i32 + frame // 4)
+    scales = tl.where(status == 0, scales, float("nan"))
+    codes = _codes(frames, frame + _payload(count, BLOCK, SHARED), offsets, mask, KIND)
+    decoded = codes * scales[:, None]
+    tl.store(values + row * shard + start + offsets, decoded.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decode_mean(
+    frames,
+    frames_f32,
+    frames_i32,
+    values,
+    rows,
+    factor,
+    stride,
+    count,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
+    total, _ = _mean(
+        frames,
+        frames_f32,
+        frames_i32,
+        rows,
+        factor,
+        stride,
+        count,
+        offsets,
+        mask,
+        blocks,
+        KIND,
+        BLOCK,
+        SHARED,
+        GROUPS,
+    )
+    tl.store(values + offsets, total.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_statistic(total, statistics, KIND: tl.constexpr):
+    """A tile's sum of squares, or its largest magnitude (infinity's bits or more where it is not finite)."""
+    if KIND == ONEBIT:
+        tl.store(statistics + tl.program_id(0), tl.sum(tl.sum(total * total, axis=1), axis=0))
+    else:
+        peak = tl.max(tl.max(total.to(tl.int32, bitcast=True) & MAGNITUDE_BITS, axis=1), axis=0)
+        tl.store(statistics + tl.program_id(0), peak.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def measure(
+    values,
+    residual,
+    statistics,
+    numel,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    offsets, mask, _ = _tile(numel, GROUPS, BLOCK)
+    total = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    _store_statistic(total, statistics, KIND)
+
+
+@triton.jit
+def measure_mean(
+    frames,
+    frames_f32,
+    frames_i32,
+    residual,
+    statistics,
+    rows,
+    factor,
+    stride,
+    count,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
+    total, _ = _mean(
+        frames,
+        frames_f32,
+        frames_i32,
+        rows,
+        factor,
+        stride,
+        count,
+        offsets,
+        mask,
+        blocks,
+        KIND,
+        BLOCK,
+        True,
+        GROUPS,
+    )
+    if HAS_RESIDUAL:
+        total += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    _store_statistic(tl.where(mask, total, 0.0), statistics, KIND)
