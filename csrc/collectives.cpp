@@ -1,0 +1,151 @@
+// Entries, waiting, and the flow of steps; the ops themselves are in algorithms.cpp.
+#include "collectives.h"
+
+#include <cstring>
+#include <new>
+
+namespace ringway::shm {
+namespace {
+
+constexpr int kCountBits = 40;
+
+// Everything on which the ranks have to agree, in one word: 5 bits op, 5 dtype, 4 reduction, 10 root, 40 count.
+// A count of all_to_all's is checked pair by pair instead.
+uint64_t signature_of(const Request& r) {
+    const bool paired = r.op == Op::AllToAll || r.op == Op::AllToAllSingle;
+    const uint64_t count = paired ? 0 : static_cast<uint64_t>(r.count) & ((uint64_t{1} << kCountBits) - 1);
+    const uint64_t dtype = static_cast<uint64_t>(r.dtype) & 31;
+    return (static_cast<uint64_t>(r.op) << 59) | (dtype << 54) | (static_cast<uint64_t>(r.reduce) << 50) |
+           (static_cast<uint64_t>(r.root + 1) << kCountBits) | count;
+}
+
+}  // namespace
+
+Collectives::Collectives(Membership& members)
+    : members_(members),
+      segment_(members.segment()),
+      rank_(members.rank()),
+      size_(members.size()),
+      waiter_(segment_.header().waiting, rank_, size_, members.ranks_fit_cpus(), *this),
+      facts_(&segment_.control(rank_).facts[0]),
+      met_(static_cast<size_t>(size_)),
+      sources_(static_cast<size_t>(size_)),
+      factors_(static_cast<size_t>(size_)) {}
+
+Outcome Collectives::run(const Request& request, Host& host) {
+    Patience patience(request.timeout_s, host);
+    try {
+        members_.check();
+        patience_ = &patience;
+        ++sequence_;
+        wait_for_slot();
+        describe(request);
+        dispatch(request);
+        return Outcome::Done;
+    } catch (const Unfinished& unfinished) {
+        return unfinished.outcome;
+    } catch (const OutOfMemory& error) {
+        members_.report_memory(*facts_, error.bytes);
+        return Outcome::Faulted;
+    } catch (const std::bad_alloc&) {
+        members_.report_memory(*facts_, request.count * request.element);
+        return Outcome::Faulted;
+    }
+}
+
+// An entry slot is used again after kEntrySlots calls; by then everybody must be done with the old call, which
+// is sure once they have come to the one after it. Ops in which all wait for all know that anyway.
+void Collectives::wait_for_slot() {
+    if (sequence_ < all_came_ + kEntrySlots) return;
+    const uint64_t needed = sequence_ - kEntrySlots + 1;
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_)
+            wait(peer, [&] { return segment_.entry(peer, needed).sequence.load(kObserve) >= needed; });
+    all_came_ = needed;
+}
+
+void Collectives::describe(const Request& r) {
+    facts_ = &own().facts[sequence_ % kEntrySlots];
+    facts_->number = r.number;
+    facts_->count = r.count;
+    facts_->factor = r.factor;
+    facts_->root = r.root;
+    facts_->op = r.op;
+    facts_->dtype = r.dtype;
+    facts_->reduce = r.reduce;
+    if (facts_->site != r.site) {
+        facts_->site = r.site;
+        std::strncpy(facts_->place, r.place, kTextBytes - 1);
+    }
+    signature_ = signature_of(r);
+    if (reduces(r.op)) reducer_ = find_reducer(r.dtype, r.reduce);
+}
+
+// Posts that this rank has come. Small data has been put into the entry before.
+void Collectives::announce() {
+    Entry& entry = segment_.entry(rank_, sequence_);
+    entry.signature = signature_;
+    post(entry.sequence, sequence_);
+}
+
+void Collectives::meet(int peer) {
+    const Entry& entry = segment_.entry(peer, sequence_);
+    wait(peer, [&] { return entry.sequence.load(kObserve) >= sequence_; });
+    if (entry.signature != signature_) mismatch(peer);
+}
+
+void Collectives::meet_everybody() {
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_) meet(peer);
+    all_came_ = sequence_;
+}
+
+void Collectives::mismatch(int peer) {
+    members_.report(FaultKind::Mismatch, *facts_, [&](Fault& fault) {
+        fault.rank = peer;
+        fault.theirs = segment_.control(peer).facts[sequence_ % kEntrySlots];
+    });
+    throw Unfinished{Outcome::Faulted};
+}
+
+void Collectives::give_up(Waking why, int peer) {
+    if (why == Waking::Interrupted) {
+        members_.report(FaultKind::Interrupted, *facts_, [&](Fault& fault) { fault.rank = rank_; });
+        throw Unfinished{Outcome::Interrupted};
+    }
+    if (why == Waking::TimedOut) {
+        std::vector<int> missing;
+        for (int other = 0; other < size_; ++other)
+            if (other != rank_ && segment_.entry(other, sequence_).sequence.load(kObserve) < sequence_)
+                missing.push_back(other);
+        if (missing.empty()) missing.push_back(peer);
+        members_.report_timeout(*facts_, patience_->waited_s(), missing);
+        throw Unfinished{Outcome::Faulted};
+    }
+    throw Unfinished{members_.faulted() ? Outcome::Faulted : Outcome::Closed};
+}
+
+void Collectives::post(Counter& counter, uint64_t value) {
+    counter.store(value, kPublish);
+    waiter_.tell();
+}
+
+// Steps beyond `base_` belong to this call, so the peer must have made the same call for them to mean the same.
+void Collectives::reach(int peer, Counter RankControl::*counter, uint64_t target) {
+    if (peer == rank_) return;
+    const Counter& value = segment_.control(peer).*counter;
+    if (value.load(kObserve) >= target && met_[static_cast<size_t>(peer)] == sequence_) return;
+    if (target > base_ && met_[static_cast<size_t>(peer)] != sequence_) {
+        meet(peer);
+        met_[static_cast<size_t>(peer)] = sequence_;
+    }
+    wait(peer, [&] { return value.load(kObserve) >= target; });
+}
+
+void Collectives::reach_all(int role, Counter RankControl::*counter, uint64_t target) {
+    if (role == kNobody) return;
+    if (role != kEverybody) return reach(role, counter, target);
+    for (int turn = 1; turn < size_; ++turn) reach((rank_ + turn) % size_, counter, target);
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,31 @@
+// One rank of one group: everything that works over its segment.
+#pragma once
+
+#include "collectives.h"
+#include "p2p.h"
+#include "progress.h"
+
+namespace ringway::shm {
+
+struct Engine {
+    Engine(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers)
+        : members(std::move(mapping), rank, std::move(peers)),
+          collectives(members),
+          messages(members),
+          progress(members, collectives) {}
+
+    // Idempotent. What is under way here ends with Outcome::Closed, or with the group's fault.
+    void close() {
+        if (members.forked()) return;
+        members.leave();
+        progress.stop();
+        messages.stop();
+    }
+
+    Membership members;
+    Collectives collectives;
+    PointToPoint messages;
+    Progress progress;
+};
+
+}  // namespace ringway::shm

@@ -1,0 +1,208 @@
+// The memory that the ranks of one group share: a memfd, mapped by each of them.
+//
+//   header          identity, the fault record, one waiting word a rank and channel
+//   ring controls   one an ordered pair
+//   fronts          one a rank: its counters, the facts of its latest calls, its entries
+//   cells           one set a rank: what large calls stream through
+//   ring data       one an ordered pair: point-to-point bytes under way
+//
+// A rank writes to its own front and cells and to the rings it sends on; all others only read them, except that
+// a ring's receiver moves the ring's tail. Pages are reserved before they are touched (fallocate): the first
+// three parts when the segment is made, cells and ring data by their writer at first use. So running out of
+// memory is an error that can be told, never a SIGBUS.
+//
+// Every word that ranks synchronize on is written and read with sequential consistency: a waiter announces
+// itself and looks again, a poster posts and looks for waiters, and neither may see the old state of both.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "codes.h"
+
+namespace ringway::shm {
+
+inline constexpr int kMaxRanks = 512;
+inline constexpr size_t kLine = 64;
+inline constexpr int kEntrySlots = 4;  // how many calls a rank may run ahead of the slowest, where the op lets it
+inline constexpr int kCells = 4;       // depth of the pipeline of a large call
+inline constexpr size_t kTextBytes = 128;
+
+#ifdef RINGWAY_BREAK_ACQUIRE
+inline constexpr std::memory_order kObserve = std::memory_order_relaxed;  // tests/native shows that this fails
+#else
+inline constexpr std::memory_order kObserve = std::memory_order_seq_cst;
+#endif
+inline constexpr std::memory_order kPublish = std::memory_order_seq_cst;
+
+using Counter = std::atomic<uint64_t>;
+static_assert(Counter::is_always_lock_free, "counters are shared between processes");
+
+// What a rank called: enough to print both sides of a mismatch.
+struct CallFacts {
+    uint64_t number;  // the call's number as its user sees it
+    int64_t count;
+    double factor;
+    int32_t root;
+    Op op;
+    DType dtype;
+    Reduce reduce;
+    uint32_t site;
+    char place[kTextBytes];  // the line of the program that made the call
+};
+
+// The first line of a call: that a rank has come, what it called, and the beginning of its data. A small call's
+// data follows in one piece, so that eight floats travel in the cache line that says "here I am".
+struct alignas(kLine) Entry {
+    Counter sequence;
+    uint64_t signature;
+    std::byte payload[kLine - 16];
+};
+static_assert(sizeof(Entry) == kLine);
+
+enum class FaultKind : int32_t {
+    None = 0,
+    Mismatch,     // `reporter` saw that `rank` called something else
+    PeerLost,     // the process of `rank` is gone
+    PeerLeft,     // `rank` closed its end while others still needed it
+    Timeout,      // `reporter` waited in vain for the ranks in `missing`
+    Interrupted,  // `rank` was interrupted (Ctrl-C) in the middle of a call
+    Aborted,      // `rank` aborted the group
+    Memory,       // `rank` could not reserve `bytes`
+};
+
+// What one rank sends and another expects, where those differ.
+struct Pair {
+    int32_t from, to;
+    int64_t sent, expected;
+};
+
+struct Fault {
+    std::atomic<uint32_t> state;  // 0 none, 1 being written, 2 readable
+    FaultKind kind;
+    int32_t reporter;
+    int32_t rank;
+    int32_t pid;
+    int32_t signal;
+    int64_t bytes;
+    double waited;
+    uint64_t missing[kMaxRanks / 64];
+    CallFacts own;     // the reporter's call
+    CallFacts theirs;  // what `rank` called, for a mismatch
+    Pair pair;         // for a mismatch in the middle of an all_to_all or a message; else from == to
+};
+
+struct Header {
+    uint64_t magic;
+    uint64_t layout;
+    int32_t size;
+    Fault fault;
+    alignas(kLine) std::atomic<uint32_t> waiting[kMaxRanks];      // in a collective: rank waited for, plus 1
+    alignas(kLine) std::atomic<uint32_t> waiting_p2p[kMaxRanks];  // likewise in point-to-point
+    alignas(kLine) std::atomic<uint8_t> joined[kMaxRanks];
+    alignas(kLine) std::atomic<uint8_t> left[kMaxRanks];
+};
+
+struct RankControl {
+    alignas(kLine) Counter produced;   // steps of large calls whose input parts this rank has laid out
+    alignas(kLine) Counter combined;   // steps whose parts it has taken from the others (and reduced)
+    alignas(kLine) Counter collected;  // steps whose results it has taken
+    alignas(kLine) CallFacts facts[kEntrySlots];
+};
+
+// One ordered pair's bytes under way; both positions only grow.
+struct RingControl {
+    alignas(kLine) Counter head;  // moved by the sender
+    alignas(kLine) Counter tail;  // moved by the receiver
+};
+
+struct Geometry {
+    explicit Geometry(int size);
+
+    size_t entry_bytes;  // one entry slot, header line included
+    size_t cell_bytes;   // one in-cell
+    size_t out_bytes;    // one out-cell
+    size_t ring_bytes;   // data of one ring, a power of two
+    size_t rings_at;     // where each part begins
+    size_t fronts_at;
+    size_t front_bytes;
+    size_t cells_at;
+    size_t cells_bytes;
+    size_t ring_data_at;
+    size_t total;
+};
+
+// Memory that could not be had, and how much of it.
+struct OutOfMemory : std::runtime_error {
+    OutOfMemory(const std::string& what, int64_t bytes) : std::runtime_error(what), bytes(bytes) {}
+    int64_t bytes;
+};
+
+// A segment in this process's memory. Ranks that are threads of one process (in tests) share one.
+class Mapping {
+  public:
+    // Takes the descriptor over.
+    Mapping(int fd, int size);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    const int fd;
+    const int size;
+    const Geometry geometry;
+    std::byte* base;
+};
+
+// The segment as one rank uses it.
+class Segment {
+  public:
+    // A new memfd that holds a segment for `size` ranks. Throws OutOfMemory.
+    static int create(int size);
+
+    Segment(std::shared_ptr<Mapping> mapping, int rank);
+
+    const Geometry& geometry() const { return geometry_; }
+    Header& header() const { return *reinterpret_cast<Header*>(base_); }
+    RankControl& control(int rank) const { return *reinterpret_cast<RankControl*>(front(rank)); }
+    Entry& entry(int rank, uint64_t sequence) const {
+        return *reinterpret_cast<Entry*>(front(rank) + kEntriesAt + (sequence % kEntrySlots) * geometry_.entry_bytes);
+    }
+    std::byte* in_cell(int rank, uint64_t step) const {
+        return cells(rank) + (step % kCells) * geometry_.cell_bytes;
+    }
+    std::byte* out_cell(int rank, uint64_t step) const {
+        return cells(rank) + kCells * geometry_.cell_bytes + (step % kCells) * geometry_.out_bytes;
+    }
+    RingControl& ring(int from, int to) const {
+        return reinterpret_cast<RingControl*>(base_ + geometry_.rings_at)[pair(from, to)];
+    }
+    std::byte* ring_data(int from, int to) const {
+        return base_ + geometry_.ring_data_at + geometry_.ring_bytes * pair(from, to);
+    }
+    int fd() const { return mapping_->fd; }
+    size_t payload_capacity() const { return geometry_.entry_bytes - offsetof(Entry, payload); }
+
+    // Called by the writer before the first write to its cells, and to the ring towards `to`. Throw OutOfMemory.
+    void reserve_cells();
+    void reserve_ring(int to);
+
+    static constexpr size_t kEntriesAt = (sizeof(RankControl) + 4095) / 4096 * 4096;
+
+  private:
+    std::byte* front(int rank) const { return base_ + geometry_.fronts_at + geometry_.front_bytes * rank; }
+    std::byte* cells(int rank) const { return base_ + geometry_.cells_at + geometry_.cells_bytes * rank; }
+    size_t pair(int from, int to) const { return static_cast<size_t>(from) * size_ + to; }
+
+    std::shared_ptr<Mapping> mapping_;
+    int rank_;
+    int size_;
+    const Geometry& geometry_;
+    std::byte* base_;
+    bool cells_reserved_ = false;
+};
+
+}  // namespace ringway::shm

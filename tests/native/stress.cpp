@@ -1,0 +1,197 @@
+// The engine under stress, with ranks as threads over one mapping, so that ThreadSanitizer sees all of them.
+//
+//   stress RANKS PROGRAMS SEED
+//
+// Each program is a random series of collectives and messages, the same on every rank, on data that every rank
+// can work out for itself. Exits with 1 at the first wrong result.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+
+using namespace ringway;
+using namespace ringway::shm;
+
+namespace {
+
+constexpr double kPatience = 120;
+const int64_t kCounts[] = {0, 1, 2, 7, 8, 64, 1000, 5000, 20000, 70001, 300000};
+
+int32_t value(int rank, int block, int64_t index, int call) {
+    return static_cast<int32_t>((rank * 31 + block * 17 + index * 7 + call * 13) % 1009);
+}
+
+[[noreturn]] void fail(const char* what, int rank, int call, int64_t index) {
+    std::fprintf(stderr, "wrong: %s, rank %d, call %d, element %ld\n", what, rank, call, static_cast<long>(index));
+    std::_Exit(1);
+}
+
+struct Planned {
+    Op op;
+    int64_t count;
+    int root;
+    bool queued;
+};
+
+class Rank {
+  public:
+    Rank(Engine& engine, int rank, int size) : engine_(engine), rank_(rank), size_(size) {}
+
+    void collective(const Planned& plan, int call) {
+        auto task = std::make_shared<Collective>();
+        Request& r = task->request;
+        r.op = plan.op;
+        r.dtype = DType::I32;
+        r.element = 4;
+        r.count = plan.count;
+        r.root = plan.root;
+        r.timeout_s = kPatience;
+        auto in = input(plan, call);
+        std::vector<int32_t> out(static_cast<size_t>(plan.count * size_), -1);
+        const int64_t stride = plan.count * 4;
+        const bool in_place = plan.op == Op::Broadcast || plan.op == Op::AllReduce || plan.op == Op::Reduce;
+        r.in = Blocks{reinterpret_cast<std::byte*>(in.data()), stride, nullptr};
+        r.out = in_place ? r.in : Blocks{reinterpret_cast<std::byte*>(out.data()), stride, nullptr};
+        run(task, plan.queued);
+        check(plan, call, in_place ? in : out);
+    }
+
+    // Everybody sends to everybody at once, larger than a ring; tags are received in the opposite order.
+    void messages(int64_t count, int call) {
+        std::vector<std::shared_ptr<Message>> all;
+        std::vector<std::vector<int32_t>> data;
+        for (int tag = 0; tag < 2; ++tag)
+            for (int peer = 0; peer < size_; ++peer) {
+                auto& block = data.emplace_back(static_cast<size_t>(count));
+                for (int64_t i = 0; i < count; ++i) block[static_cast<size_t>(i)] = value(rank_, peer + tag, i, call);
+                all.push_back(message(true, peer, tag, block));
+            }
+        std::vector<std::vector<int32_t>> got(static_cast<size_t>(2 * size_));
+        for (int tag = 1; tag >= 0; --tag)
+            for (int peer = 0; peer < size_; ++peer) {
+                auto& block = got[static_cast<size_t>(tag * size_ + peer)];
+                block.assign(static_cast<size_t>(count), -1);
+                all.push_back(message(false, peer, tag, block));
+            }
+        Host host;
+        for (const auto& m : all)
+            if (!engine_.messages.wait(*m, kPatience, host) || m->outcome() != Outcome::Done)
+                fail("message", rank_, call, static_cast<int64_t>(m->outcome()));
+        engine_.messages.sweep();
+        for (int tag = 0; tag < 2; ++tag)
+            for (int peer = 0; peer < size_; ++peer)
+                for (int64_t i = 0; i < count; ++i)
+                    if (got[static_cast<size_t>(tag * size_ + peer)][static_cast<size_t>(i)] !=
+                        value(peer, rank_ + tag, i, call))
+                        fail("received", rank_, call, i);
+    }
+
+  private:
+    std::shared_ptr<Message> message(bool sends, int peer, int tag, std::vector<int32_t>& block) {
+        auto m = std::make_shared<Message>();
+        m->sends = sends;
+        m->peer = peer;
+        m->tag = tag;
+        m->data = reinterpret_cast<std::byte*>(block.data());
+        m->bytes = static_cast<int64_t>(block.size()) * 4;
+        m->timeout_s = kPatience;
+        engine_.messages.start(m, true);
+        return m;
+    }
+
+    std::vector<int32_t> input(const Planned& plan, int call) const {
+        const bool many = plan.op == Op::AllToAllSingle || plan.op == Op::ReduceScatterSingle || plan.op == Op::Scatter;
+        std::vector<int32_t> in(static_cast<size_t>(plan.count * (many ? size_ : 1)));
+        for (int block = 0; block < (many ? size_ : 1); ++block)
+            for (int64_t i = 0; i < plan.count; ++i)
+                in[static_cast<size_t>(block * plan.count + i)] = value(rank_, block, i, call);
+        return in;
+    }
+
+    void run(const std::shared_ptr<Collective>& task, bool queued) {
+        Host host;
+        Outcome outcome = Outcome::Done;
+        if (queued || !engine_.progress.run_now(task->request, host, outcome)) {
+            engine_.progress.submit(task);
+            if (!engine_.progress.wait(*task, kPatience, host)) fail("waiting", rank_, 0, 0);
+            outcome = task->outcome();
+            engine_.progress.sweep();
+        }
+        if (outcome != Outcome::Done) fail("outcome", rank_, static_cast<int>(task->request.op), static_cast<int>(outcome));
+    }
+
+    int32_t sum(int block, int64_t i, int call) const {
+        int32_t total = 0;
+        for (int rank = 0; rank < size_; ++rank) total += value(rank, block, i, call);
+        return total;
+    }
+
+    void check(const Planned& plan, int call, const std::vector<int32_t>& out) const {
+        const auto expect = [&](int64_t at, int32_t right) {
+            if (out[static_cast<size_t>(at)] != right) fail("result", rank_, static_cast<int>(plan.op), at);
+        };
+        const bool root = rank_ == plan.root;
+        for (int64_t i = 0; i < plan.count; ++i) {
+            if (plan.op == Op::Broadcast) expect(i, value(plan.root, 0, i, call));
+            if (plan.op == Op::AllReduce || (plan.op == Op::Reduce && root)) expect(i, sum(0, i, call));
+            if (plan.op == Op::ReduceScatterSingle) expect(i, sum(rank_, i, call));
+            if (plan.op == Op::Scatter) expect(i, value(plan.root, rank_, i, call));
+            for (int rank = 0; rank < size_; ++rank) {
+                if (plan.op == Op::AllGatherSingle || (plan.op == Op::Gather && root))
+                    expect(rank * plan.count + i, value(rank, 0, i, call));
+                if (plan.op == Op::AllToAllSingle) expect(rank * plan.count + i, value(rank, rank_, i, call));
+            }
+        }
+    }
+
+    Engine& engine_;
+    const int rank_;
+    const int size_;
+};
+
+void program(Engine& engine, int rank, int size, unsigned seed) {
+    static const Op ops[] = {Op::Broadcast, Op::AllReduce, Op::Reduce,          Op::AllGatherSingle,
+                             Op::Gather,    Op::Scatter,   Op::ReduceScatterSingle, Op::AllToAllSingle,
+                             Op::Barrier};
+    std::mt19937 random(seed);
+    Rank self(engine, rank, size);
+    for (int call = 0; call < 20; ++call) {
+        const Op op = ops[random() % (sizeof ops / sizeof *ops)];
+        const int64_t count = kCounts[random() % (sizeof kCounts / sizeof *kCounts)];
+        const int root = static_cast<int>(random() % static_cast<unsigned>(size));
+        const bool queued = random() % 2 == 0;
+        const bool rooted = op == Op::Broadcast || op == Op::Reduce || op == Op::Gather || op == Op::Scatter;
+        if (random() % 8 == 0)
+            self.messages(std::min<int64_t>(count, 100000), call);
+        else
+            self.collective({op, op == Op::Barrier ? 0 : count, rooted ? root : -1, queued}, call);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 4) return 2;
+    const int size = std::atoi(argv[1]);
+    const int programs = std::atoi(argv[2]);
+    const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
+    const auto mapping = std::make_shared<Mapping>(Segment::create(size), size);
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (int rank = 0; rank < size; ++rank)
+        engines.push_back(std::make_unique<Engine>(mapping, rank, std::vector<Peer>(static_cast<size_t>(size), Peer{getpid(), -1})));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank)
+        threads.emplace_back([&, rank] {
+            for (int p = 0; p < programs; ++p) program(*engines[static_cast<size_t>(rank)], rank, size, seed + static_cast<unsigned>(p));
+        });
+    for (auto& thread : threads) thread.join();
+    for (auto& engine : engines) engine->close();
+    std::printf("ok: %d ranks, %d programs, seed %u\n", size, programs, seed);
+    return 0;
+}
