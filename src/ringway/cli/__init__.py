@@ -1,0 +1,30 @@
+"""The command `ringway`. Each command is a file here; what it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ringway.cli import demo, env, run
+from ringway.errors import RingwayError
+
+app = typer.Typer(
+    name="ringway",
+    help="One communication layer for PyTorch: start ranks, see what was discovered, watch and measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(name="run", context_settings={"allow_interspersed_args": False})(run.run)
+app.command(name="env")(env.env)
+app.command(name="demo")(demo.demo)
+
+
+def main() -> None:
+    """Our errors are for the user to read, not for a debugger: no traceback."""
+    try:
+        app()
+    except RingwayError as error:
+        print(f"ringway: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,5 @@
+"""`python -m ringway.cli`, where the command is not on the path."""
+
+from ringway.cli import main
+
+main()

@@ -1,0 +1,133 @@
+"""`ringway env`: what was discovered, from where, and which backend would be picked and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "address", "port", "hosted_by_launcher")
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="The JSON schema of the configuration.")] = False,
+) -> None:
+    """Show the launcher, the configuration and the backends, each with where it came from."""
+    from ringway.config import schema as configuration_schema
+
+    if schema:
+        print(json.dumps(configuration_schema(), indent=2))
+    elif as_json:
+        print(json.dumps(report(), indent=2))
+    else:
+        _print(report())
+
+
+def report() -> dict[str, Any]:
+    """Everything that `ringway env` knows. Nothing is connected, so locality is only what the launcher says."""
+    from ringway.backends.select import CONSIDERED, Standing, decide, obstacle, obstacles
+    from ringway.config import SETTINGS, resolve
+    from ringway.errors import DiscoveryError, RingwayError
+    from ringway.launch.discover import explore
+
+    settings = resolve()
+    document: dict[str, Any] = {
+        "config": {key: {"value": settings.value(key), "source": settings.source(key)} for key in SETTINGS},
+        "notes": list(settings.notes),
+        "backends": {},
+    }
+    for name in CONSIDERED:
+        what = obstacle(name)
+        document["backends"][name] = {"available": what is None, **(asdict(what) if what else {})}
+    try:
+        found = explore()
+    except DiscoveryError as error:
+        return document | {"launcher": None, "error": str(error), "seen": error.seen}
+    document["launcher"] = {"source": found.info.source, **{key: getattr(found.info, key) for key in _PLACE}}
+    document["launcher"]["notes"] = list(found.info.notes)
+    document["seen"] = [
+        {
+            "source": seen.source,
+            "chosen": place == 0,
+            "error": str(seen.error) if seen.error else None,
+            "rank": seen.info.rank if seen.info else None,
+            "size": seen.info.size if seen.info else None,
+        }
+        for place, seen in enumerate(found.seen)
+    ]
+    together = Standing(True, obstacles())
+    apart = Standing(found.info.on_one_host, obstacles())
+    try:
+        standings = {0: together} | ({1: apart} if found.info.size > 1 else {})
+        choice = decide(settings.backend, settings.source("backend"), found.info, standings)
+        document["choice"] = asdict(choice)
+    except RingwayError as error:
+        document["choice"] = {"backend": None, "reason": str(error)}
+    return document
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if document["launcher"] is None:
+        console.print(f"Launcher: {document['error']}")
+    else:
+        console.print(_launcher_table(document))
+    console.print(_backend_table(document))
+    console.print(_config_table(document))
+    if document.get("choice"):
+        choice = document["choice"]
+        console.print(f"Would pick: {choice['backend'] or 'nothing'} ({choice['reason']})")
+    for note in document["notes"]:
+        console.print(f"Note: {note}")
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _launcher_table(document: dict[str, Any]) -> Table:
+    from rich.text import Text
+
+    table = _table("Launcher", "seen", "rank", "size", "remark")
+    place = document["launcher"]
+    for seen in document["seen"]:
+        remark = seen["error"] or ""
+        if seen["chosen"]:
+            facts = [f"{key.replace('_', ' ')} {place[key]}" for key in _PLACE[2:7] if place[key] is not None]
+            remark = "used: " + ", ".join([*facts, *place["notes"]])
+        rank, size = ("" if seen[key] is None else str(seen[key]) for key in ("rank", "size"))
+        table.add_row(*map(Text, (seen["source"], rank, size, remark)))
+    return table
+
+
+def _backend_table(document: dict[str, Any]) -> Table:
+    from rich.text import Text
+
+    table = _table("Backends", "name", "here", "why not")
+    for name, facts in document["backends"].items():
+        why = ". ".join(filter(None, (facts.get("reason"), facts.get("remedy"))))
+        table.add_row(*map(Text, (name, "yes" if facts["available"] else "no", why)))
+    return table
+
+
+def _config_table(document: dict[str, Any]) -> Table:
+    from rich.text import Text
+
+    table = _table("Configuration", "key", "value", "from")
+    for key, entry in document["config"].items():
+        table.add_row(*map(Text, (key, str(entry["value"]), entry["source"])))
+    return table

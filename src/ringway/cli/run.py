@@ -1,0 +1,39 @@
+"""`ringway run -n 4 script.py ...`: several ranks of one program on this host."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from ringway.errors import UsageError
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="A Python script, or any program, and its arguments.")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="The script is the name of a module.")] = False,
+    on_death: Annotated[
+        str, typer.Option(help="When a rank fails: stop the others, or keep them running.", metavar="stop|keep")
+    ] = "stop",
+) -> None:
+    """Start several ranks of a program on this host. The store lives in this launcher, so any rank may die."""
+    from ringway.launch import run as launcher
+
+    if on_death not in launcher.ON_DEATH:
+        raise UsageError(f"--on-death is '{on_death}'; use stop or keep")
+    outcome = launcher.run(_command(command, module), ranks, on_death=on_death)
+    print(f"ringway run: {outcome.summary}", file=sys.stderr, flush=True)
+    raise typer.Exit(outcome.code)
+
+
+def _command(command: list[str], module: bool) -> list[str]:
+    if module:
+        return [sys.executable, "-m", *command]
+    if command[0].endswith(".py"):
+        return [sys.executable, *command]
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program '{command[0]}'; name a script ending in .py, or a program")
+    return command
