@@ -40,13 +40,11 @@ def barrier_waits_for_the_last(probe: Probe) -> None:
         )
 
 
-@case()
+@case(own_names=True)
 def monitored_barrier_of_all(probe: Probe) -> None:
     for wait_all_ranks in (False, True):
         probe.at(wait_all_ranks=wait_all_ranks)
-        probe.dist.monitored_barrier(
-            probe.group, timeout=timedelta(seconds=60), wait_all_ranks=wait_all_ranks
-        )
+        probe.dist.monitored_barrier(probe.group, timeout=timedelta(seconds=60), wait_all_ranks=wait_all_ranks)
     probe.dist.monitored_barrier(probe.group)
     probe.still_works()
 

@@ -167,8 +167,7 @@ def all_to_all_uneven(probe: Probe) -> None:
             counts = [_share(probe.rank, target, variant) for target in range(probe.size)]
             inputs = [any_bits(count, dtype, probe.rank, t) for t, count in enumerate(counts)]
             expected = [
-                any_bits(_share(source, probe.rank, variant), dtype, source, probe.rank)
-                for source in range(probe.size)
+                any_bits(_share(source, probe.rank, variant), dtype, source, probe.rank) for source in range(probe.size)
             ]
             outputs = [_blank(part.numel(), dtype) for part in expected]
             probe.dist.all_to_all(outputs, inputs, group=probe.group)
@@ -226,9 +225,7 @@ def all_to_all_single_with_splits_on_one_side(probe: Probe) -> None:
     """Splits may be given for one side only where the other is even."""
     size = probe.size
     data = any_bits(4 * size, torch.int32, probe.rank)
-    expected = torch.cat(
-        [any_bits(4 * size, torch.int32, source)[4 * probe.rank :][:4] for source in range(size)]
-    )
+    expected = torch.cat([any_bits(4 * size, torch.int32, source)[4 * probe.rank :][:4] for source in range(size)])
     for splits in ({"output_split_sizes": [4] * size}, {"input_split_sizes": [4] * size}):
         probe.at(splits=splits)
         output = _blank(4 * size, torch.int32)

@@ -48,9 +48,7 @@ def gather_object(probe: Probe) -> None:
     for root in range(2 * probe.size):
         probe.at(root=root)
         outputs: list[Any] | None = ["unset"] * probe.size if probe.rank == root % probe.size else None
-        probe.dist.gather_object(
-            _object(probe.rank, root), outputs, group=probe.group, **probe.root(root, "dst")
-        )
+        probe.dist.gather_object(_object(probe.rank, root), outputs, group=probe.group, **probe.root(root, "dst"))
         if outputs is not None:
             probe.equal(outputs, [_object(rank, root) for rank in range(probe.size)])
 
@@ -119,9 +117,7 @@ def reduce_object(probe: Probe) -> None:
     size, rank = probe.size, probe.rank
     total = sum(range(1, size + 1))
     probe.equal(probe.dist.reduce_object(rank + 1, group=probe.group), total, "sum of numbers")
-    probe.equal(
-        probe.dist.reduce_object(rank + 1, op=ReduceOp.MAX, group=probe.group), size, "greatest number"
-    )
+    probe.equal(probe.dist.reduce_object(rank + 1, op=ReduceOp.MAX, group=probe.group), size, "greatest number")
     nested = {"loss": float(rank + 1), "counts": [rank, 1], "pair": (rank + 1, 2)}
     expected = {"loss": float(total), "counts": [total - size, size], "pair": (total, 2 * size)}
     probe.equal(probe.dist.reduce_object(nested, group=probe.group), expected, "sum of a dict")

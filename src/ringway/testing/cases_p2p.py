@@ -77,8 +77,7 @@ def tags_are_kept_apart(probe: Probe) -> None:
 @case(min_size=2)
 def messages_of_one_tag_keep_their_order(probe: Probe) -> None:
     works = [
-        probe.dist.isend(torch.tensor([float(number)]), group=probe.group, group_dst=probe.next)
-        for number in range(50)
+        probe.dist.isend(torch.tensor([float(number)]), group=probe.group, group_dst=probe.next) for number in range(50)
     ]
     for number in range(50):
         received = torch.zeros(1)
@@ -122,11 +121,7 @@ def batch_of_sends_and_receives(probe: Probe) -> None:
         operations, received = [], {}
         for number in range(2):
             for neighbour, tag in ((probe.next, number), (probe.previous, number + 10)):
-                peer = (
-                    {"peer": probe.ranks[neighbour]}
-                    if kind == "rank in the world"
-                    else {"group_peer": neighbour}
-                )
+                peer = {"peer": probe.ranks[neighbour]} if kind == "rank in the world" else {"group_peer": neighbour}
                 message = any_bits(65, torch.float32, probe.rank, tag)
                 operations.append(dist.P2POp(dist.isend, message, group=probe.group, tag=tag, **peer))
                 # What the neighbour sends this way carries the other direction's tag.

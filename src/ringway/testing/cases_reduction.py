@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -203,3 +204,20 @@ def inference_all_reduce(probe: Probe) -> None:
                 tensor = inputs[probe.rank]
                 probe.dist.inference_all_reduce(tensor, torch_op(probe.dist, reduce), group=probe.group)
                 probe.same(tensor, expected)
+
+
+@case(own_names=True)
+def reduce_scatter_coalesced(probe: Probe) -> None:
+    """Each rank gets its share of each tensor, flat; the last shares are shorter where sizes do not divide."""
+    size, rank = probe.size, probe.rank
+    for dtype in (torch.float32, torch.int32, torch.bfloat16):
+        for shapes in (((1,),), ((3, 5), (0,), (1031,)), ((size * 2, 3),)):
+            probe.at(dtype=dtype, shapes=shapes)
+            counts = [math.prod(shape) for shape in shapes]
+            given = [_inputs(probe, count, dtype, Reduce.SUM) for count in counts]
+            tensors = [inputs[rank].reshape(shape) for inputs, shape in zip(given, shapes, strict=True)]
+            shares = probe.dist.reduce_scatter_coalesced(tensors, group=probe.group)
+            probe.equal(len(shares), len(shapes), "number of shares")
+            for place, (inputs, share) in enumerate(zip(given, shares, strict=True)):
+                length = -(-counts[place] // size)
+                probe.same(share, reduced(inputs, Reduce.SUM)[length * rank :][:length], f"share {place}")

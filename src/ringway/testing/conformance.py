@@ -21,6 +21,7 @@ import torch.distributed as c10d
 
 from ringway.testing.pool import Outcome, RankContext, RankPool
 from ringway.testing.probe import Finding, Probe
+from ringway.testing.rank import FunctionRef
 
 _CASE_MODULES = (
     "cases_movement",
@@ -176,6 +177,7 @@ def run_setting(pool: RankPool, setting: Setting, patterns: Sequence[str], repor
             run_case,
             setting,
             candidate.name,
+            FunctionRef.of(candidate.run),
             world_size=setting.world_size,
             timeout=_CASE_SECONDS,
             grace=_CASE_SECONDS / 4,
@@ -192,7 +194,7 @@ def _findings(name: str, outcome: Outcome) -> list[Finding]:
     return [Finding(name, outcome.rank, "", str(outcome))]
 
 
-def run_case(context: RankContext, setting: Setting, name: str) -> list[Finding]:
+def run_case(context: RankContext, setting: Setting, name: str, function: FunctionRef) -> list[Finding]:
     """One case on one rank."""
     context.start(setting.backend, module=setting.started_by)
     dist = importlib.import_module(setting.called_through)
@@ -202,9 +204,9 @@ def run_case(context: RankContext, setting: Setting, name: str) -> list[Finding]
         return []
     probe = Probe(dist, group, members.index(context.rank), list(members), context.store, name)
     try:
-        all_cases()[name].run(probe)
+        function.load()(probe)
     except Exception:
-        print(f"{name} was at: {probe.parameters or 'no parameters'}")
+        print(f"{name} was at: {probe.parameters or 'no parameters'}", *probe.findings, sep="\n")
         raise
     return probe.findings
 

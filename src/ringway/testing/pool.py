@@ -170,9 +170,7 @@ class RankPool:
 
     def replace(self, ranks: Sequence[int] | None = None) -> None:
         """End these ranks, or all; the next run that needs them starts new ones."""
-        ended = [
-            self._ranks.pop(n) for n in (self._ranks.copy() if ranks is None else ranks) if n in self._ranks
-        ]
+        ended = [self._ranks.pop(n) for n in (self._ranks.copy() if ranks is None else ranks) if n in self._ranks]
         for rank in ended:
             rank.end()
 

@@ -34,9 +34,7 @@ _SAME_FOR_BOOL = {
 def any_bits(shape: int | Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
     """A tensor of arbitrary bit patterns (NaNs among them), the same for the same key."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    generator = torch.Generator().manual_seed(
-        functools.reduce(lambda seed, part: seed * 1009 + part + 1, key, 17)
-    )
+    generator = torch.Generator().manual_seed(functools.reduce(lambda seed, part: seed * 1009 + part + 1, key, 17))
     count = math.prod(sizes) * dtype.itemsize
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
     if dtype is torch.bool:

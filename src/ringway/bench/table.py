@@ -1,0 +1,122 @@
+"""Results as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringway.bench.cases import BenchCase, Place
+from ringway.bench.runner import Estimate, Measured, paired_ratio
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate in one case. Bandwidths in bytes a second, by nccl-tests' definitions."""
+
+    op: str
+    nbytes: int
+    dtype: str
+    ranks: int
+    candidate: str
+    seconds: Estimate
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+    verified: bool
+    ratio: Estimate | None = None
+    """Time over that of the first candidate; None for the first itself."""
+
+
+def rows(case: BenchCase, place: Place, measured: Sequence[Measured]) -> list[Row]:
+    """The results of one case; the first candidate is what the others are compared with."""
+    nbytes = place.whole * place.dtype.itemsize if case.op.name != "barrier" else 0
+    result = []
+    for one in measured:
+        seconds = one.seconds
+        rate = nbytes / seconds.median
+        ratio = None if one is measured[0] else paired_ratio(one, measured[0])
+        result.append(
+            Row(
+                case.op.name,
+                nbytes,
+                str(place.dtype).removeprefix("torch."),
+                place.size,
+                one.name,
+                seconds,
+                rate,
+                rate * case.op.bus_factor(place.size),
+                one.verified,
+                ratio,
+            )
+        )
+    return result
+
+
+def print_table(table: Sequence[Row], title: str = "", console: Console | None = None) -> None:
+    """Show rows in the terminal."""
+    from rich.console import Console as RichConsole
+    from rich.table import Table
+
+    view = Table(title=title or None)
+    for heading in ("op", "ranks", "size", "candidate"):
+        view.add_column(heading)
+    for heading in ("time", "95 % interval", "bus GB/s", "against first"):
+        view.add_column(heading, justify="right")
+    previous: tuple[str, int, int] | None = None
+    for row in table:
+        key = (row.op, row.ranks, row.nbytes)
+        if previous is not None and key != previous:
+            view.add_section()
+        previous = key
+        view.add_row(
+            row.op,
+            str(row.ranks),
+            in_bytes(row.nbytes),
+            row.candidate,
+            in_time(row.seconds.median),
+            f"{in_time(row.seconds.low)} to {in_time(row.seconds.high)}",
+            f"{row.bus_bandwidth / 1e9:.3g}",
+            "" if row.ratio is None else in_ratio(row.ratio),
+        )
+    (console or RichConsole()).print(view)
+
+
+def to_json(table: Sequence[Row], **facts: Any) -> str:
+    """Rows, with what one has to know about the machine to read them."""
+    return json.dumps({"machine": machine(), **facts, "rows": [asdict(row) for row in table]}, indent=2)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, without anything that identifies the machine."""
+    return {
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def in_time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def in_bytes(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count} B"
+
+
+def in_ratio(ratio: Estimate) -> str:
+    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"

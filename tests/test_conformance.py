@@ -1,0 +1,29 @@
+"""Every backend passes the same suite. A new backend adds its name to `BACKENDS`."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringway.testing import RankPool, Report, check_backend
+from ringway.testing import conformance as suite
+
+BACKENDS = {
+    "gloo": (1, 2, 3, 4),
+}
+"""The world sizes that a backend is started with; the largest also gets a sub-group."""
+
+SETTINGS = [setting for name, sizes in BACKENDS.items() for setting in suite.settings(name, sizes)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_backend(pool: RankPool, setting: suite.Setting) -> None:
+    report = Report()
+    suite.run_setting(pool, setting, ("*",), report)
+    assert len(report.seconds) >= 60
+    assert not report.findings, str(report)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backend_called_through_torch(pool: RankPool, name: str) -> None:
+    """torch.distributed's functions on ringway's group give the same: the bridge shows all of it."""
+    check_backend(name, (2,), pool=pool, called_through="torch.distributed")
