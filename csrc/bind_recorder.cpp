@@ -13,14 +13,45 @@ using namespace ringway;
 
 namespace {
 
+nb::object place(uint32_t id) {
+    if (id == 0) return nb::none();
+    const CallSite where = site(id);
+    return nb::make_tuple(where.file, where.line, where.function);
+}
+
 nb::tuple as_tuple(const Recorder& recorder, const Entry& entry) {
-    const CallSite where = site(entry.site);
-    nb::object call_site = nb::none();
-    if (entry.site != 0) call_site = nb::make_tuple(where.file, where.line, where.function);
     return nb::make_tuple(entry.sequence, static_cast<int>(entry.op), entry.bytes, static_cast<int>(entry.dtype),
                           static_cast<int>(entry.reduce), entry.peer, recorder.text(entry.group),
-                          recorder.text(entry.label), call_site, entry.issued_ns, entry.completed_ns,
+                          recorder.text(entry.label), place(entry.site), entry.issued_ns, entry.completed_ns,
                           static_cast<int>(entry.state));
+}
+
+void choose(Recorder& recorder, bool enabled, bool all, bool by_caller, const std::vector<int>& ops,
+            const std::vector<std::string>& labels) {
+    LedgerChoice choice;
+    choice.enabled = enabled;
+    choice.all = all;
+    choice.by_caller = by_caller;
+    for (const int op : ops) choice.ops |= uint64_t{1} << op;
+    for (const std::string& label : labels) choice.labels.insert(recorder.intern(label));
+    recorder.ledger().choose(std::move(choice));
+}
+
+nb::list logged(Recorder& recorder) {
+    nb::list rows;
+    for (const Ledger::Row& row : recorder.ledger().rows())
+        rows.append(nb::make_tuple(static_cast<int>(row.kind.op), recorder.text(row.kind.label),
+                                   place(row.kind.site), row.kind.size, row.kind.bytes, row.count, row.total_ns,
+                                   row.max_ns, row.p50_ns, row.p99_ns));
+    return rows;
+}
+
+nb::list arrivals(Recorder& recorder) {
+    nb::list rows;
+    for (const Arrival& a : recorder.ledger().arrivals())
+        rows.append(nb::make_tuple(recorder.text(a.group), a.sequence, static_cast<int>(a.op), a.bytes, a.issued_ns,
+                                   a.completed_ns, place(a.site), recorder.text(a.label), a.size));
+    return rows;
 }
 
 uint32_t checksum(nb::handle buffer, uint32_t crc) {
@@ -38,7 +69,7 @@ uint32_t checksum(nb::handle buffer, uint32_t crc) {
 
 void bind_recorder(nb::module_& m) {
     nb::class_<Recorder>(m, "Recorder")
-        .def("__init__", [](Recorder* self, size_t capacity) { new (self) Recorder(capacity); }, nb::arg("capacity"))
+        .def(nb::init<size_t, const std::string&>(), nb::arg("capacity"), nb::arg("path") = "")
         .def_prop_ro("total", &Recorder::total)
         .def_prop_ro("capacity", &Recorder::capacity)
         .def("intern", &Recorder::intern, nb::arg("text"))
@@ -57,15 +88,27 @@ void bind_recorder(nb::module_& m) {
                 if (!self.find(token, entry)) return nb::none();
                 return as_tuple(self, entry);
             },
-            nb::arg("token"));
+            nb::arg("token"))
+        .def("choose", &choose, nb::arg("enabled"), nb::arg("all"), nb::arg("by_caller"), nb::arg("ops"),
+             nb::arg("labels"))
+        .def_prop_ro("logging", [](Recorder& self) { return self.ledger().enabled(); })
+        .def(
+            "log",
+            [](Recorder& self, int op, const std::string& label, int size, int64_t bytes, int64_t ns) {
+                self.ledger().add({static_cast<uint8_t>(op), self.intern(label), 0, size, bytes}, ns);
+            },
+            nb::arg("op"), nb::arg("label"), nb::arg("size"), nb::arg("bytes"), nb::arg("ns"))
+        .def("logged", &logged)
+        .def("arrivals", &arrivals)
+        .def("reset_log", [](Recorder& self) { self.ledger().reset(); });
 
     nb::class_<Lane>(m, "Lane")
         .def(
             "__init__",
-            [](Lane* self, std::shared_ptr<Recorder> recorder, const std::string& group) {
-                new (self) Lane(std::move(recorder), group);
+            [](Lane* self, std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size) {
+                new (self) Lane(std::move(recorder), group, size);
             },
-            nb::arg("recorder"), nb::arg("group"))
+            nb::arg("recorder"), nb::arg("group"), nb::arg("size") = 1)
         .def(
             "begin",
             [](Lane& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
@@ -75,14 +118,16 @@ void bind_recorder(nb::module_& m) {
             nb::arg("op"), nb::arg("bytes"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("peer"), nb::arg("label"))
         .def(
             "begin_plain",
-            // For the common call: a dense CPU tensor. 0 when it is not one, and nothing was recorded.
-            [](Lane& self, int op, nb::handle tensor, int reduce, int32_t peer) -> uint64_t {
+            // For the common call: a dense CPU tensor of one of the dtypes (a bit for each code). 0 when it is
+            // not one, and nothing was recorded.
+            [](Lane& self, int op, nb::handle tensor, int reduce, int32_t peer, uint64_t dtypes) -> uint64_t {
                 TensorView view;
                 if (!view_tensor(tensor.ptr(), view) || !view.cpu || !view.contiguous) return 0;
+                if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
                 return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer, 0,
                                   current_site());
             },
-            nb::arg("op"), nb::arg("tensor"), nb::arg("reduce"), nb::arg("peer"))
+            nb::arg("op"), nb::arg("tensor"), nb::arg("reduce"), nb::arg("peer"), nb::arg("dtypes"))
         .def(
             "end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); },
             nb::arg("token"), nb::arg("ok"))
@@ -95,6 +140,8 @@ void bind_recorder(nb::module_& m) {
         "set_tensor_types",
         [](nb::tuple types, nb::object exchange) { set_tensor_types(types.ptr(), exchange.ptr()); },
         nb::arg("types"), nb::arg("exchange").none());
+    m.def("set_quiet", &set_quiet, nb::arg("quiet"));
+    m.def("is_quiet", &is_quiet);
     m.def("monotonic_ns", &monotonic_ns);
     m.def("crc32c", &checksum, nb::arg("data"), nb::arg("crc") = 0);
 }

@@ -2,6 +2,7 @@
 
 #include <frameobject.h>
 
+#include <atomic>
 #include <unordered_map>
 
 namespace ringway {
@@ -29,8 +30,11 @@ struct Tables {
     std::vector<std::string> outside;
     std::unordered_map<PyCodeObject*, bool> machinery;
     std::unordered_map<Key, uint32_t, KeyHash> ids;
-    std::vector<CallSite> sites{1};
+    uint32_t count = 1;
 };
+
+// Read by threads that cannot have the GIL: an entry is written once, and never again.
+std::atomic<const CallSite*> known_sites[kMaxSites];
 
 Tables& tables() {
     static Tables* tables = new Tables;  // never destroyed: threads may record until the very end
@@ -79,9 +83,10 @@ uint32_t site_id(PyFrameObject* frame, PyCodeObject* code) {
     const Key key{code, instruction_of(frame)};
     const auto found = t.ids.find(key);
     if (found != t.ids.end()) return found->second;
-    if (t.sites.size() >= kMaxSites) return 0;
-    const auto id = static_cast<uint32_t>(t.sites.size());
-    t.sites.push_back({utf8(code->co_filename), utf8(code->co_name), PyFrame_GetLineNumber(frame)});
+    if (t.count >= kMaxSites) return 0;
+    const uint32_t id = t.count++;
+    const auto* made = new CallSite{utf8(code->co_filename), utf8(code->co_name), PyFrame_GetLineNumber(frame)};
+    known_sites[id].store(made, std::memory_order_release);
     Py_INCREF(code);
     t.ids.emplace(key, id);
     return id;
@@ -114,8 +119,8 @@ uint32_t current_site() {
 }
 
 CallSite site(uint32_t id) {
-    const Tables& t = tables();
-    return id < t.sites.size() ? t.sites[id] : CallSite{};
+    const CallSite* known = id < kMaxSites ? known_sites[id].load(std::memory_order_acquire) : nullptr;
+    return known == nullptr ? CallSite{} : *known;
 }
 
 }  // namespace ringway

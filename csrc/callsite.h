@@ -23,6 +23,7 @@ void set_machinery(std::vector<std::string> inside, std::vector<std::string> out
 // (the autograd engine's threads). Needs the GIL. The table of sites is bounded: past it, 0.
 uint32_t current_site();
 
+// Any thread may ask, with or without the GIL.
 CallSite site(uint32_t id);
 
 }  // namespace ringway

@@ -4,10 +4,13 @@
 
 #include <algorithm>
 
+#include "callsite.h"
+
 namespace ringway {
 namespace {
 
 constexpr uint32_t kMaxTexts = 65536;
+thread_local bool quiet_here = false;
 
 }  // namespace
 
@@ -17,14 +20,18 @@ int64_t monotonic_ns() {
     return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
 
-Recorder::Recorder(size_t capacity) : ring_(std::max<size_t>(capacity, 1)) {
+void set_quiet(bool quiet) { quiet_here = quiet; }
+bool is_quiet() { return quiet_here; }
+
+Recorder::Recorder(size_t capacity, const std::string& path) : file_(capacity, path) {
     texts_.emplace_back();  // id 0 is the empty text
     text_ids_.emplace("", 0);
 }
 
 uint64_t Recorder::begin(const Entry& call) {
-    const uint64_t token = next_.fetch_add(1, std::memory_order_relaxed);
-    Slot& slot = ring_[token % ring_.size()];
+    const uint64_t token = file_.header().next.fetch_add(1, std::memory_order_relaxed);
+    if (file_.keeps_texts() && call.site >= sites_kept_.load(std::memory_order_relaxed)) keep_site(call.site);
+    Slot& slot = file_.slot(token);
     slot.token.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     slot.entry = call;
@@ -37,26 +44,21 @@ uint64_t Recorder::begin(const Entry& call) {
 }
 
 void Recorder::end(uint64_t token, State state) {
-    Slot& slot = ring_[token % ring_.size()];
+    Slot& slot = file_.slot(token);
     if (slot.token.load(std::memory_order_relaxed) != token) return;  // the ring came round meanwhile
-    slot.completed_ns.store(monotonic_ns(), std::memory_order_relaxed);
+    const int64_t now = monotonic_ns();
+    slot.completed_ns.store(now, std::memory_order_relaxed);
     slot.state.store(static_cast<uint8_t>(state), std::memory_order_release);
+    if (!ledger_.enabled() || state != State::Completed) return;
+    Entry entry;
+    if (read_slot(slot, token, entry) && !entry.quiet) ledger_.add(entry);
 }
 
-bool Recorder::read(const Slot& slot, uint64_t token, Entry& out) const {
-    if (slot.token.load(std::memory_order_acquire) != token) return false;
-    out = slot.entry;
-    out.state = static_cast<State>(slot.state.load(std::memory_order_acquire));
-    out.completed_ns = slot.completed_ns.load(std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    return slot.token.load(std::memory_order_relaxed) == token;
-}
-
-bool Recorder::find(uint64_t token, Entry& out) const { return read(ring_[token % ring_.size()], token, out); }
+bool Recorder::find(uint64_t token, Entry& out) const { return read_slot(file_.slot(token), token, out); }
 
 std::vector<Entry> Recorder::recent(size_t count) const {
     const uint64_t last = total();
-    const uint64_t kept = std::min<uint64_t>({count, last, ring_.size()});
+    const uint64_t kept = std::min<uint64_t>({count, last, capacity()});
     std::vector<Entry> entries;
     entries.reserve(kept);
     Entry entry;
@@ -73,6 +75,7 @@ uint32_t Recorder::intern(const std::string& text) {
     const auto id = static_cast<uint32_t>(texts_.size());
     texts_.push_back(text);
     text_ids_.emplace(text, id);
+    file_.keep(TextKind::Text, id, 0, text);
     return id;
 }
 
@@ -81,8 +84,18 @@ std::string Recorder::text(uint32_t id) const {
     return id < texts_.size() ? texts_[id] : "…";
 }
 
-Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group)
-    : recorder_(std::move(recorder)), group_(recorder_->intern(group)) {}
+// Sites are numbered in the order they are met, so a file is complete once it has all below the newest.
+void Recorder::keep_site(uint32_t newest) {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    for (uint32_t id = sites_kept_.load(std::memory_order_relaxed); id <= newest; ++id) {
+        const CallSite where = site(id);
+        file_.keep(TextKind::Site, id, where.line, where.file + "\n" + where.function);
+        sites_kept_.store(id + 1, std::memory_order_relaxed);
+    }
+}
+
+Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size)
+    : recorder_(std::move(recorder)), group_(recorder_->intern(group)), size_(size) {}
 
 uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site) {
     std::atomic<uint64_t>& counter = is_point_to_point(op) ? messages_ : collectives_;
@@ -93,9 +106,11 @@ uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t p
     entry.label = label;
     entry.site = site;
     entry.peer = peer;
+    entry.size = size_;
     entry.op = op;
     entry.dtype = dtype;
     entry.reduce = reduce;
+    entry.quiet = quiet_here;
     return recorder_->begin(entry);
 }
 

@@ -49,7 +49,7 @@ class Issuer:
         self.ranks = list(info.ranks)
         self._rank_of = {rank: place for place, rank in enumerate(self.ranks)}
         self._recorder = recorder
-        self._lane = _core.Lane(recorder, info.name)
+        self._lane = _core.Lane(recorder, info.name, info.size)
         self._labels: dict[str, int] = {}
         self._observers = observers
         self._backends = dict(backends)

@@ -1,0 +1,33 @@
+// One call as the recorder keeps it.
+#pragma once
+
+#include <cstdint>
+
+#include "codes.h"
+
+namespace ringway {
+
+enum class State : uint8_t { Issued = 0, Completed = 1, Failed = 2 };
+
+// Nanoseconds of the system's monotonic clock: one clock for all processes of a host.
+int64_t monotonic_ns();
+
+struct Entry {
+    uint64_t token = 0;
+    uint64_t sequence = 0;
+    int64_t bytes = 0;
+    int64_t issued_ns = 0;
+    int64_t completed_ns = 0;
+    uint32_t group = 0;
+    uint32_t label = 0;
+    uint32_t site = 0;
+    int32_t peer = -1;
+    int32_t size = 1;  // ranks of the group
+    Op op = Op::Barrier;
+    DType dtype = DType::Unknown;
+    Reduce reduce = Reduce::Sum;
+    State state = State::Issued;
+    bool quiet = false;  // not for the ledger
+};
+
+}  // namespace ringway
