@@ -7,6 +7,7 @@ RingwayError (RuntimeError)
 ├── BackendUnavailable               a backend that cannot be used here: what to install
 ├── UsageError (also ValueError)     a call that is wrong before anything is sent
 ├── ObjectError                      an object message that cannot be trusted: who sent it, what is wrong
+├── NotFinite                        NaN or infinity where a compressed collective needs numbers: whose
 ├── CollectiveMismatch               ranks called different collectives: both sides
 ├── PeerLost                         another rank's process is gone
 └── CommTimeout (also TimeoutError)  somebody did not come in time: who
@@ -26,6 +27,7 @@ __all__ = [
     "CommTimeout",
     "ConfigError",
     "DiscoveryError",
+    "NotFinite",
     "ObjectError",
     "PeerLost",
     "RendezvousError",
@@ -91,6 +93,16 @@ class ObjectError(RingwayError):
     def __init__(self, message: str, *, sender: int) -> None:
         super().__init__(message)
         self.sender = sender
+
+
+class NotFinite(RingwayError):
+    """NaN or infinity was to be compressed. `rank` of the group had it; None where only the average was not
+    finite. `key` names the residual, where there is one. The group stays usable, residuals are unharmed."""
+
+    def __init__(self, message: str, *, rank: int | None = None, key: object = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.key = key
 
 
 class CollectiveMismatch(RingwayError):

@@ -1,10 +1,37 @@
-"""Compressed collectives."""
+"""Compressed collectives: fewer bytes on the wire, and a report of whether that helped."""
 
-from ringway.compress.codec import Codec, get_codec, register_codec
+from ringway.compress.codec import Codec, codec_names, get_codec, register_codec
+from ringway.compress.collectives import compressed_all_reduce
+from ringway.compress.ddp import ddp_hook
+from ringway.compress.feedback import ErrorFeedback, Slot
 from ringway.compress.fp8 import Fp8
 from ringway.compress.int4 import Int4
 from ringway.compress.int8 import Int8
+from ringway.compress.kernels import kernels_for
 from ringway.compress.onebit import OneBit
+from ringway.compress.onebit_adam import OneBitAdam
+from ringway.compress.quantized import all_to_all_quant_reduce, quantized_all_gather
+from ringway.compress.report import Report
+
+__all__ = [
+    "compressed_all_reduce",
+    "ErrorFeedback",
+    "Slot",
+    "Report",
+    "Codec",
+    "OneBit",
+    "Int8",
+    "Int4",
+    "Fp8",
+    "get_codec",
+    "register_codec",
+    "codec_names",
+    "kernels_for",
+    "ddp_hook",
+    "OneBitAdam",
+    "all_to_all_quant_reduce",
+    "quantized_all_gather",
+]
 
 for _codec in (OneBit, Int8, Int4, Fp8):
     register_codec(_codec.name, _codec)

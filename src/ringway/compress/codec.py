@@ -28,6 +28,8 @@ class Codec(abc.ABC):
 
     name: ClassVar[str]
     tensor_scale: bool = False
+    granule: int = 8
+    """Tensors are cut into pieces at multiples of so many elements."""
 
     @abc.abstractmethod
     def nbytes(self, numel: int) -> int:

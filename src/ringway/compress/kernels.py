@@ -76,9 +76,9 @@ class Kernels(abc.ABC):
 
 def kernels_for(codec: Codec, device: torch.device, name: str | None = None) -> Kernels:
     """The fastest kernels that this codec and device have; `name` or the environment may insist on others."""
+    from ringway.compress.gpu import TritonKernels
     from ringway.compress.native import NativeKernels
     from ringway.compress.reference import ReferenceKernels
-    from ringway.compress.gpu import TritonKernels
 
     chosen = name or os.environ.get(KERNELS_VARIABLE) or "auto"
     fused = (NativeKernels, TritonKernels)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringway import _core
 from ringway.call import DTYPE_CODE
 from ringway.compress.codec import Codec
 from ringway.compress.kernels import Kernels
 from ringway.compress.layout import Window
 from ringway.compress.scaled import ScaledCodec
-
-try:
-    from ringway import _core
-except ImportError:  # a checkout that was not built: the reference serves the CPU
-    _core = None  # type: ignore[assignment]
 
 _NO_ARRAY = (0, DTYPE_CODE[torch.float32])
 
@@ -52,8 +48,6 @@ class NativeKernels(Kernels):
             return "they are for CPU tensors"
         if not isinstance(codec, ScaledCodec):
             return "they know the built-in codecs only"
-        if _core is None:
-            return "the native core is not built"
         return None
 
     def measure(self, values: Tensor, residual: Tensor | None) -> Tensor:
@@ -97,9 +91,7 @@ class NativeKernels(Kernels):
         )
 
     def decode(self, frames: Tensor, window: Window, values: Tensor) -> None:
-        _core.pack_decode(
-            self._format, _frames(frames), _window(window), _array(values), torch.get_num_threads()
-        )
+        _core.pack_decode(self._format, _frames(frames), _window(window), _array(values), torch.get_num_threads())
 
     def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
         _core.pack_decode_mean(self._format, _frames(frames), count, _array(values), torch.get_num_threads())

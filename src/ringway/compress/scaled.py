@@ -35,6 +35,7 @@ class ScaledCodec(Codec):
             raise UsageError(f"codec '{self.name}': a block is a multiple of 8 elements, got {block}")
         self.block = block
         self.tensor_scale = block is None
+        self.granule = block or 8
 
     @property
     def spec(self) -> str:

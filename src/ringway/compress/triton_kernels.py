@@ -8,6 +8,7 @@ bytes. KIND is the codec's code.
 All offsets are 64 bits wide: tensors may be larger than 2**31 elements.
 """
 # mypy: ignore-errors
+# ruff: noqa: N803, N806 - Triton spells its compile-time arguments in capitals
 
 import triton
 import triton.language as tl
@@ -98,9 +99,7 @@ def _encoded(total, scales, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(
-    frames, payload, codes, mask, count, KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _store_codes(frames, payload, codes, mask, count, KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """Small integers into the payload, as many a byte as fit, the first one highest."""
     if KIND == ONEBIT:
         PER_BYTE: tl.constexpr = 8

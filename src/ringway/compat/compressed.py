@@ -1,0 +1,202 @@
+"""DeepSpeed's 1-bit backends under their own names, over ringway's compressed all-reduce.
+
+`compressed_allreduce(buffer_m, worker_error, server_error, local_rank)` means what it meant in DeepSpeed: the
+root of the mean square of the padded buffer is its one scale, errors are updated in place, the averaged
+buffer is returned. With `kernels="reference"` the bits are DeepSpeed's too (its own formulas in fp32). The
+fused kernels sum more exactly: their scale differs from DeepSpeed's by no more than `SCALE_BOUND`, and signs
+differ only for values within that of zero.
+
+It takes two collectives where DeepSpeed took four, any backend, CPU tensors too, and no CuPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway import groups
+from ringway.api import irecv, isend, recv, send
+from ringway.compress.collectives import AllReduce, Setting
+from ringway.compress.kernels import kernels_for
+from ringway.compress.onebit import OneBit
+from ringway.errors import BackendUnavailable, UsageError
+from ringway.world import world
+
+__all__ = ["NcclBackend", "MpiBackend", "CompressedBackend", "CupyBackend"]
+
+SCALE_BOUND = 2.0**-12
+"""How far DeepSpeed's fp32 norm of a long buffer strays from the exact one, relatively."""
+
+
+class ModelParallelUnit(Protocol):
+    """What DeepSpeed calls an mpu."""
+
+    def get_data_parallel_group(self) -> c10d.ProcessGroup: ...
+
+
+class _DeepSpeedOneBit(OneBit):
+    """One scale a tensor, its norm taken in fp32 as DeepSpeed takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(block=None)
+
+    def measure(self, values: Tensor) -> Tensor:
+        return torch.linalg.norm(values)
+
+
+class _Compressed:
+    """What the backends share."""
+
+    world_group: c10d.ProcessGroup | None
+
+    def __init__(self, group: c10d.ProcessGroup | None, kernels: str | None) -> None:
+        self.world_group = group
+        self._kernels = kernels
+        communicator = world.communicator(group)
+        self.rank = communicator.rank
+        self.size = communicator.size
+
+    @torch.no_grad()
+    def compressed_allreduce(
+        self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor, local_rank: int
+    ) -> Tensor:
+        """The average of `buffer_m` over the group, compressed to one bit; both errors are updated.
+
+        `worker_error` is as long as the buffer padded to a multiple of 8 times the group's size;
+        `server_error` is the share of one rank. `local_rank` is not needed: tensors know their device.
+        """
+        if buffer_m.numel() == 0:
+            worker_error.zero_()
+            server_error.zero_()
+            return buffer_m
+        padded = self._padded(buffer_m, worker_error, server_error)
+        codec = _DeepSpeedOneBit()
+        setting = Setting(codec, kernels_for(codec, padded.device, self._kernels), True, padded.numel())
+        exchange = AllReduce(padded, None, world.communicator(self.world_group), setting)
+        exchange.use_residuals(worker_error, server_error)
+        exchange.run()
+        if padded.data_ptr() == buffer_m.data_ptr():
+            return buffer_m
+        return padded[: buffer_m.numel()].view(buffer_m.shape)
+
+    def _padded(self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor) -> Tensor:
+        length = worker_error.numel()
+        if length < buffer_m.numel() or length % (8 * self.size) or server_error.numel() * self.size != length:
+            raise UsageError(
+                f"compressed_allreduce: a buffer of {buffer_m.numel()} over {self.size} ranks needs a worker_error "
+                f"padded to a multiple of {8 * self.size} and a server_error of its {self.size}th part, got "
+                f"{length} and {server_error.numel()}"
+            )
+        flat = torch.flatten(buffer_m)
+        if length == buffer_m.numel():
+            return flat
+        return torch.cat([flat, flat.new_zeros(length - flat.numel())])
+
+
+class _GroupBackend(_Compressed):
+    """A backend over torch's groups: the data-parallel group of an mpu, or the world."""
+
+    def __init__(self, mpu: ModelParallelUnit | None = None, *, kernels: str | None = None) -> None:
+        super().__init__(None if mpu is None else mpu.get_data_parallel_group(), kernels)
+        self.mpu = mpu
+
+    def my_igather(
+        self, rank: int, size: int, group: Any, sendbuf: Tensor, recvbuf: Sequence[Tensor], root: int
+    ) -> list[Any]:
+        """Start gathering `sendbuf` at `root`; returns what to wait for."""
+        if rank != root:
+            return [isend(sendbuf, root, group=group)]
+        recvbuf[rank].copy_(sendbuf)
+        return [irecv(recvbuf[index], index, group=group) for index in range(size) if index != rank]
+
+    def my_gather(
+        self, rank: int, size: int, group: Any, sendbuf: Tensor, recvbuf: Sequence[Tensor], root: int
+    ) -> None:
+        """Gather `sendbuf` at `root`."""
+        if rank != root:
+            send(sendbuf, root, group=group)
+            return
+        for index in range(size):
+            if index != rank:
+                recv(recvbuf[index], index, group=group)
+            else:
+                recvbuf[rank].copy_(sendbuf)
+
+
+class NcclBackend(_GroupBackend):
+    """DeepSpeed's 1-bit backend over NCCL; here over whatever the group runs on."""
+
+
+class CompressedBackend(_GroupBackend):
+    """DeepSpeed's 1-bit backend for other accelerators, with its `pack` and `unpack`."""
+
+    def pack(self, buffer: Tensor, size: int) -> Tensor:
+        """The signs of a buffer, eight a byte, in `size` rows."""
+        codec = OneBit(None)
+        flat = buffer.reshape(1, -1).to(torch.float32)
+        return codec.pack(flat, flat.new_ones(1), flat.numel()).reshape(size, -1)
+
+    def unpack(self, buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """Signs as -1 and 1, in `size` rows."""
+        return OneBit(None).unpack(buffer.reshape(-1), buffer.numel() * 8).reshape(size, -1).to(dtype)
+
+
+class MpiBackend(_Compressed):
+    """DeepSpeed's 1-bit backend over MPI: the world, started on MPI where nothing is started yet.
+
+    `cuda_aware` is kept for its callers; ringway's MPI backend finds out by itself.
+    """
+
+    def __init__(self, cuda_aware: bool, *, kernels: str | None = None) -> None:
+        if not groups.is_initialized():
+            from ringway.init import init_distributed
+
+            init_distributed("mpi")
+        super().__init__(None, kernels)
+        self.cuda_aware = cuda_aware
+
+    def my_igather(self, rank: int, size: int, comm: Any, sendbuf: Any, recbuf: Any, root: int) -> list[Any]:
+        """Start gathering `sendbuf` at `root` over an mpi4py communicator; returns the requests."""
+        if rank != root:
+            return [comm.Isend(sendbuf, dest=root)]
+        recbuf[rank] = sendbuf
+        return [comm.Irecv(recbuf[index], source=index) for index in range(size) if index != rank]
+
+    def my_gather(self, rank: int, size: int, comm: Any, sendbuf: Any, recbuf: Any, root: int) -> None:
+        """Gather `sendbuf` at `root` over an mpi4py communicator."""
+        for request in self.my_igather(rank, size, comm, sendbuf, recbuf, root):
+            request.Wait()
+
+
+class CupyBackend:
+    """Tensors to CuPy and back, and its `packbits` in pieces. The one class here that needs CuPy."""
+
+    def __init__(self) -> None:
+        try:
+            self._cupy = importlib.import_module("cupy")
+        except ImportError as missing:
+            raise BackendUnavailable(
+                "cupy",
+                f"CuPy cannot be imported ({missing})",
+                remedy="Install cupy-cuda12x (or your CUDA's); NcclBackend and CompressedBackend do not need it",
+            ) from missing
+
+    def torch2cupy(self, tensor: Tensor) -> Any:
+        """The tensor as a CuPy array of the same memory."""
+        return self._cupy.from_dlpack(tensor)
+
+    def cupy2torch(self, cupy_tensor: Any) -> Tensor:
+        """The array as a tensor of the same memory."""
+        tensor: Tensor = torch.from_dlpack(cupy_tensor)
+        return tensor
+
+    def compress_by_chunk(self, cupy_bool_tensor: Any, num_chunks: int) -> list[Any]:
+        """Booleans packed eight a byte, in `num_chunks` equal pieces."""
+        pieces: list[Any] = self._cupy.split(self._cupy.packbits(cupy_bool_tensor), num_chunks)
+        self._cupy.cuda.get_current_stream().synchronize()
+        return pieces

@@ -1,0 +1,115 @@
+"""A communication hook for DistributedDataParallel that averages gradients compressed."""
+
+# DDP compares the hook's annotations with its own types, so they must not be strings here.
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ringway.compress.codec import Codec
+from ringway.compress.collectives import compressed_all_reduce
+from ringway.compress.feedback import ErrorFeedback
+from ringway.errors import UsageError
+from ringway.world import world
+
+SCALES_BY_SECOND_MOMENT = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
+
+
+class DDPHook:
+    """What `ddp_hook` returns. Register it with a state of None."""
+
+    def __init__(
+        self,
+        codec: str | Codec,
+        *,
+        group: c10d.ProcessGroup | None,
+        warmup_steps: int,
+        feedback: ErrorFeedback | None,
+        not_finite: str,
+    ) -> None:
+        if warmup_steps < 0:
+            raise UsageError(f"warmup_steps is 0 or more, got {warmup_steps}")
+        self.codec = codec
+        self.group = group if feedback is None else feedback.group
+        self.warmup_steps = warmup_steps
+        self.feedback = feedback or ErrorFeedback(group)
+        self.not_finite = not_finite
+        self.steps = 0
+        self._parameters: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self._adam_watch = _warn_of_adam(weakref.ref(self))
+        # DDP's log wants a function's name.
+        self.__qualname__ = f"ringway.compress.ddp_hook({codec!r})"
+        self.__name__ = "ddp_hook"
+
+    def __call__(self, state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        compressing = self.steps >= self.warmup_steps
+        if compressing:
+            parameters = bucket.parameters()
+            for parameter in parameters:
+                self._parameters.add(parameter)
+            slot = self.feedback[bucket.index()]
+            slot.bind(tuple((parameter.data_ptr(), parameter.numel()) for parameter in parameters))
+            work = compressed_all_reduce(buffer, slot, self.codec, async_op=True, not_finite=self.not_finite)
+        else:
+            work = world.communicator(self.group).all_reduce(buffer, c10d.ReduceOp.AVG, async_op=True)
+        if bucket.is_last():
+            self.steps += 1
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def uses(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer steps parameters whose gradients this hook has compressed."""
+        return any(parameter in self._parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def ddp_hook(
+    codec: str | Codec = "onebit",
+    *,
+    group: c10d.ProcessGroup | None = None,
+    warmup_steps: int = 1,
+    feedback: ErrorFeedback | None = None,
+    not_finite: str = "raise",
+) -> DDPHook:
+    """A hook for `model.register_comm_hook(None, ddp_hook("onebit"))`.
+
+    The first `warmup_steps` steps are averaged plain. One at least is wise: DDP arranges its buckets anew
+    after the first, and residuals begin again whenever that happens. Buckets overlap with the backward pass,
+    as DDP's own do. Give `group` the model's process group; `feedback` to save residuals with a checkpoint.
+
+    Meant for SGD with momentum. Under Adam and its like the compressed gradients' errors are divided by
+    their own second moment and training does not converge as it would: use `OneBitAdam`. The hook warns.
+    """
+    return DDPHook(codec, group=group, warmup_steps=warmup_steps, feedback=feedback, not_finite=not_finite)
+
+
+def _warn_of_adam(hook: "weakref.ref[DDPHook]") -> Any:
+    """Look at each optimizer that steps, until one is found that should not, or the hook is gone."""
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        owner = hook()
+        if owner is None:
+            handle.remove()
+        elif isinstance(optimizer, SCALES_BY_SECOND_MOMENT) and owner.uses(optimizer):
+            handle.remove()
+            warnings.warn(
+                f"{type(optimizer).__name__} steps on gradients compressed with {owner.codec!r}: it does not converge "
+                "as with plain gradients. Use ringway.compress.OneBitAdam, or SGD with momentum.",
+                stacklevel=3,
+            )
+
+    handle = register_optimizer_step_pre_hook(look)
+    return handle
