@@ -5,10 +5,12 @@ namespace nb = nanobind;
 
 void bind_pack(nb::module_& m);
 void bind_recorder(nb::module_& m);
+void bind_shm(nb::module_& m);
 
 NB_MODULE(_core, m) {
     m.doc() = "ringway's native core";
     nb::set_leak_warnings(false);  // objects alive at interpreter exit belong to jobs that did not say goodbye
     bind_pack(m);
     bind_recorder(m);
+    bind_shm(m);
 }

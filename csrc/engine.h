@@ -20,6 +20,16 @@ struct Engine {
         members.leave();
         progress.stop();
         messages.stop();
+        progress.join();
+        messages.join();
+    }
+
+    // In a forked child the threads of the parent do not exist, and its locks may be held by them: an engine that
+    // was inherited is left as it is.
+    static void destroy(Engine* engine) {
+        if (engine->members.forked()) return;
+        engine->close();
+        delete engine;
     }
 
     Membership members;

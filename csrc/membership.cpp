@@ -200,6 +200,10 @@ void Membership::report_timeout(const CallFacts& own, double waited, const std::
     });
 }
 
+void Membership::report_interrupted() {
+    report(FaultKind::Interrupted, CallFacts{}, [&](Fault& fault) { fault.rank = rank_; });
+}
+
 void Membership::abort() {
     report(FaultKind::Aborted, CallFacts{}, [&](Fault& fault) { fault.rank = rank_; });
 }

@@ -53,6 +53,7 @@ class Membership {
     }
     void report_memory(const CallFacts& own, int64_t bytes);
     void report_timeout(const CallFacts& own, double waited, const std::vector<int>& missing);
+    void report_interrupted();
     void abort();
 
     // Ends this rank's waits and tells the others that it will not come again.

@@ -29,11 +29,12 @@ PointToPoint::PointToPoint(Membership& members)
 
 PointToPoint::~PointToPoint() {
     stop();
-    if (!thread_.joinable()) return;
-    if (thread_.get_id() == std::this_thread::get_id())
-        thread_.detach();
-    else
-        thread_.join();
+    join();
+    if (thread_.joinable()) thread_.detach();
+}
+
+void PointToPoint::join() {
+    if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }
 
 void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_background) {
@@ -370,7 +371,6 @@ bool PointToPoint::changed() const {
 }
 
 void PointToPoint::stop() {
-    if (members_.forked()) return;
     Messages finished;
     {
         std::lock_guard<std::mutex> guard(lock_);

@@ -57,6 +57,9 @@ class PointToPoint final : public Guard {
     bool wait(const Message& message, double timeout_s, Host& host);
     // Ends all messages. The membership has been left before.
     void stop();
+    // After `stop`: returns when the thread has ended, unless this is it.
+    void join();
+    // Drops the messages that are done, as Progress::sweep does.
     void sweep();
 
     bool stop(int peer, bool look_for_dead) override;

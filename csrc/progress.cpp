@@ -13,12 +13,12 @@ Progress::Progress(Membership& members, Collectives& collectives) : members_(mem
 
 Progress::~Progress() {
     stop();
-    if (!thread_.joinable()) return;
-    // In a forked child there is no such thread; on the thread itself, nobody can wait for it.
-    if (members_.forked() || worker_.load() == std::this_thread::get_id())
-        thread_.detach();
-    else
-        thread_.join();
+    join();
+    if (thread_.joinable()) thread_.detach();
+}
+
+void Progress::join() {
+    if (thread_.joinable() && worker_.load() != std::this_thread::get_id()) thread_.join();
 }
 
 bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {

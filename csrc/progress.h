@@ -39,6 +39,8 @@ class Progress {
     void sweep();
     // Ends the queue; what was in it ends too. The membership has been left before.
     void stop();
+    // After `stop`: returns when the thread has ended, unless this is it.
+    void join();
 
   private:
     void work();

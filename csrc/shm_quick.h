@@ -1,0 +1,110 @@
+// Short cuts for synchronous calls on plain tensors: view, record, run, in one native call.
+// Included by bind_shm.cpp only.
+#pragma once
+
+namespace {
+
+class Quick {
+  public:
+    Quick(PyGroup& group, Lane& lane) : group_(group), lane_(lane), size_(group.engine().members.size()) {}
+
+    // Each returns 0 when the call is done, 1 when it is not one for a short cut: then nothing has happened.
+
+    int all_reduce(nb::handle tensor, int reduce) {
+        TensorView view;
+        if (!plain(tensor, view) || !reducible(view.dtype, reduce)) return 1;
+        auto* data = static_cast<std::byte*>(view.data);
+        Request r = request(Op::AllReduce, view, view.numel, reduce);
+        r.in = r.out = Blocks{data, 0, nullptr};
+        return run(r, view.nbytes);
+    }
+
+    int broadcast(nb::handle tensor, int root) {
+        TensorView view;
+        if (!plain(tensor, view) || root < 0 || root >= size_) return 1;
+        Request r = request(Op::Broadcast, view, view.numel, 0);
+        r.root = root;
+        r.in = r.out = Blocks{static_cast<std::byte*>(view.data), 0, nullptr};
+        return run(r, view.nbytes);
+    }
+
+    int all_gather(nb::handle output, nb::handle input) {
+        TensorView in, out;
+        if (!plain(input, in) || !plain(output, out) || in.dtype != out.dtype || out.numel != in.numel * size_) return 1;
+        Request r = request(Op::AllGatherSingle, in, in.numel, 0);
+        r.in = Blocks{static_cast<std::byte*>(in.data), 0, nullptr};
+        r.out = Blocks{static_cast<std::byte*>(out.data), in.nbytes, nullptr};
+        return run(r, out.nbytes);
+    }
+
+    int reduce_scatter(nb::handle output, nb::handle input, int reduce) {
+        TensorView in, out;
+        if (!plain(input, in) || !plain(output, out) || in.dtype != out.dtype || in.numel != out.numel * size_) return 1;
+        if (!reducible(in.dtype, reduce)) return 1;
+        Request r = request(Op::ReduceScatterSingle, in, out.numel, reduce);
+        r.in = Blocks{static_cast<std::byte*>(in.data), out.nbytes, nullptr};
+        r.out = Blocks{static_cast<std::byte*>(out.data), 0, nullptr};
+        return run(r, in.nbytes);
+    }
+
+    // With equal splits.
+    int all_to_all(nb::handle output, nb::handle input) {
+        TensorView in, out;
+        if (!plain(input, in) || !plain(output, out) || in.dtype != out.dtype || in.numel != out.numel) return 1;
+        if (in.numel % size_ != 0) return 1;
+        Request r = request(Op::AllToAllSingle, in, in.numel / size_, 0);
+        r.in = Blocks{static_cast<std::byte*>(in.data), in.nbytes / size_, nullptr};
+        r.out = Blocks{static_cast<std::byte*>(out.data), out.nbytes / size_, nullptr};
+        return run(r, in.nbytes);
+    }
+
+    int barrier() {
+        TensorView nothing;
+        Request r = request(Op::Barrier, nothing, 0, 0);
+        return run(r, 0);
+    }
+
+  private:
+    static bool plain(nb::handle tensor, TensorView& view) {
+        return view_tensor(tensor.ptr(), view) && view.cpu && view.contiguous;
+    }
+
+    static bool reducible(DType dtype, int reduce) {
+        return reduce != static_cast<int>(Reduce::PremulSum) &&
+               find_reducer(dtype, static_cast<Reduce>(reduce)) != nullptr;
+    }
+
+    Request request(Op op, const TensorView& view, int64_t count, int reduce) const {
+        Request r;
+        r.op = op;
+        r.dtype = view.dtype;
+        r.reduce = static_cast<Reduce>(reduce);
+        r.count = count;
+        r.element = element_bytes(view.dtype);
+        r.timeout_s = group_.timeout_s();
+        r.site = current_site();
+        r.place = text_of_site(r.site);
+        return r;
+    }
+
+    int run(Request& r, int64_t bytes) {
+        const uint64_t token = lane_.begin(r.op, bytes, r.dtype, r.reduce, r.root, 0, r.site);
+        r.number = lane_.collectives() - 1;
+        GilHost host;
+        if (bytes >= kLarge) host.block();
+        try {
+            group_.run(r, host);
+        } catch (...) {
+            lane_.end(token, State::Failed);
+            throw;
+        }
+        lane_.end(token, State::Completed);
+        return 0;
+    }
+
+    PyGroup& group_;
+    Lane& lane_;
+    const int size_;
+};
+
+}  // namespace
