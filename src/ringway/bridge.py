@@ -44,24 +44,26 @@ from ringway.work import DONE, Handle, Together, Work, seconds
 class Bridge(c10d.ProcessGroup):
     """One group of ringway's, for torch."""
 
-    def __init__(self, communicator: Communicator, inner: Any, devices: dict[str, Any] | None = None) -> None:
-        """`inner` is a backend of torch's own, for calls that torch makes in C++ past this class; `devices`
+    def __init__(self, name: str, communicator: Communicator, inner: Any, devices: dict[str, Any]) -> None:
+        """`name` is torch's name for the backend; `inner` is a backend of torch's own, for calls that torch makes in C++ past this class; `devices`
         are backends of torch's own for other devices, such as nccl for cuda."""
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self.communicator = communicator
+        self._name = name
         self._collecting: list[Work] | None = None
         custom = c10d.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(custom)
         self._register_backend(torch.device("cpu"), custom, inner)
-        for device, backend in (devices or {}).items():
+        for device, backend in devices.items():
             self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return self.communicator.backend.name
+        # Not the backend's own name: torch takes a group named gloo or nccl for its own and looks inside.
+        return self._name
 
-    def _issue(self, call: Call, options: Any) -> Work | None:
-        call.async_op = bool(getattr(options, "asyncOp", True))
-        call.timeout = seconds(getattr(options, "timeout", None))
+    def _issue(self, call: Call, opts: Any) -> Work | None:
+        call.async_op = bool(getattr(opts, "asyncOp", True))
+        call.timeout = seconds(getattr(opts, "timeout", None))
         if self._collecting is not None:
             call.async_op = True
         work = self.communicator.issue(call)
@@ -70,76 +72,86 @@ class Bridge(c10d.ProcessGroup):
         return work
 
     @staticmethod
-    def _reduction(options: Any) -> tuple[Reduce, Any]:
-        op = getattr(options, "reduceOp", None)
+    def _reduction(opts: Any) -> tuple[Reduce, Any]:
+        op = getattr(opts, "reduceOp", None)
         return (Reduce.SUM, None) if op is None else parse_reduce(op)
 
-    def allreduce(self, tensors: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if len(members) > 1:
-            return self.allreduce_coalesced(members, options)
-        reduce, factor = self._reduction(options)
-        return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), options)
+            return self.allreduce_coalesced(members, opts)
+        reduce, factor = self._reduction(opts)
+        quick = self.communicator.quick_all_reduce
+        if (
+            quick is not None
+            and reduce is Reduce.SUM
+            and self._collecting is None
+            and not getattr(opts, "asyncOp", True)
+            and seconds(opts.timeout) is None
+            and self.communicator.quickly(quick, members[0], int(reduce))
+        ):
+            return None
+        return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any = None) -> Work | None:  # type: ignore[override]
-        reduce, factor = self._reduction(options)
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(opts)
         members = list(tensors)
-        return self._issue(Call(ALL_REDUCE_COALESCED, members, members, reduce, factor), options)
+        return self._issue(Call(ALL_REDUCE_COALESCED, members, members, reduce, factor), opts)
 
-    def broadcast(self, tensors: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
-        return self._issue(Call(BROADCAST, members, members, peer=root), options)
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        return self._issue(Call(BROADCAST, members, members, peer=root), opts)
 
-    def reduce(self, tensors: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def reduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        reduce, factor = self._reduction(options)
-        return self._issue(Call(REDUCE, members, members, reduce, factor, getattr(options, "rootRank", 0)), options)
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE, members, members, reduce, factor, getattr(opts, "rootRank", 0)), opts)
 
-    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         if len(inputs) > 1:
-            return self.allgather_coalesced(outputs, inputs, options)
-        return self._issue(Call(ALL_GATHER, list(inputs), list(outputs[0])), options)
+            return self.allgather_coalesced(outputs, inputs, opts)
+        return self._issue(Call(ALL_GATHER, list(inputs), list(outputs[0])), opts)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         """torch hands the outputs over rank by rank; a call has them input by input."""
         inputs = list(inputs)
         by_input = [row[i] for i in range(len(inputs)) for row in outputs]
-        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input), options)
+        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input), opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(ALL_GATHER_SINGLE, [input], [output]), options)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(ALL_GATHER_SINGLE, [input], [output]), opts)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         parts = [part for output in outputs for part in _chunks(output, self.size())]
-        return self._issue(Call(ALL_GATHER_COALESCED, list(inputs), parts), options)
+        return self._issue(Call(ALL_GATHER_COALESCED, list(inputs), parts), opts)
 
-    def gather(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         gathered = list(outputs[0]) if outputs else []
-        return self._issue(Call(GATHER, list(inputs), gathered, peer=options.rootRank), options)
+        return self._issue(Call(GATHER, list(inputs), gathered, peer=opts.rootRank), opts)
 
-    def scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         scattered = list(inputs[0]) if inputs else []
-        return self._issue(Call(SCATTER, scattered, list(outputs), peer=options.rootRank), options)
+        return self._issue(Call(SCATTER, scattered, list(outputs), peer=opts.rootRank), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        reduce, factor = self._reduction(options)
-        return self._issue(Call(REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), options)
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Any = None) -> Work | None:  # type: ignore[override]
-        reduce, factor = self._reduction(options)
-        return self._issue(Call(REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), options)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
-        reduce, factor = self._reduction(options)
-        return self._issue(Call(REDUCE_SCATTER_COALESCED, list(inputs), list(outputs), reduce, factor), options)
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE_SCATTER_COALESCED, list(inputs), list(outputs), reduce, factor), opts)
 
-    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(ALL_TO_ALL, list(inputs), list(outputs)), options)
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(ALL_TO_ALL, list(inputs), list(outputs)), opts)
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -147,14 +159,14 @@ class Bridge(c10d.ProcessGroup):
         input: Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
-        options: Any = None,
+        opts: Any = None,
     ) -> Work | None:
         splits = (list(input_splits) or None, list(output_splits) or None)
         call = Call(ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
-        return self._issue(call, options)
+        return self._issue(call, opts)
 
-    def barrier(self, options: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(BARRIER), options)
+    def barrier(self, opts: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(BARRIER), opts)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
         return self._issue(Call(SEND, list(tensors), (), peer=peer, tag=tag), None)

@@ -110,7 +110,7 @@ class Reduce(IntEnum):
     PREMUL_SUM = 8
 
 
-_REDUCE_BY_NAME = {f"RedOpType.{member.name}": member for member in Reduce}
+_REDUCE_BY_TORCH = {int(getattr(ReduceOp, member.name)): member for member in Reduce}
 _SUM = ReduceOp.SUM
 
 
@@ -123,10 +123,9 @@ def parse_reduce(op: object) -> tuple[Reduce, Any]:
     """What torch's `ReduceOp`, or one of its members, means: our code, and PREMUL_SUM's factor."""
     if op is _SUM:
         return Reduce.SUM, None
-    kind = getattr(op, "op", op)
-    reduce = _REDUCE_BY_NAME.get(str(kind))
-    if reduce is None:
+    if not isinstance(op, ReduceOp):
         raise UsageError(f"op={op!r} is not a ReduceOp; use one of {', '.join(m.name for m in Reduce)}")
+    reduce = _REDUCE_BY_TORCH[int(getattr(op, "op", op))]
     factor = getattr(op, "factor", None) if reduce is Reduce.PREMUL_SUM else None
     return reduce, factor
 

@@ -163,7 +163,7 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         nccl = _make_nccl(info)
         others["cuda"] = nccl
         backends["cuda"] = adopt(info, nccl, "nccl")
-    return Bridge(world.add(info, backends), inner, others)
+    return Bridge(registration.torch_name, world.add(info, backends), inner, others)
 
 
 def _make_nccl(info: GroupInfo) -> Any:

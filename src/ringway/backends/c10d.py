@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as native
 
 from ringway import _core
 from ringway.backends.base import Backend, GroupInfo
-from ringway.call import ALL_REDUCE, ANY_SOURCE, BARRIER, Call, Reduce
+from ringway.call import ALL_REDUCE, ANY_SOURCE, BARRIER, DTYPE_CODE, Call, Reduce
 from ringway.errors import BackendUnavailable, CommTimeout, PeerLost, RingwayError
 from ringway.work import Completion, Handle
 
@@ -191,6 +191,11 @@ def _options(kind: Any, call: Call, **values: Any) -> Any:
     return options
 
 
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """torch compares shapes where only the counts matter."""
+    return [tensor.view(-1) for tensor in tensors]
+
+
 _REDUCE_OPS: dict[Reduce, Any] = {
     reduce: getattr(c10d.ReduceOp, reduce.name) for reduce in Reduce if reduce is not Reduce.PREMUL_SUM
 }
@@ -217,79 +222,82 @@ class C10dBackend(Backend):
             return native._make_nccl_premul_sum(call.factor)
         return _REDUCE_OPS[call.reduce]
 
-    def _started(self, work: Any, call: Call) -> Handle:
-        return _Announced(work, call)
-
-    def _message(self, work: Any, call: Call) -> Handle:
-        return (_Announced if self.announced_messages else _Unannounced)(work, call)
+    def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
+        """Each op is this: marshal, start, and what torch throws at once is one of ours."""
+        try:
+            work = method(*arguments)
+        except RuntimeError as error:
+            raise mapped(error, call, 0.0) from error
+        announced = call.op.collective or self.announced_messages
+        return _Announced(work, call) if announced else _Unannounced(work, call)
 
     def broadcast(self, call: Call) -> Handle:
         options = _options(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
-        return self._started(self._group.broadcast(list(call.outputs), options), call)
+        return self._start(call, self._group.broadcast, list(call.outputs), options)
 
     def all_reduce(self, call: Call) -> Handle:
         if call.timeout is None and call.reduce in self._plain_all_reduce:
             options = self._plain_all_reduce[call.reduce]
         else:
             options = _options(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
-        return self._started(self._group.allreduce(list(call.outputs), options), call)
+        return self._start(call, self._group.allreduce, list(call.outputs), options)
 
     def reduce(self, call: Call) -> Handle:
         options = _options(c10d.ReduceOptions, call, reduceOp=self._reduce_op(call), rootRank=call.peer)
-        return self._started(self._group.reduce(list(call.outputs), options), call)
+        return self._start(call, self._group.reduce, list(call.outputs), options)
 
     def all_gather(self, call: Call) -> Handle:
         options = _options(native.AllgatherOptions, call)
-        return self._started(self._group.allgather([list(call.outputs)], list(call.inputs), options), call)
+        return self._start(call, self._group.allgather, [_flat(call.outputs)], _flat(call.inputs), options)
 
     def all_gather_into_tensor(self, call: Call) -> Handle:
         options = _options(native.AllgatherOptions, call)
-        return self._started(self._group._allgather_base(call.outputs[0], call.inputs[0], options), call)
+        return self._start(call, self._group._allgather_base, *_flat((call.outputs[0], call.inputs[0])), options)
 
     def gather(self, call: Call) -> Handle:
-        outputs = [list(call.outputs)] if self.rank == call.peer else []
+        outputs = [_flat(call.outputs)] if self.rank == call.peer else []
         options = _options(c10d.GatherOptions, call, rootRank=call.peer)
-        return self._started(self._group.gather(outputs, list(call.inputs), options), call)
+        return self._start(call, self._group.gather, outputs, _flat(call.inputs), options)
 
     def scatter(self, call: Call) -> Handle:
-        inputs = [list(call.inputs)] if self.rank == call.peer else []
+        inputs = [_flat(call.inputs)] if self.rank == call.peer else []
         options = _options(c10d.ScatterOptions, call, rootRank=call.peer)
-        return self._started(self._group.scatter(list(call.outputs), inputs, options), call)
+        return self._start(call, self._group.scatter, _flat(call.outputs), inputs, options)
 
     def all_to_all_single(self, call: Call) -> Handle:
         options = _options(c10d.AllToAllOptions, call)
         splits = list(call.output_splits or ()), list(call.input_splits or ())
-        work = self._group.alltoall_base(call.outputs[0], call.inputs[0], *splits, options)
-        return self._started(work, call)
+        return self._start(call, self._group.alltoall_base, call.outputs[0], call.inputs[0], *splits, options)
 
     def barrier(self, call: Call) -> Handle:
-        return self._started(self._group.barrier(_options(c10d.BarrierOptions, call)), call)
+        return self._start(call, self._group.barrier, _options(c10d.BarrierOptions, call))
 
     def send(self, call: Call) -> Handle:
-        return self._message(self._group.send(list(call.inputs), call.peer, call.tag), call)
+        return self._start(call, self._group.send, list(call.inputs), call.peer, call.tag)
 
     def recv(self, call: Call) -> Handle:
         outputs = list(call.outputs)
         if call.peer == ANY_SOURCE:
-            return self._message(self._group.recv_anysource(outputs, call.tag), call)
-        return self._message(self._group.recv(outputs, call.peer, call.tag), call)
+            return self._start(call, self._group.recv_anysource, outputs, call.tag)
+        return self._start(call, self._group.recv, outputs, call.peer, call.tag)
 
 
 class _GlooQuick:
     """The short way of a small all_reduce through gloo."""
 
-    def __init__(self, group: Any, lane: _core.Lane, name: str) -> None:
+    def __init__(self, group: Any, lane: _core.Lane, name: str, dtypes: Iterable[torch.dtype]) -> None:
         self._allreduce = group.allreduce
         self._begin = lane.begin_plain
         self._end = lane.end
         self._name = name
+        self._dtypes = sum(1 << DTYPE_CODE[dtype] for dtype in dtypes)
         self._options = {
             int(reduce): _options(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op)
             for reduce, op in _REDUCE_OPS.items()
         }
 
     def all_reduce(self, tensor: torch.Tensor, reduce: int) -> int:
-        token = self._begin(ALL_REDUCE.code, tensor, reduce, -1)
+        token = self._begin(ALL_REDUCE.code, tensor, reduce, -1, self._dtypes)
         if token == 0:
             return 1
         ok = False
@@ -339,7 +347,7 @@ class GlooBackend(C10dBackend):
         return dtype in self._MOVED
 
     def quick(self, lane: _core.Lane) -> _GlooQuick:
-        return _GlooQuick(self._group, lane, self.group.name)
+        return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
 
     def close(self) -> None:
         self._group = None
@@ -352,16 +360,15 @@ class TorchBackend(C10dBackend):
 
     def all_to_all(self, call: Call) -> Handle:
         options = _options(c10d.AllToAllOptions, call)
-        return self._started(self._group.alltoall(list(call.outputs), list(call.inputs), options), call)
+        return self._start(call, self._group.alltoall, list(call.outputs), list(call.inputs), options)
 
     def reduce_scatter(self, call: Call) -> Handle:
         options = _options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
-        return self._started(self._group.reduce_scatter(list(call.outputs), [list(call.inputs)], options), call)
+        return self._start(call, self._group.reduce_scatter, list(call.outputs), [list(call.inputs)], options)
 
     def reduce_scatter_tensor(self, call: Call) -> Handle:
         options = _options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
-        work = self._group._reduce_scatter_base(call.outputs[0], call.inputs[0], options)
-        return self._started(work, call)
+        return self._start(call, self._group._reduce_scatter_base, call.outputs[0], call.inputs[0], options)
 
 
 def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:

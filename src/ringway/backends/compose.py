@@ -78,7 +78,9 @@ def plan(backend: Backend) -> Plan:
     missing = [op.name for op in OPS if op.name not in runners]
     if missing:
         raise BackendUnavailable(backend.name, f"it lacks {', '.join(missing)}")
-    runners[ALL_GATHER.name] = _even_or(runners[ALL_GATHER.name], runners[ALL_TO_ALL.name])
+    exchange = runners[ALL_TO_ALL.name]
+    runners[ALL_GATHER.name] = _even_or(runners[ALL_GATHER.name], _uneven_all_gather(exchange))
+    runners[REDUCE_SCATTER.name] = _even_or(runners[REDUCE_SCATTER.name], _uneven_reduce_scatter(exchange))
     return Plan(runners, origins)
 
 
@@ -105,6 +107,8 @@ class _Staging:
         dtype = call.dtype
         if dtype is None:
             return
+        if any(t.is_conj() or t.is_neg() for t in (*call.inputs, *call.outputs)):
+            self._replace(lambda t: t.resolve_conj().resolve_neg())
         if call.op in _REDUCING:
             if not backend.can_reduce(dtype, call.reduce):
                 self._convert_reduction(backend, dtype)
@@ -169,7 +173,7 @@ class _Staging:
         staged = self.call.dtype
         assert staged is not None
         if staged.is_complex:
-            self._replace(lambda t: torch.view_as_real(t.resolve_conj()))
+            self._replace(lambda t: torch.view_as_real(t))
         elif not backend.can_reduce(staged, reduce):
             self._replace(lambda t: t.to(torch.int32))
 
@@ -386,14 +390,33 @@ def _one_by_one(op: Op) -> Callable[[Backend, Runner], Runner]:
     return compose
 
 
-def _even_or(even: Runner, exchange: Runner) -> Runner:
-    """all_gather of tensors whose sizes differ between the ranks, as an all_to_all of the same to everybody."""
+def _even_or(even: Runner, uneven: Runner) -> Runner:
+    """For list forms whose shares may differ in size: every rank sees the same sizes, and decides alike."""
 
     def run(call: Call) -> Handle:
-        count = call.inputs[0].numel()
-        if all(t.numel() == count for t in call.outputs):
-            return even(call)
+        counts = {t.numel() for t in (*call.inputs, *call.outputs)}
+        return (even if len(counts) == 1 else uneven)(call)
+
+    return run
+
+
+def _uneven_all_gather(exchange: Runner) -> Runner:
+    """An all_to_all of the same to everybody."""
+
+    def run(call: Call) -> Handle:
         return exchange(replace(call, op=ALL_TO_ALL, inputs=[call.inputs[0]] * call.size))
+
+    return run
+
+
+def _uneven_reduce_scatter(exchange: Runner) -> Runner:
+    """Everybody's share travels once; each rank reduces its own, in rank order."""
+
+    def run(call: Call) -> Handle:
+        output = call.outputs[0]
+        rows = [output.new_empty(output.shape) for _ in range(call.size)]
+        handle = exchange(replace(call, op=ALL_TO_ALL, outputs=rows))
+        return Finishing(handle, lambda: _discard(output.copy_(reduce_rows(rows, call.reduce, call.factor))))
 
     return run
 
