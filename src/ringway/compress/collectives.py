@@ -231,7 +231,7 @@ class AllReduce:
         slot.busy = True
         try:
             if slot.calls % SAMPLE_EVERY == 0:
-                norm = kernels_for(OneBit(None), device).measure
+                norm = kernels_for(OneBit(None), device, self._kernels.name).measure
                 whole = norm(self._flat, self._worker)
                 self._exchange()
                 slot.owner.report.add_error(norm(self._worker, None), whole)
