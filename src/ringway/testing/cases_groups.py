@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +14,21 @@ import torch
 from ringway.errors import CommTimeout
 from ringway.testing.conformance import case
 from ringway.testing.probe import Probe
+
+
+@contextmanager
+def _group(probe: Probe, ranks: Sequence[int] | None = None, **options: Any) -> Iterator[Any]:
+    """A group for the length of a block. Every rank of the world enters and leaves."""
+    group = probe.dist.new_group(ranks, **options)
+    yield group
+    probe.dist.barrier()
+    _destroy(probe, group)
+
+
+def _destroy(probe: Probe, *groups: Any) -> None:
+    for group in groups:
+        if probe.dist.get_rank(group) >= 0:
+            probe.dist.destroy_process_group(group)
 
 
 def _sum_over(probe: Probe, group: Any) -> float:
@@ -54,21 +71,21 @@ def monitored_barrier_names_the_absent(probe: Probe) -> None:
     """Every rank that came is told who did not; the world lives on."""
     for wait_all_ranks in (False, True):
         probe.at(wait_all_ranks=wait_all_ranks)
-        group = probe.dist.new_group()
         absent = list(range(1, probe.size)) if wait_all_ranks else [probe.size - 1]
-        if probe.rank not in absent:
-            error = probe.raises(
-                CommTimeout,
-                probe.dist.monitored_barrier,
-                group,
-                timeout=timedelta(seconds=0.5),
-                wait_all_ranks=wait_all_ranks,
-            )
-            if isinstance(error, CommTimeout):
-                probe.equal(error.missing, absent, "missing")
-                for rank in absent:
-                    probe.holds(str(rank) in str(error), f"rank {rank} is not named in: {error}")
-        probe.still_works()
+        with _group(probe) as group:
+            if probe.rank not in absent:
+                error = probe.raises(
+                    CommTimeout,
+                    probe.dist.monitored_barrier,
+                    group,
+                    timeout=timedelta(seconds=0.5),
+                    wait_all_ranks=wait_all_ranks,
+                )
+                if isinstance(error, CommTimeout):
+                    probe.equal(error.missing, absent, "missing")
+                    for rank in absent:
+                        probe.holds(str(rank) in str(error), f"rank {rank} is not named in: {error}")
+            probe.still_works()
 
 
 @case(whole_world=True)
@@ -76,31 +93,34 @@ def members_and_strangers(probe: Probe) -> None:
     dist, size = probe.dist, probe.size
     for ranks in ([0], list(range(0, size, 2)), list(range(size - 1, size))):
         probe.at(ranks=ranks)
-        group = dist.new_group(ranks)
-        if probe.rank in ranks:
-            probe.equal(dist.get_world_size(group), len(ranks), "size")
-            probe.equal(dist.get_rank(group), ranks.index(probe.rank), "rank")
-            probe.equal(dist.get_process_group_ranks(group), ranks, "ranks")
-            probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
-        else:
-            probe.equal(dist.get_rank(group), -1, "a stranger's rank")
-            probe.equal(dist.get_world_size(group), -1, "a stranger's size")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tensor = torch.tensor(float(probe.rank))
-                probe.equal(dist.all_reduce(tensor, group=group), None, "a stranger's all_reduce")
-            probe.equal(tensor.item(), float(probe.rank), "a stranger's tensor")
+        with _group(probe, ranks) as group:
+            if probe.rank in ranks:
+                probe.equal(dist.get_world_size(group), len(ranks), "size")
+                probe.equal(dist.get_rank(group), ranks.index(probe.rank), "rank")
+                probe.equal(dist.get_process_group_ranks(group), ranks, "ranks")
+                probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
+            else:
+                probe.equal(dist.get_rank(group), -1, "a stranger's rank")
+                probe.equal(dist.get_world_size(group), -1, "a stranger's size")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    tensor = torch.tensor(float(probe.rank))
+                    probe.equal(dist.all_reduce(tensor, group=group), None, "a stranger's all_reduce")
+                probe.equal(tensor.item(), float(probe.rank), "a stranger's tensor")
     probe.still_works()
 
 
 @case(whole_world=True)
 def ranks_are_counted_two_ways(probe: Probe) -> None:
     """In a group without rank 0: `src` counts in the world, `group_src` in the group; so do the others."""
-    dist, ranks = probe.dist, list(range(probe.size))[1:] or [0]
-    group = dist.new_group(ranks)
-    if probe.rank not in ranks:
-        return
-    own = ranks.index(probe.rank)
+    ranks = list(range(probe.size))[1:] or [0]
+    with _group(probe, ranks) as group:
+        if probe.rank in ranks:
+            _count_both_ways(probe, group, ranks)
+
+
+def _count_both_ways(probe: Probe, group: Any, ranks: list[int]) -> None:
+    dist, own = probe.dist, ranks.index(probe.rank)
     for place, rank in enumerate(ranks):
         probe.equal(dist.get_global_rank(group, place), rank, "global rank")
         probe.equal(dist.get_group_rank(group, rank), place, "group rank")
@@ -129,7 +149,7 @@ def ranks_are_counted_two_ways(probe: Probe) -> None:
 def overlapping_groups_interleaved(probe: Probe) -> None:
     """Groups that share ranks run at the same time without meeting."""
     size = probe.size
-    members = [[rank, (rank + 1) % size] for rank in range(size)] if size > 2 else [[0, 1]]
+    members = [sorted({rank, (rank + 1) % size}) for rank in range(size if size > 2 else 1)]
     groups = [probe.dist.new_group(ranks) for ranks in members]
     mine = [(ranks, group) for ranks, group in zip(members, groups, strict=True) if probe.rank in ranks]
     for _ in range(5):
@@ -144,33 +164,38 @@ def overlapping_groups_interleaved(probe: Probe) -> None:
             probe.equal(tensor.item(), float(sum(ranks)), f"sum over {ranks}")
         whole.wait()
         probe.equal(everybody.item(), float(size), "sum over the world")
+    probe.dist.barrier()
+    _destroy(probe, *groups)
 
 
 @case(whole_world=True)
 def a_group_can_be_destroyed(probe: Probe) -> None:
     for _ in range(3):
-        group = probe.dist.new_group()
-        probe.equal(_sum_over(probe, group), float(sum(range(probe.size))), "sum over the group")
-        probe.dist.barrier()
-        probe.dist.destroy_process_group(group)
+        with _group(probe) as group:
+            probe.equal(_sum_over(probe, group), float(sum(range(probe.size))), "sum over the group")
     probe.still_works()
 
 
 @case(min_size=2, whole_world=True)
-def groups_without_communication_of_strangers(probe: Probe) -> None:
+def groups_made_by_their_members_alone(probe: Probe) -> None:
     """With `use_local_synchronization` only the members call new_group."""
     ranks = list(range(1, probe.size))
+    group = None
     if probe.rank in ranks:
         group = probe.dist.new_group(ranks, use_local_synchronization=True)
         probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
     probe.still_works()
+    if group is not None:
+        _destroy(probe, group)
 
 
 @case(whole_world=True)
 def subgroups_of_equal_size(probe: Probe) -> None:
-    for count in {1, probe.size}:
+    for count in sorted({1, probe.size}):
         probe.at(count=count)
         own, groups = probe.dist.new_subgroups(group_size=count)
         probe.equal(len(groups), probe.size // count, "number of groups")
         first = probe.rank // count * count
         probe.equal(_sum_over(probe, own), float(sum(range(first, first + count))), "sum over the own group")
+        probe.dist.barrier()
+        _destroy(probe, *groups)

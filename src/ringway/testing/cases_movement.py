@@ -14,6 +14,11 @@ _KINDS = [(dtype, count) for dtype in DTYPES for count in SIZES]
 _LARGE_KINDS = [(torch.float32, LARGE), (torch.uint8, LARGE)]
 
 
+def _large_parts(probe: Probe) -> list[tuple[torch.dtype, int]]:
+    """Parts that make up a large whole."""
+    return [(dtype, count // probe.size) for dtype, count in _LARGE_KINDS]
+
+
 def _blank(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Somewhere to receive: zeros, so that what did not arrive shows."""
     return torch.zeros(shape, dtype=dtype)
@@ -55,7 +60,7 @@ def all_gather(probe: Probe) -> None:
 
 @case()
 def all_gather_large(probe: Probe) -> None:
-    _all_gather(probe, _LARGE_KINDS)
+    _all_gather(probe, _large_parts(probe))
 
 
 def _all_gather_into_tensor(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
@@ -75,7 +80,7 @@ def all_gather_into_tensor(probe: Probe) -> None:
 
 @case()
 def all_gather_into_tensor_large(probe: Probe) -> None:
-    _all_gather_into_tensor(probe, _LARGE_KINDS)
+    _all_gather_into_tensor(probe, _large_parts(probe))
 
 
 @case()
@@ -110,7 +115,7 @@ def gather(probe: Probe) -> None:
 
 @case()
 def gather_large(probe: Probe) -> None:
-    _gather(probe, _LARGE_KINDS)
+    _gather(probe, _large_parts(probe))
 
 
 def _scatter(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
@@ -131,7 +136,7 @@ def scatter(probe: Probe) -> None:
 
 @case()
 def scatter_large(probe: Probe) -> None:
-    _scatter(probe, _LARGE_KINDS)
+    _scatter(probe, _large_parts(probe))
 
 
 def _all_to_all(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
@@ -151,7 +156,7 @@ def all_to_all(probe: Probe) -> None:
 
 @case()
 def all_to_all_large(probe: Probe) -> None:
-    _all_to_all(probe, _LARGE_KINDS)
+    _all_to_all(probe, _large_parts(probe))
 
 
 def _share(source: int, target: int, variant: int) -> int:
@@ -202,7 +207,7 @@ def all_to_all_single(probe: Probe) -> None:
 
 @case()
 def all_to_all_single_large(probe: Probe) -> None:
-    _all_to_all_single(probe, [(torch.float32, LARGE // 4)])
+    _all_to_all_single(probe, _large_parts(probe))
 
 
 @case()

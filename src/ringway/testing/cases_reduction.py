@@ -18,6 +18,11 @@ _LARGE_KINDS = [(torch.float32, Reduce.SUM, LARGE), (torch.bfloat16, Reduce.MAX,
 _Kinds = Sequence[tuple[torch.dtype, Reduce, int]]
 
 
+def _large_parts(probe: Probe) -> _Kinds:
+    """Parts that make up a large whole."""
+    return [(dtype, reduce, count // probe.size) for dtype, reduce, count in _LARGE_KINDS]
+
+
 def _inputs(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
     """What each rank gives."""
     return [small_values(count, dtype, rank, reduce) for rank in range(probe.size)]
@@ -135,7 +140,7 @@ def reduce_scatter(probe: Probe) -> None:
 
 @case()
 def reduce_scatter_large(probe: Probe) -> None:
-    _reduce_scatter(probe, _LARGE_KINDS)
+    _reduce_scatter(probe, _large_parts(probe))
 
 
 @case()
@@ -175,7 +180,7 @@ def reduce_scatter_tensor(probe: Probe) -> None:
 
 @case()
 def reduce_scatter_tensor_large(probe: Probe) -> None:
-    _reduce_scatter_tensor(probe, _LARGE_KINDS)
+    _reduce_scatter_tensor(probe, _large_parts(probe))
 
 
 @case()
