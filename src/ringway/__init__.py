@@ -86,6 +86,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     # life
+    "init_distributed",
     "init_process_group",
     "is_available",
     "is_initialized",
@@ -151,13 +152,29 @@ __all__ = [
     "broadcast_object",
     "reduce_object",
     # watching
+    "configure",
+    "log_summary",
+    "reset_log",
+    "has_comm_data",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
+    "timed_op",
     "recent_calls",
     "status",
     # errors
     "errors",
 ]
 
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "init_distributed": "ringway.init",
+    "configure": "ringway.observe.logger",
+    "log_summary": "ringway.observe.logger",
+    "reset_log": "ringway.observe.logger",
+    "has_comm_data": "ringway.observe.logger",
+    "get_comm_operation_count": "ringway.observe.logger",
+    "get_logged_comm_ops": "ringway.observe.logger",
+    "timed_op": "ringway.observe.timed",
+}
 """Names whose room is entered only when they are used, so that `import ringway` stays quick."""
 
 _LAZY_MODULES = frozenset({"compress", "parallel", "compat", "testing", "bench"})
