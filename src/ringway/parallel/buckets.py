@@ -1,0 +1,113 @@
+"""Gradients in buckets: which parameters travel together, and the memory they travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ringway.work import Work
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first bucket is small, so that the first message leaves early in backward."""
+
+
+def assign(order: Sequence[int], keys: Sequence[Hashable], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Cuts parameters, taken in `order`, into buckets of at least `limit` bytes, each of one key (dtype, device).
+
+    `keys` and `sizes` are by parameter. Buckets come in the order in which they fill up, and those that do not
+    fill last: the rule of DistributedDataParallel, so that the two can be compared bit by bit.
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    begun: set[Hashable] = set()
+    done: list[list[int]] = []
+    for index in order:
+        key = keys[index]
+        open_buckets.setdefault(key, []).append(index)
+        filled[key] = filled.get(key, 0) + sizes[index]
+        if filled[key] >= (limit if key in begun else min(limit, FIRST_BUCKET_BYTES)):
+            done.append(open_buckets.pop(key))
+            filled[key] = 0
+            begun.add(key)
+    return done + list(open_buckets.values())
+
+
+def first_assignment(keys: Sequence[Hashable], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Before any backward was seen: the model's order from its end, where backward begins."""
+    buckets = assign(range(len(keys)), keys, sizes, limit)
+    return sorted(buckets, key=min, reverse=True)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One parameter's place. `index` is its number among the trained ones, `view` its part of the bucket."""
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    bucket: Bucket
+    view: Tensor
+    pointer: int
+    step: int = -1
+    """The step in which its gradient last arrived."""
+    in_place: bool = False
+    """Whether this step's gradient was accumulated in the bucket itself, and still has to be scaled."""
+
+
+class Bucket:
+    """Parameters of one dtype and device whose gradients travel as one tensor."""
+
+    def __init__(self, number: int, members: Sequence[tuple[int, str, nn.Parameter]]) -> None:
+        first = members[0][2]
+        self.number = number
+        self.label = f"gradients {number}"
+        self.flat = torch.zeros(sum(p.numel() for _, _, p in members), dtype=first.dtype, device=first.device)
+        self.slots: list[Slot] = []
+        self.missing = 0
+        self.work: Work | None = None
+        self.launched = False
+        self.compressed = False
+        self.scale = 1.0
+        start = 0
+        for index, name, parameter in members:
+            view = _like(self.flat[start : start + parameter.numel()], parameter)
+            self.slots.append(Slot(index, name, parameter, self, view, view.data_ptr()))
+            start += parameter.numel()
+
+    def begin(self, scale: float, compressed: bool) -> None:
+        """A new step. What is sent is summed, so gradients are scaled first; a codec averages by itself."""
+        self.missing = len(self.slots)
+        self.work = None
+        self.launched = False
+        self.compressed = compressed
+        self.scale = 1.0 if compressed else scale
+
+    def fill(self, slot: Slot, gradient: Tensor | None) -> None:
+        """Puts a parameter's gradient, scaled, into its place; zeros where it has none."""
+        slot.in_place = False
+        if gradient is None:
+            slot.view.zero_()
+        elif gradient.data_ptr() == slot.pointer:
+            slot.in_place = True  # it may still grow before the bucket leaves, so it is scaled then
+        else:
+            torch.mul(gradient, self.scale, out=slot.view)
+
+    def scale_in_place(self) -> None:
+        """Scales what `fill` left alone."""
+        in_place = [slot.view for slot in self.slots if slot.in_place]
+        if len(in_place) == len(self.slots):
+            self.flat.mul_(self.scale)
+        elif in_place:
+            torch._foreach_mul_(in_place, self.scale)
+
+
+def _like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The flat part in the parameter's shape and, where it is dense, its strides: autograd then accumulates
+    without a copy."""
+    outermost_first = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.is_contiguous() or not parameter.permute(outermost_first).is_contiguous():
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

@@ -1,0 +1,51 @@
+"""How data-parallel hooks use a codec: one residual a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.compress import ErrorFeedback, compressed_all_reduce, get_codec
+from ringway.compress.kernels import VALUE_DTYPES
+from ringway.parallel.buckets import Bucket
+from ringway.work import Work
+
+
+class Compression:
+    """A codec with its error feedback, for the buckets of one model."""
+
+    def __init__(self, codec: Any, group: c10d.ProcessGroup | None) -> None:
+        self._codec = codec if codec == "auto" else get_codec(codec)
+        self._feedback = ErrorFeedback(group)
+        self._group = group
+
+    @property
+    def name(self) -> str:
+        return self._codec if isinstance(self._codec, str) else self._codec.spec
+
+    def takes(self, flat: Tensor) -> bool:
+        """Whether the codec has a meaning for the dtype; other buckets travel as they are."""
+        return flat.dtype in VALUE_DTYPES
+
+    def start(self, bucket: Bucket) -> Work | None:
+        """Infinities and NaNs come out as NaNs, as they do without a codec, for a gradient scaler to find."""
+        return compressed_all_reduce(
+            bucket.flat,
+            self._feedback[bucket.label],
+            self._codec,
+            self._group,
+            async_op=True,
+            not_finite="propagate",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        self._feedback.load_state_dict(state)
+
+    def close(self) -> None:
+        self._feedback.close()

@@ -1,0 +1,369 @@
+"""Data parallelism without a wrapper: hooks that average gradients while backward runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ringway.call import ReduceOp
+from ringway.communicator import Communicator
+from ringway.errors import UsageError
+from ringway.parallel import sparse
+from ringway.parallel.agreement import broadcast, describe, member, require_same
+from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
+from ringway.parallel.compression import Compression
+
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_NO_TASK = -1
+"""torch's number for "not inside a backward"."""
+
+
+def register_data_parallel_hooks(
+    model: nn.Module,
+    group: c10d.ProcessGroup | None = None,
+    bucket_mb: float = 25,
+    codec: Any = None,
+    *,
+    gradient_as_bucket_view: bool = True,
+) -> DataParallel:
+    """Average the model's gradients over the group's ranks, while backward computes them.
+
+    Parameters and buffers take rank 0's values once, now. From then on, when `backward()` returns, the
+    gradients are the mean over the ranks. Gradients travel in buckets of about `bucket_mb` MiB; from the second
+    step on the buckets follow the order in which the first backward produced the gradients, and `codec` (a name
+    or a codec of `ringway.compress`) compresses them, with error feedback.
+
+    With `gradient_as_bucket_view` gradients live in the buckets, which saves a copy: a gradient that a program
+    kept from the last step is overwritten by the next. With False they are copied out.
+
+    The model is not wrapped: its state-dict keys stay. All ranks of the group call this together; ranks that
+    hold different models get an error here, all of them.
+    """
+    communicator = member(group, "register_data_parallel_hooks")
+    if bucket_mb <= 0:
+        raise UsageError(f"bucket_mb={bucket_mb} is not above 0")
+    if any(module in _hooked for module in model.modules()):
+        raise UsageError("this model, or a part of it, has data-parallel hooks already; remove() those first")
+    compression = None if codec is None else Compression(codec, group)
+    settings = [f"bucket_mb={bucket_mb}", f"codec={compression.name if compression else None}"]
+    require_same(communicator, settings + describe(model), "register_data_parallel_hooks")
+    broadcast(communicator, [*model.parameters(), *model.buffers()])
+    return DataParallel(model, communicator, int(bucket_mb * (1 << 20)), compression, gradient_as_bucket_view)
+
+
+class DataParallel:
+    """What `register_data_parallel_hooks` returns: the hooks on one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        bucket_bytes: int,
+        compression: Compression | None,
+        as_views: bool,
+    ) -> None:
+        self._model = model
+        self._communicator = communicator
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._as_views = as_views
+        self._scale = 1.0 / communicator.size
+        self._lock = threading.Lock()
+        self._synchronizing = True
+        self._known = [id(p) for p in model.parameters()]
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        sparse_ids = _sparse_parameters(model)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._dense = [(name, p) for name, p in trained if id(p) not in sparse_ids]
+        self._sparse = [(name, p) for name, p in trained if id(p) in sparse_ids]
+        self._keys = [(p.dtype, p.device) for _, p in self._dense]
+        self._sizes = [p.nbytes for _, p in self._dense]
+        self._buckets: list[Bucket] = []
+        self._slots: list[Slot] = []
+        self._build(first_assignment(self._keys, self._sizes, bucket_bytes))
+        self._follows_backward = False
+        self._order_seen: list[int] = []
+        self._step = 0
+        self._open = False
+        self._next_bucket = 0
+        self._tasks: set[int] = set()
+        self._outermost: int | None = None
+        self._handles: list[Any] = []
+        if communicator.size > 1:
+            self._install()
+        _hooked.add(model)
+
+    # For the user
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of a backward in here stay this rank's own; the next backward outside averages the sum."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def remove(self) -> None:
+        """Takes the hooks off; the model is an ordinary one again. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _hooked.discard(self._model)
+        if self._compression is not None:
+            self._compression.close()
+
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        """The parameters of each bucket, in the order in which they are sent."""
+        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank needs besides the model: the buckets, and what compression still owes."""
+        return {
+            "buckets": self.bucket_names,
+            "follows_backward": self._follows_backward,
+            "feedback": None if self._compression is None else self._compression.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Takes a rank's state back; with a codec at another number of ranks, the list of all ranks' states."""
+        states = [state] if isinstance(state, Mapping) else list(state)
+        buckets = states[0]["buckets"]
+        index = {name: i for i, (name, _) in enumerate(self._dense)}
+        names = [name for bucket in buckets for name in bucket]
+        if sorted(names) != sorted(index):
+            differing = sorted(set(names) ^ set(index))[:4]
+            raise UsageError(f"this state is of another model: {', '.join(differing)} on one side only")
+        self._build([[index[name] for name in bucket] for bucket in buckets])
+        self._follows_backward = states[0]["follows_backward"]
+        if self._compression is not None and states[0]["feedback"] is not None:
+            feedback = [one["feedback"] for one in states]
+            self._compression.load_state_dict(feedback[0] if isinstance(state, Mapping) else feedback)
+
+    # Hooks
+
+    def _install(self) -> None:
+        for index, (_, parameter) in enumerate(self._dense):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, index)))
+        for name, parameter in self._sparse:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived_sparse, name)))
+        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
+        self._handles.append(self._model.register_forward_hook(self._after_forward))
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._open and torch._C._current_graph_task_id() == _NO_TASK:
+            self._abandon()
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Marks where backward will begin. Without the mark (a model that is not called as a module, or compiled)
+        gradients are right as well; reentrant checkpoints then cost a round of messages each."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self._synchronizing:
+            with self._lock:
+                self._follow()
+                if self._outermost is None:
+                    self._outermost = torch._C._current_graph_task_id()
+
+    def _arrived(self, index: int, parameter: Tensor) -> None:
+        if not self._synchronizing:
+            return
+        with self._lock:
+            self._follow()
+            self._take(self._slots[index], parameter.grad)
+
+    def _arrived_sparse(self, name: str, parameter: Tensor) -> None:
+        if not self._synchronizing:
+            return
+        if parameter.grad is not None and parameter.grad.layout is not torch.sparse_coo:
+            raise UsageError(
+                f"parameter '{name}' belongs to an embedding with sparse=True, and its gradient is dense: it is "
+                "shared with a layer that makes dense ones; set sparse=False"
+            )
+        with self._lock:
+            self._follow()
+
+    # One step, from the first gradient to the end of backward
+
+    def _follow(self) -> None:
+        """Has the step begin with the first sign of it, and be finished at the end of the backward that runs."""
+        task = torch._C._current_graph_task_id()
+        if not self._open:
+            self._begin()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ended, task))
+
+    def _begin(self) -> None:
+        self._require_same_parameters()
+        self._step += 1
+        self._next_bucket = 0
+        self._tasks.clear()
+        self._outermost = None
+        self._order_seen.clear()
+        for bucket in self._buckets:
+            bucket.begin(self._scale, self._compresses(bucket))
+        self._open = True
+
+    def _compresses(self, bucket: Bucket) -> bool:
+        """Residuals belong to buckets that stay, so the first step, before the buckets are rebuilt, is plain."""
+        return self._compression is not None and self._follows_backward and self._compression.takes(bucket.flat)
+
+    def _require_same_parameters(self) -> None:
+        if [id(p) for p in self._model.parameters()] != self._known:
+            known = set(self._known)
+            added = [name for name, p in self._model.named_parameters() if id(p) not in known]
+            what = f"was given parameters ({', '.join(added[:4])})" if added else "lost parameters"
+            raise UsageError(f"the model {what} after its data-parallel hooks were registered; {_AGAIN}")
+        thawed = [name for name, p in self._frozen if p.requires_grad]
+        if thawed:
+            raise UsageError(f"{', '.join(thawed[:4])} was frozen when the hooks were registered; {_AGAIN}")
+
+    def _take(self, slot: Slot, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        self._check(slot, gradient)
+        bucket = slot.bucket
+        bucket.fill(slot, gradient)
+        if slot.step != self._step:
+            slot.step = self._step
+            bucket.missing -= 1
+            self._order_seen.append(slot.index)
+            if bucket.missing == 0:
+                self._launch_complete()
+
+    def _check(self, slot: Slot, gradient: Tensor) -> None:
+        view = slot.view
+        if gradient.dtype is not view.dtype or gradient.shape != view.shape or gradient.device != view.device:
+            raise UsageError(
+                f"parameter '{slot.name}' was {view.dtype}{list(view.shape)} on {view.device} when the hooks were "
+                f"registered, and its gradient is {gradient.dtype}{list(gradient.shape)} on {gradient.device}; {_AGAIN}"
+            )
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter '{slot.name}' has a sparse gradient, and is not the weight of an nn.Embedding or "
+                "nn.EmbeddingBag with sparse=True: its gradient cannot be told to be sparse beforehand"
+            )
+        if gradient.requires_grad:
+            raise UsageError("backward(create_graph=True) is not possible with data-parallel hooks; use no_sync()")
+        if slot.bucket.launched:
+            self._abandon()
+            raise UsageError(
+                f"a gradient of parameter '{slot.name}' arrived after its bucket had left: either it is used by "
+                "several reentrant checkpoints (pass use_reentrant=False), or the backward before raised an error"
+            )
+
+    def _launch_complete(self) -> None:
+        """Sends what is complete, in the buckets' order: it is the same on every rank."""
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].missing == 0:
+            self._launch(self._buckets[self._next_bucket])
+            self._next_bucket += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.scale_in_place()
+        bucket.launched = True
+        if bucket.compressed and self._compression is not None:
+            bucket.work = self._compression.start(bucket)
+        else:
+            bucket.work = self._communicator.all_reduce(bucket.flat, async_op=True, log_name=bucket.label)
+
+    def _backward_ended(self, task: int) -> None:
+        if self._open and self._outermost in (None, task):
+            try:
+                self._finish()
+            finally:
+                self._open = False
+
+    def _finish(self) -> None:
+        for bucket in self._buckets[self._next_bucket :]:
+            for slot in bucket.slots:
+                if slot.step != self._step:
+                    bucket.fill(slot, slot.parameter.grad)
+            bucket.missing = 0
+        self._launch_complete()
+        everybody = [parameter for _, parameter in (*self._dense, *self._sparse)]
+        used = torch.tensor([parameter.grad is not None for parameter in everybody], dtype=torch.uint8)
+        told = self._communicator.all_reduce(used, ReduceOp.MAX, async_op=True, log_name="gradients used")
+        if told is not None:
+            told.wait()
+        somewhere = used.tolist()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+            for slot in bucket.slots:
+                if somewhere[slot.index]:
+                    self._hand_over(slot)
+        for place, (_, parameter) in enumerate(self._sparse, start=len(self._dense)):
+            if somewhere[place]:
+                parameter.grad = sparse.average(self._communicator, parameter.grad, parameter)
+        if not self._follows_backward:
+            self._rebuild()
+
+    def _hand_over(self, slot: Slot) -> None:
+        """A gradient that no rank computed stays None; any other is the mean."""
+        gradient = slot.parameter.grad
+        if gradient is not None and gradient.data_ptr() == slot.pointer:
+            return
+        if self._as_views:
+            slot.parameter.grad = slot.view
+        elif gradient is None:
+            slot.parameter.grad = slot.view.clone()
+        else:
+            gradient.copy_(slot.view)
+
+    def _abandon(self) -> None:
+        """The last backward ended in an error: what it had sent is awaited, and the step forgotten."""
+        self._open = False
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    # Buckets
+
+    def _build(self, buckets: Sequence[Sequence[int]]) -> None:
+        self._buckets = [
+            Bucket(number, [(i, *self._dense[i]) for i in members]) for number, members in enumerate(buckets)
+        ]
+        slots = {slot.index: slot for bucket in self._buckets for slot in bucket.slots}
+        self._slots = [slots[i] for i in range(len(self._dense))]
+
+    def _rebuild(self) -> None:
+        """Buckets by the order in which rank 0 saw gradients arrive; those it did not see come last."""
+        self._follows_backward = True
+        if not self._dense:
+            return
+        seen = set(self._order_seen)
+        unseen = [i for bucket in self._buckets for i in (s.index for s in bucket.slots) if i not in seen]
+        order = torch.tensor(self._order_seen + unseen, dtype=torch.int64)
+        self._communicator.broadcast(order, group_src=0, log_name="bucket order")
+        self._build(assign(order.tolist(), self._keys, self._sizes, self._bucket_bytes))
+
+
+_AGAIN = "remove() the hooks and register them again, on every rank"
+
+
+def _sparse_parameters(model: nn.Module) -> set[int]:
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
