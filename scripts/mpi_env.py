@@ -35,9 +35,7 @@ def mpi_env(mpi: str) -> Path:
 
 
 def _make(mpi: str, folder: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True, timeout=300
-    )
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True, timeout=300)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", mpi, "mpi4py>=4"], check=True, timeout=600)

@@ -57,12 +57,8 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
 
 def test_toml_and_json_files_say_the_same(tmp_path: Path) -> None:
     toml, text = tmp_path / "c.toml", tmp_path / "c.json"
-    toml.write_text(
-        '[ringway]\ntimeout = 7\n[ringway.policy]\nall_reduce = "shm"\n[comms_logger]\nenabled = true\n'
-    )
-    text.write_text(
-        '{"ringway": {"timeout": 7, "policy": {"all_reduce": "shm"}}, "comms_logger": {"enabled": true}}'
-    )
+    toml.write_text('[ringway]\ntimeout = 7\n[ringway.policy]\nall_reduce = "shm"\n[comms_logger]\nenabled = true\n')
+    text.write_text('{"ringway": {"timeout": 7, "policy": {"all_reduce": "shm"}}, "comms_logger": {"enabled": true}}')
     first, second = resolve(toml, {}), resolve(str(text), {})
     for key in SETTINGS:
         assert first.value(key) == second.value(key)
@@ -145,17 +141,13 @@ def test_schema_lists_every_setting_with_its_default() -> None:
     assert listed == set(SETTINGS)
     assert ours["properties"]["timeout"]["default"] == 1800.0
     assert logger["properties"]["prof_ops"]["default"] == []
-    assert all(
-        entry["description"] for entry in [*ours["properties"].values(), *logger["properties"].values()]
-    )
+    assert all(entry["description"] for entry in [*ours["properties"].values(), *logger["properties"].values()])
 
 
 KEYS = st.sampled_from([key.rpartition(".")[2] for key in SETTINGS])
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=6,
 )
 VARIABLES = [setting.variable for setting in SETTINGS.values() if setting.key != "policy"] + [
@@ -175,9 +167,7 @@ VARIABLES = [setting.variable for setting in SETTINGS.values() if setting.key !=
     ),
     st.dictionaries(st.sampled_from(VARIABLES), st.text(max_size=8), max_size=4),
 )
-def test_any_configuration_ends_in_a_value_or_our_error(
-    config: dict[str, Any], environ: dict[str, str]
-) -> None:
+def test_any_configuration_ends_in_a_value_or_our_error(config: dict[str, Any], environ: dict[str, str]) -> None:
     try:
         resolved = resolve(config, environ)
     except ConfigError:

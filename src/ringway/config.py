@@ -158,9 +158,7 @@ class Config:
     stall_after: float = field(
         default=30.0, metadata=_about(_SECONDS, "seconds until a waiting call prints who it waits for")
     )
-    max_object_bytes: int = field(
-        default=1 << 30, metadata=_about(_COUNT, "largest object message that is accepted")
-    )
+    max_object_bytes: int = field(default=1 << 30, metadata=_about(_COUNT, "largest object message that is accepted"))
     recorder_size: int = field(default=4096, metadata=_about(_COUNT, "calls that the recorder remembers"))
     check: str = field(
         default="always", metadata=_about(_CHECK, "when calls of different ranks are compared across hosts")
@@ -244,9 +242,7 @@ def resolve(
     )
 
 
-def _take_blocks(
-    blocks: Mapping[str, Any], source: str, values: dict[str, Any], sources: dict[str, str]
-) -> None:
+def _take_blocks(blocks: Mapping[str, Any], source: str, values: dict[str, Any], sources: dict[str, str]) -> None:
     for block, prefix in ((BLOCK, ""), (LOGGER_BLOCK, "comms_logger.")):
         content = blocks.get(block)
         if content is None:
@@ -299,9 +295,7 @@ def _read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
         text = Path(name).read_text(encoding="utf-8")
         content = _read_toml(text) if name.endswith(".toml") else json.loads(text)
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {name} ({said_by}): {error.strerror or error}", source=name
-        ) from error
+        raise ConfigError(f"cannot read {name} ({said_by}): {error.strerror or error}", source=name) from error
     except (ValueError, RecursionError) as error:  # decoding errors of text, JSON and TOML are ValueErrors
         raise ConfigError(f"{name} ({said_by}) is not valid: {error}", source=name) from error
     if not isinstance(content, Mapping):
@@ -324,9 +318,7 @@ def schema() -> dict[str, Any]:
             if ("." in setting.key) == bool(prefix):
                 entry = {**setting.kind.schema, "description": setting.about}
                 if setting.default is not None:
-                    entry["default"] = (
-                        list(setting.default) if isinstance(setting.default, tuple) else setting.default
-                    )
+                    entry["default"] = list(setting.default) if isinstance(setting.default, tuple) else setting.default
                 properties[setting.key.removeprefix(prefix)] = entry
         return {"type": "object", "properties": properties, "additionalProperties": False}
 

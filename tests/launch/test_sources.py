@@ -193,9 +193,7 @@ NAMES = sorted({name for case in RECORDED for name in case["environ"]} | {"SLURM
 VALUES = st.one_of(
     st.text(max_size=12),
     st.integers(-2, 70000).map(str),
-    st.sampled_from(
-        ["0", "1", "2", '["a","b"]', "n[1-2]", "2(x2)", "[", "localhost", "a:1", "auto", "True", "²"]
-    ),
+    st.sampled_from(["0", "1", "2", '["a","b"]', "n[1-2]", "2(x2)", "[", "localhost", "a:1", "auto", "True", "²"]),
 )
 
 

