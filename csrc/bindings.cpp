@@ -5,6 +5,7 @@ namespace nb = nanobind;
 
 void bind_pack(nb::module_& m);
 void bind_recorder(nb::module_& m);
+void bind_responder(nb::module_& m);
 void bind_shm(nb::module_& m);
 
 NB_MODULE(_core, m) {
@@ -12,5 +13,6 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // objects alive at interpreter exit belong to jobs that did not say goodbye
     bind_pack(m);
     bind_recorder(m);
+    bind_responder(m);
     bind_shm(m);
 }
