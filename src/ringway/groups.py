@@ -190,7 +190,7 @@ def get_group_rank(group: c10d.ProcessGroup, global_rank: int) -> int:
     return c10d.get_group_rank(group, global_rank)
 
 
-def get_process_group_ranks(group: c10d.ProcessGroup | None = None) -> list[int]:
+def get_process_group_ranks(group: c10d.ProcessGroup | None) -> list[int]:
     return c10d.get_process_group_ranks(group)
 
 

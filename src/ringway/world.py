@@ -129,8 +129,10 @@ def _torch_backends(info: GroupInfo, group: c10d.ProcessGroup, backend: str) -> 
         config = dict(part.split(":", 1) for part in backend.split(","))
     else:
         config = {str(device.type): backend for device in group._device_types}
+    # torch's backend objects rather than the group: whoever held the group would keep it from being forgotten.
     backends: dict[str, Any] = {
-        device: adopt(info, group, registry.user_spelling(name)) for device, name in config.items()
+        device: adopt(info, group._get_backend(torch.device(device)), registry.user_spelling(name))
+        for device, name in config.items()
     }
     if "cpu" not in backends:
 

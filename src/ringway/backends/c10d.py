@@ -6,6 +6,7 @@ than the rest of a small call.
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import threading
@@ -22,6 +23,7 @@ from ringway import _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.call import ALL_REDUCE, ANY_SOURCE, BARRIER, DTYPE_CODE, Call, Reduce
 from ringway.errors import BackendUnavailable, CommTimeout, PeerLost, RingwayError
+from ringway.launch.ports import address_towards
 from ringway.work import Completion, Handle
 
 _SLICE = timedelta(milliseconds=250)
@@ -376,16 +378,31 @@ def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
     if not c10d.is_gloo_available():
         raise BackendUnavailable("gloo", "this build of torch has none", remedy="Install a torch wheel with gloo")
     timeout = timedelta(seconds=info.timeout)
+    device = _gloo_device(info, loopback or info.size == 1)
+    if device is None:
+        return c10d.ProcessGroupGloo(info.store, info.rank, info.size, timeout)
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timeout
+    return c10d.ProcessGroupGloo(info.store, info.rank, info.size, options)
+
+
+def _gloo_device(info: GroupInfo, loopback: bool) -> Any:
+    """The interface on the way to the job's store; None leaves it to gloo, which takes the one of the user's
+    GLOO_SOCKET_IFNAME, or what this host's name resolves to: often an address that no other host reaches."""
     if loopback:
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(interface="lo", lazy_init=True)]
-        options._timeout = timeout
-        return c10d.ProcessGroupGloo(info.store, info.rank, info.size, options)
-    return c10d.ProcessGroupGloo(info.store, info.rank, info.size, timeout)
+        return c10d.ProcessGroupGloo.create_device(interface="lo", lazy_init=True)
+    store = info.store
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    if "GLOO_SOCKET_IFNAME" in os.environ or not isinstance(store, c10d.TCPStore):
+        return None
+    towards = address_towards(store.host)
+    return None if towards is None else c10d.ProcessGroupGloo.create_device(hostname=towards)
 
 
-def adopt(info: GroupInfo, group: c10d.ProcessGroup, backend: str) -> C10dBackend:
-    """The backend of a group that torch made; nothing is sent."""
+def adopt(info: GroupInfo, group: Any, backend: str) -> C10dBackend:
+    """The backend of a group that torch made, from torch's backend object for a device; nothing is sent."""
     if backend == "gloo":
         return GlooBackend(info, group)
     adopted = TorchBackend(info, group)

@@ -1,0 +1,92 @@
+"""The house: imports point down, and nowhere in a circle. docs/architecture.md draws the floors."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "ringway"
+
+FLOORS = (
+    ("tools", {"cli", "bench", "testing", "demo"}),
+    ("compatibility", {"compat"}),
+    ("orchestrator", {"init", "initialize"}),
+    ("faces", {"__init__", "api", "api_objects", "groups"}),
+    ("features", {"parallel", "compress", "observe", "objects"}),
+    ("world", {"world"}),
+    ("bridge", {"bridge"}),
+    ("communicator", {"communicator", "issuer", "checks", "monitor"}),
+    ("backends", {"backends"}),
+    ("launch", {"launch"}),
+    ("vocabulary", {"call", "work", "errors", "config", "_core"}),
+)
+HEIGHT = {room: len(FLOORS) - level for level, (_, rooms) in enumerate(FLOORS) for room in rooms}
+
+
+def _modules() -> dict[str, Path]:
+    modules = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        modules[".".join(("ringway", *parts)).removesuffix(".__init__")] = path
+    return modules
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _imports(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of ours that the file imports, wherever in it, except for the type checker only."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module and node.module.split(".")[0] == "ringway":
+                for name in node.names:
+                    whole = f"{node.module}.{name.name}"
+                    found.add(whole if whole in modules or whole == "ringway._core" else node.module)
+        elif isinstance(node, ast.Import):
+            found.update(name.name for name in node.names if name.name.split(".")[0] == "ringway")
+    return found
+
+
+def test_imports_point_down() -> None:
+    modules = _modules()
+    wrong = []
+    for module, path in modules.items():
+        assert _room(module) in HEIGHT, f"{module} has no floor: add its room to FLOORS and to docs/architecture.md"
+        for imported in _imports(path, modules):
+            if HEIGHT[_room(imported)] > HEIGHT[_room(module)]:
+                wrong.append(f"{module} imports {imported}, which lives above it")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_circle() -> None:
+    modules = _modules()
+    graph = {module: _imports(path, modules) & modules.keys() for module, path in modules.items()}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        if module in above:
+            circle = " -> ".join((*above[above.index(module) :], module))
+            raise AssertionError(f"imports go in a circle: {circle}")
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_files_stay_small() -> None:
+    """A room that has grown past this holds more than one thing."""
+    native = SOURCE.parent.parent / "csrc"
+    files = [*SOURCE.rglob("*.py"), *native.glob("*.cpp"), *native.glob("*.h")]
+    long = {str(f.relative_to(SOURCE.parent.parent)): n for f in files if (n := len(f.read_text().splitlines())) > 450}
+    assert not long, long

@@ -1,0 +1,199 @@
+"""The end: bounded, idempotent, silent; and no harm from forks, Ctrl-C or forgotten groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import ringway as dist
+from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.testing import RankContext, RankPool
+from ringway.world import world
+
+BACKENDS = ["gloo"]
+ALONE = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
+
+
+def _alone(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs a program of one rank in a process of its own."""
+    start = (
+        "import torch, os, sys, ringway as dist; from torch.distributed import HashStore\n"
+        "dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1)\n"
+    )
+    script = start.format(backend="gloo") + code
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+
+
+def test_leaving_without_destroying_is_silent() -> None:
+    done = _alone("dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(3), async_op=True)")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Traceback" not in done.stderr
+    assert "terminate" not in done.stderr
+
+
+def test_leaving_with_a_subgroup_and_adopted_groups_is_silent() -> None:
+    done = _alone(
+        "g = dist.new_group([0]); dist.all_reduce(torch.ones(3), group=g)\n"
+        "import torch.distributed as c10d; p = c10d.new_group([0], backend='gloo'); dist.all_reduce(torch.ones(2), group=p)\n"
+        "w = dist.init_device_mesh('cpu', (1,))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_forked_child_is_refused_and_disturbs_nothing() -> None:
+    done = _alone(
+        "import torch.utils.data as data\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    try: dist.all_reduce(torch.ones(3))\n"
+        "    except dist.errors.UsageError as error: print('refused:', error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "loader = data.DataLoader(torch.arange(8.0), num_workers=2)\n"
+        "print(sum(float(x) for x in loader))\n"
+        "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused: this process was forked from a rank" in done.stdout
+    assert "28.0" in done.stdout
+    assert "alive [1.0, 1.0, 1.0]" in done.stdout
+
+
+def test_destroy_may_be_called_again() -> None:
+    done = _alone(
+        "group = dist.new_group([0]); held = dist.communicator(group)\n"
+        "dist.destroy_process_group(group); dist.destroy_process_group(group)\n"
+        "try: held.all_reduce(torch.ones(1))\n"
+        "except dist.errors.RingwayError as error: print(error)\n"
+        "dist.destroy_process_group(); dist.destroy_process_group()\n"
+        "try: dist.all_reduce(torch.ones(1))\n"
+        "except dist.errors.UsageError as error: print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "was destroyed" in done.stdout
+    assert "there is no group yet" in done.stdout
+
+
+def _one_sleeps(context: RankContext, backend: str, seconds: float) -> str:
+    """Rank 0 waits in a collective that rank 1 comes to late, and is interrupted meanwhile."""
+    context.start(backend)
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+        dist.all_reduce(torch.ones(1))
+        return "came"
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except KeyboardInterrupt:
+        return "interrupted" if time.monotonic() - began < seconds else "late"
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return "not interrupted"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_ends_a_wait(pool: RankPool, backend: str) -> None:
+    assert pool.run(_one_sleeps, backend, 10.0, world_size=2) == ["interrupted", "came"]
+    pool.replace()
+
+
+def _recv_interrupted(context: RankContext, backend: str) -> str:
+    context.start(backend)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        dist.send(torch.ones(1), 0)
+        return "sent"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        dist.recv(torch.ones(1), 1)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "not interrupted"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_ends_a_receive(pool: RankPool, backend: str) -> None:
+    assert pool.run(_recv_interrupted, backend, world_size=2) == ["interrupted", "sent"]
+    pool.replace()
+
+
+def _survivor(context: RankContext, backend: str) -> str:
+    context.start(backend)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            dist.all_reduce(torch.ones(4))
+    except (PeerLost, CommTimeout) as error:
+        first = error
+    try:
+        dist.all_reduce(torch.ones(4))
+    except RingwayError as again:
+        return f"{type(first).__name__} {again is first or str(again) == str(first)}"
+    return "not poisoned"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_peer_poisons_the_group_only(pool: RankPool, backend: str) -> None:
+    outcome = pool.try_run(_survivor, backend, world_size=2, timeout=60)[0]
+    assert outcome.ok, outcome
+    assert outcome.value == "PeerLost True"
+
+
+def _adoption(context: RankContext) -> None:
+    """Groups that torch made: adopted without communication, held weakly."""
+    c10d.init_process_group("gloo", store=context.store, rank=context.rank, world_size=context.world_size)
+    if context.rank == 0:
+        dist.communicator()  # only here: if adoption communicated, the next call would not match
+    total = torch.tensor([float(context.rank)])
+    dist.all_reduce(total)
+    assert total == sum(range(context.world_size))
+    strided = torch.arange(12.0).view(3, 4).t()
+    dist.all_reduce(strided)
+    assert torch.equal(strided, torch.arange(12.0).view(3, 4).t() * context.world_size)
+    assert dist.get_backend() == "gloo"
+    group = c10d.new_group()
+    dist.all_reduce(total, group=group)
+    communicator = weakref.ref(dist.communicator(group))
+    assert communicator() in world.communicators()
+    c10d.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert communicator() is None, "the map holds adopted groups weakly"
+    dist.destroy_process_group()
+
+
+def test_adopted_groups(pool: RankPool) -> None:
+    pool.run(_adoption, world_size=2)
+    pool.replace()
+
+
+def test_wrong_use_before_there_is_a_group() -> None:
+    tensor: Any = torch.ones(1)
+    for use in (lambda: dist.all_reduce(tensor), dist.barrier, dist.communicator, lambda: dist.allgather_object(1)):
+        with pytest.raises(UsageError, match="there is no group yet"):
+            use()
+    with pytest.raises(UsageError, match="there is no backend 'glop'; did you mean 'gloo'"):
+        dist.init_process_group("glop")
+    with pytest.raises(ValueError, match="takes a ProcessGroup, not str"):
+        dist.all_reduce(tensor, group="world")  # type: ignore[arg-type]
