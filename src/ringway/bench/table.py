@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from ringway.bench.runner import Estimate, Measured, paired_ratio
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
             f"{row.bus_bandwidth / 1e9:.3g}",
             "" if row.ratio is None else in_ratio(row.ratio),
         )
-    (console or RichConsole()).print(view)
+    # A file or a pipe has no width of its own; a table that wraps its cells cannot be read.
+    (console or RichConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH)).print(view)
 
 
 def to_json(table: Sequence[Row], **facts: Any) -> str:

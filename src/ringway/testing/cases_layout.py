@@ -254,7 +254,7 @@ def outputs_are_slices_of_one_tensor(probe: Probe) -> None:
     probe.same(whole[:, 1], torch.full((probe.size, 3), _GUARD), "what lies between")
 
 
-@case()
+@case(own_names=True)
 def conjugated_and_negated_views(probe: Probe) -> None:
     """Lazy views: their memory does not hold what they show."""
     numbers = [small_values(9, torch.complex64, rank) for rank in range(probe.size)]
