@@ -1,0 +1,162 @@
+"""Compares kernels with the reference; run by the tests, and by itself under Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringway.compress import get_codec, kernels_for
+from ringway.compress.kernels import SCALE_TOLERANCE, Kernels
+from ringway.compress.layout import Layout, body, new_frames, statuses
+from ringway.compress.scaled import ScaledCodec
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: str
+    numel: int
+    ranks: int
+    dtype: torch.dtype
+    residual: torch.dtype | None
+    split: bool
+
+
+def cases(sizes: tuple[int, ...], specs: tuple[str, ...]) -> Iterator[Case]:
+    """Every codec with each size and number of ranks, dtypes and residuals taking turns."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    residuals = (torch.float32, None, torch.bfloat16)
+    turn = 0
+    for spec in specs:
+        for numel in sizes:
+            for ranks in (1, 3):
+                yield Case(spec, numel, ranks, dtypes[turn % 3], residuals[turn // 3 % 3], bool(turn % 2))
+                turn += 1
+
+
+@dataclass
+class Trace:
+    """Everything that kernels wrote."""
+
+    codes: list[Tensor]
+    scales: list[Tensor]
+    worker: Tensor | None
+    server: Tensor | None
+    decoded: Tensor
+    mean: Tensor
+
+
+def trace(case: Case, kernels: Kernels) -> Trace:
+    """All steps for the rank that serves the first shard, from the same values."""
+    codec = kernels.codec
+    assert isinstance(codec, ScaledCodec)
+    generator = torch.Generator().manual_seed(case.numel)
+    values = torch.randn(case.numel, generator=generator).to(case.dtype)
+    lost = torch.randn(case.numel, generator=generator) * 0.3
+    layout = Layout(case.numel, case.ranks)
+    worker = None if case.residual is None else lost.to(case.residual)
+    served = layout.served(0).stop
+    server = None if case.residual is None else lost[:served].to(case.residual)
+    columns = -(-layout.shard // 2 // codec.granule) * codec.granule if case.split else layout.shard
+    scale = codec.scale(kernels.measure(values, worker), case.numel) if codec.tensor_scale else None
+    codes, scales, means = [], [], []
+    decoded = torch.full_like(values, 7.0)
+    for window in layout.windows(max(columns, codec.granule)):
+        frames = new_frames(codec, case.ranks, window.columns, CPU)
+        kernels.encode(values, worker, window, frames, scale)
+        assert not statuses(frames).any()
+        kernels.decode(frames, window, decoded)
+        for row, where in window.rows(case.ranks):
+            _take(codec, frames[row], where.stop - where.start, codes, scales)
+        count = window.count(0)
+        arrived = torch.stack([frames[0]] * case.ranks)
+        mine = None if server is None else server[window.start : window.start + count]
+        server_scale = None
+        if codec.tensor_scale:
+            server_scale = codec.scale(kernels.measure_mean(arrived, mine, count), count)
+        out = new_frames(codec, 1, window.columns, CPU)[0]
+        kernels.encode_mean(arrived, mine, count, out, server_scale)
+        _take(codec, out, count, codes, scales)
+        mean = torch.empty(count, dtype=case.dtype)
+        kernels.decode_mean(arrived, count, mean)
+        means.append(mean)
+    return Trace(codes, scales, worker, server, decoded, torch.cat(means))
+
+
+def _take(codec: ScaledCodec, frame: Tensor, count: int, codes: list[Tensor], scales: list[Tensor]) -> None:
+    head = 4 * codec.scale_count(count)
+    scales.append(body(frame)[:head].clone().view(torch.float32))
+    codes.append(body(frame)[head : codec.nbytes(count)].clone())
+
+
+def compare(case: Case, name: str) -> None:
+    """Kernels `name` write what the reference writes, but for elements on an edge."""
+    codec = get_codec(case.spec)
+    ours, theirs = trace(case, kernels_for(codec, CPU, name)), trace(case, kernels_for(codec, CPU, "reference"))
+    exact = not case.spec.startswith("onebit")
+    for mine, reference in zip(ours.scales, theirs.scales, strict=True):
+        if exact:
+            assert torch.equal(mine, reference), case
+        else:
+            torch.testing.assert_close(mine, reference, rtol=SCALE_TOLERANCE, atol=0.0)
+    differing = sum(int((a != b).sum()) for a, b in zip(ours.codes, theirs.codes, strict=True))
+    assert differing <= (0 if exact else 1), (case, differing)
+    if differing:
+        return
+    coarse = torch.bfloat16 in (case.dtype, case.residual) or case.dtype is torch.float16
+    bound = {"rtol": 1e-2, "atol": 1e-2} if coarse else {"rtol": 1e-5, "atol": 1e-5}
+    for what in ("worker", "server", "decoded", "mean"):
+        mine, reference = getattr(ours, what), getattr(theirs, what)
+        if reference is not None:
+            torch.testing.assert_close(mine, reference, **bound, msg=lambda text, what=what: f"{case} {what}: {text}")
+
+
+def check_not_finite(spec: str, name: str) -> None:
+    """A value that is not finite is told by the frame's status, and spares the residuals."""
+    codec = get_codec(spec)
+    kernels = kernels_for(codec, CPU, name)
+    for poison in (float("nan"), float("inf"), -float("inf")):
+        layout = Layout(400, 2)
+        (window,) = layout.windows(layout.shard)
+        values = torch.linspace(-1, 1, 400)
+        values[17] = poison
+        worker, server = torch.full((400,), 0.5), torch.full((layout.shard,), 0.25)
+        scale = codec.scale(kernels.measure(values, worker), 400) if codec.tensor_scale else None
+        frames = new_frames(codec, 2, window.columns, CPU)
+        kernels.encode(values, worker, window, frames, scale)
+        assert statuses(frames)[0] == 1, (spec, poison)
+        assert torch.isfinite(worker).all()
+        assert worker[17] == 0.5
+        sound = new_frames(codec, 2, window.columns, CPU)
+        kernels.encode(
+            torch.linspace(-1, 1, 400), None, window, sound, torch.tensor(0.1) if scale is not None else None
+        )
+        arrived = torch.stack([sound[0], frames[0]])
+        out = new_frames(codec, 1, window.columns, CPU)[0]
+        mean_scale = None
+        if codec.tensor_scale:
+            mean_scale = codec.scale(kernels.measure_mean(arrived, server, window.count(0)), window.count(0))
+        kernels.encode_mean(arrived, server, window.count(0), out, mean_scale)
+        assert statuses(out.unsqueeze(0))[0] == 2, "the second frame was the bad one"
+        assert torch.equal(server, torch.full((layout.shard,), 0.25))
+        result = torch.zeros(400)
+        kernels.decode(torch.stack([out, sound[1]]), window, result)
+        assert torch.isnan(result[17])
+        assert torch.isfinite(result[layout.shard :]).all()
+
+
+def main(name: str) -> None:
+    specs = ("onebit:64", "onebit:tensor", "int8:64", "int8:tensor", "int4:64", "fp8:64")
+    for case in cases((1, 13, 777), specs):
+        compare(case, name)
+    for spec in specs:
+        check_not_finite(spec, name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,79 @@
+"""A compressed all-reduce among n ranks in one process, in float64 and numpy: written apart from the real one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+CODE_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+
+
+def e4m3_numbers() -> np.ndarray:
+    """Every non-negative number that e4m3 has, in order."""
+    subnormal = [m * 2.0**-9 for m in range(8)]
+    normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+    return np.array(subnormal + normal[:-1])  # the last pattern is NaN
+
+
+def lossy(values: np.ndarray, codec: str, block: int | None, scale: float | None = None) -> np.ndarray:
+    """What a codec makes of values, encoded and decoded."""
+    if values.size == 0:
+        return values.copy()
+    width = block or values.size
+    parts = [values[i : i + width] for i in range(0, values.size, width)]
+    return np.concatenate([_lossy_block(part, codec, block is None, scale) for part in parts])
+
+
+def tensor_scale(values: np.ndarray, codec: str) -> float:
+    """The one scale of a tensor."""
+    if codec == "onebit":
+        return float(np.sqrt(np.mean(values**2)))
+    return float(np.abs(values).max() / CODE_LIMITS[codec])
+
+
+def _lossy_block(part: np.ndarray, codec: str, shared: bool, scale: float | None) -> np.ndarray:
+    if codec == "onebit":
+        size = scale if shared and scale is not None else float(np.abs(part).mean())
+        return np.where(part >= 0, size, -size)
+    step = scale if shared and scale is not None else tensor_scale(part, codec)
+    if step == 0:
+        return np.zeros_like(part)
+    if codec == "fp8":
+        numbers = e4m3_numbers()
+        nearest = numbers[np.abs(np.abs(part / step)[:, None] - numbers[None, :]).argmin(axis=1)]
+        return np.sign(part) * nearest * step
+    return np.rint(part / step) * step
+
+
+class SimulatedRanks:
+    """The residuals of n ranks, and the algorithm between them."""
+
+    def __init__(self, ranks: int, numel: int, codec: str, block: int | None, feedback: bool = True) -> None:
+        per_rank = -(-numel // ranks)
+        self.shard = -(-per_rank // 8) * 8
+        self.ranks, self.numel, self.codec, self.block, self.feedback = ranks, numel, codec, block, feedback
+        self.worker = np.zeros((ranks, numel))
+        self.server = np.zeros(numel)
+
+    def step(self, values: np.ndarray) -> np.ndarray:
+        """The result of one call with these values, [ranks, numel]: the same on every rank."""
+        sent = np.zeros_like(values)
+        for rank in range(self.ranks):
+            total = values[rank] + self.worker[rank]
+            scale = tensor_scale(total, self.codec) if self.block is None else None
+            for served in self._shards():
+                sent[rank, served] = lossy(total[served], self.codec, self.block, scale)
+            if self.feedback:
+                self.worker[rank] = total - sent[rank]
+        result = np.zeros(self.numel)
+        for served in self._shards():
+            total = sent[:, served].mean(axis=0) + self.server[served]
+            if total.size:
+                scale = tensor_scale(total, self.codec) if self.block is None else None
+                result[served] = lossy(total, self.codec, self.block, scale)
+                if self.feedback:
+                    self.server[served] = total - result[served]
+        return result
+
+    def _shards(self) -> list[slice]:
+        starts = [min(rank * self.shard, self.numel) for rank in range(self.ranks + 1)]
+        return [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]

@@ -1,0 +1,84 @@
+"""The fused kernels write the reference's bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_checks
+import pytest
+import torch
+
+from ringway.compress import OneBit, get_codec, kernels_for
+from ringway.compress.kernels import KERNELS_VARIABLE
+from ringway.compress.layout import Layout, new_frames
+from ringway.errors import UsageError
+
+SPECS = (
+    "onebit:64",
+    "onebit:1024",
+    "onebit:8192",
+    "onebit:tensor",
+    "int8:24",
+    "int8:256",
+    "int8:tensor",
+    "int4:64",
+    "int4:tensor",
+    "fp8:256",
+    "fp8:tensor",
+)
+CPU = torch.device("cpu")
+
+
+def test_native_kernels_equal_the_reference() -> None:
+    for case in kernel_checks.cases((1, 7, 8, 100, 1001, 5003, 300_000), SPECS):
+        kernel_checks.compare(case, "native")
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_not_finite_is_told_and_spares_the_residuals(spec: str, name: str) -> None:
+    kernel_checks.check_not_finite(spec, name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.timeout(300)
+def test_triton_kernels_equal_the_reference_in_its_interpreter() -> None:
+    script = Path(__file__).with_name("kernel_checks.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, str(script), "triton"], env=environment, check=True, timeout=280)
+
+
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
+    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(3))
+    before = torch.get_num_threads()
+    for spec in ("onebit:1024", "onebit:tensor", "int8:256"):
+        codec = get_codec(spec)
+        kernels = kernels_for(codec, CPU, "native")
+        (window,) = Layout(values.numel(), 1).windows(values.numel())
+        written = []
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            residual = torch.zeros_like(values)
+            scale = codec.scale(kernels.measure(values, residual), values.numel()) if codec.tensor_scale else None
+            frames = new_frames(codec, 1, window.columns, CPU)
+            kernels.encode(values, residual, window, frames, scale)
+            written.append((frames[:, : 16 + codec.nbytes(values.numel())], residual))
+        torch.set_num_threads(before)
+        assert torch.equal(written[0][0], written[1][0])
+        assert torch.equal(written[0][1], written[1][1])
+
+
+def test_the_choice_of_kernels_is_automatic_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
+    assert kernels_for(OneBit(), CPU).name == "native"
+    monkeypatch.setenv(KERNELS_VARIABLE, "reference")
+    assert kernels_for(OneBit(), CPU).name == "reference"
+    monkeypatch.setenv(KERNELS_VARIABLE, "nativ")
+    with pytest.raises(UsageError, match="did you mean 'native'"):
+        kernels_for(OneBit(), CPU)
+    with pytest.raises(UsageError, match="CUDA"):
+        kernels_for(OneBit(), CPU, "triton")
