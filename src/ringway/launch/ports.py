@@ -49,22 +49,34 @@ def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def own_address() -> str:
-    """An address of this host that others can reach: the one its default route leaves from."""
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+def address_towards(host: str) -> str | None:
+    """This host's address on the way to another, which is what those on that way can reach."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, _, _, _, target in found:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))  # of a datagram socket: picks the route, sends nothing
+                probe.connect(target)  # of a datagram socket: picks the route, sends nothing
                 return str(probe.getsockname()[0])
         except OSError:
             continue
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    return None
+
+
+def own_address() -> str:
+    """An address of this host that others can reach: the one its default route leaves from."""
+    for outside in ("192.0.2.1", "2001:db8::1"):  # reserved for documentation: nobody's, so the default route
+        address = address_towards(outside)
+        if address is not None:
+            return address
+    address = address_towards(socket.gethostname())
+    if address is None:
         raise RendezvousError(
             f"this host has no route and its name {socket.gethostname()!r} has no address; set MASTER_ADDR"
-        ) from error
-    return str(next((item[4][0] for item in found if not is_loopback(str(item[4][0]))), found[0][4][0]))
+        )
+    return address
 
 
 def holder(port: int) -> tuple[int, str] | None:
