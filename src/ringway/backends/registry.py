@@ -44,6 +44,7 @@ def _lazily(module: str, name: str) -> Factory:
 
 _OWN: dict[str, Registration] = {
     "gloo": Registration("gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.c10d", "GlooBackend")),
+    "mpi": Registration("mpi", "mpi4py", ("cpu", "cuda"), _lazily("ringway.backends.mpi", "MpiBackend")),
     "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm", "ShmBackend"), one_host=True),
 }
 

@@ -1,0 +1,440 @@
+"""MPI through mpi4py, on any wheel of torch.
+
+Collectives are MPI's non-blocking ones, waited for by polling (so that a wait ends at its deadline and on
+Ctrl-C); `ordered.py` keeps their order and makes the asynchronous ones overlap with the program. fp16 and bf16
+are exchanged, summed in fp32 in rank order, rounded once, and gathered: an MPI_Op would round at each step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.backends import mpi_world
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import reduce_rows
+from ringway.backends.mpi_world import LOCK, MPI, finish, mapped
+from ringway.backends.ordered import Ordered
+from ringway.call import ANY_SOURCE, Call, Reduce, reduces
+from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError, UsageError
+from ringway.work import Completion, Finishing, Handle
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_DATATYPES: dict[torch.dtype, Any] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_OPERATIONS: dict[Reduce, Any] = {
+    Reduce.SUM: MPI.SUM,
+    Reduce.PRODUCT: MPI.PROD,
+    Reduce.MIN: MPI.MIN,
+    Reduce.MAX: MPI.MAX,
+    Reduce.BAND: MPI.BAND,
+    Reduce.BOR: MPI.BOR,
+    Reduce.BXOR: MPI.BXOR,
+}
+_POLL_NAP = 50e-6
+_POLL_MOST = 1e-3
+
+
+def _memory(tensor: Tensor) -> Any:
+    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _bytes(tensor: Tensor, shares: int = 1) -> list[Any]:
+    """A tensor whose elements MPI need not understand; it counts the bytes of one of the ranks' shares."""
+    return [_memory(tensor), tensor.nbytes // shares, MPI.BYTE]
+
+
+def _numbers(tensor: Tensor, shares: int = 1) -> list[Any]:
+    return [_memory(tensor), tensor.numel() // shares, _DATATYPES[tensor.dtype]]
+
+
+def _vector(tensor: Tensor, rows: Sequence[int]) -> list[Any]:
+    """A tensor in as many pieces as there are ranks, `rows` of its first dimension each."""
+    width = tensor.nbytes // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    counts = [count * width for count in rows]
+    places = [sum(counts[:rank]) for rank in range(len(counts))]
+    return [_memory(tensor), (counts, places), MPI.BYTE]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def _nothing() -> None:
+    """Before or after a call that needs no copies."""
+
+
+class _Message(Handle):
+    """A send or a receive under way. Its end is noticed by whoever waits, or by the poller."""
+
+    def __init__(self, request: Any, call: Call, deadline: float, backend: MpiBackend, keep: Any) -> None:
+        self._request = request
+        self._call = call
+        self._deadline = deadline
+        self._backend = backend
+        self._keep = keep
+        self._began = time.monotonic()
+        self._status = MPI.Status()
+        self._finished = False
+        self._error: RingwayError | None = None
+
+    def poll(self) -> bool:
+        """Whether it has ended, well or not."""
+        with LOCK:
+            if self._finished:
+                return True
+            try:
+                if self._request.Test(self._status):
+                    self._end(self._shortfall())
+                elif time.monotonic() > self._deadline or self._backend.closed:
+                    self._give_up()
+            except MPI.Exception as error:
+                self._end(mapped(error, self._call))
+            return self._finished
+
+    def _end(self, error: RingwayError | None) -> None:
+        self._error = error
+        self._finished = True
+        self._keep = None
+
+    def _shortfall(self) -> RingwayError | None:
+        """MPI takes a message that is shorter than the buffer without a word."""
+        if not self._call.outputs:
+            return None
+        self.source = self._status.Get_source()
+        expected, came = self._call.outputs[0].nbytes, self._status.Get_count(MPI.BYTE)
+        if came == expected:
+            return None
+        return CollectiveMismatch(
+            f"{self._call.describe()}: {came} bytes came from rank {self.source} of the group, and this rank "
+            f"expects {expected}",
+            sides={self.source: f"send of {came} bytes", self._backend.rank: self._call.describe()},
+        )
+
+    def _give_up(self) -> None:
+        mpi_world.abandon(self._request, self._keep, cancel=bool(self._call.outputs))
+        waited = time.monotonic() - self._began
+        if self._backend.closed:
+            self._end(RingwayError(f"{self._call.describe()} ended: its group was destroyed"))
+            return
+        self._end(
+            CommTimeout(
+                f"{self._call.describe()} timed out after {waited:.1f} s",
+                op=self._call.op.name,
+                waited=waited,
+                missing=[] if self._call.peer == ANY_SOURCE else [self._backend.group.ranks[self._call.peer]],
+            )
+        )
+
+    def wait(self, timeout: float | None = None) -> None:
+        began = time.monotonic()
+        while not self.poll():
+            waited = time.monotonic() - began
+            if timeout is not None and waited > timeout:
+                raise CommTimeout(
+                    f"{self._call.describe()} is not done after {timeout} s of waiting",
+                    op=self._call.op.name,
+                    waited=waited,
+                )
+            mpi_world.pause(waited, self._call.nbytes)
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self.poll()
+
+    def when_done(self, completion: Completion) -> None:
+        _poller.watch(self, lambda: completion(self._error))
+
+
+class _Poller:
+    """The progress thread of messages: it moves them on while the program computes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: list[tuple[_Message, Callable[[], None]]] = []
+        self._thread: threading.Thread | None = None
+
+    def watch(self, message: _Message, ended: Callable[[], None]) -> None:
+        if message.poll():
+            ended()
+            return
+        with self._changed:
+            self._pending.append((message, ended))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="ringway-mpi-messages", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        nap = _POLL_NAP
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending)
+                pending = list(self._pending)
+            over = [entry for entry in pending if entry[0].poll()]
+            if over:
+                with self._changed:
+                    self._pending = [entry for entry in self._pending if entry not in over]
+                for _, ended in over:
+                    ended()
+                nap = _POLL_NAP
+            else:
+                time.sleep(nap)
+                nap = min(nap * 1.5, _POLL_MOST)
+
+
+_poller = _Poller()
+
+
+class MpiBackend(Backend):
+    """One MPI communicator."""
+
+    name = "mpi"
+    devices = ("cpu", "cuda")
+
+    def __init__(self, info: GroupInfo) -> None:
+        super().__init__(info)
+        self.closed = False
+        # Sub-groups are made when torch has its world, which then fixes what the MPI world must be.
+        self._comm = mpi_world.connect(info, whole_world=not c10d.is_initialized())
+        self._ordered = Ordered(f"mpi-{info.name}", info.timeout, inline=True)
+        self._takes_cuda: bool | None = None
+        self._most_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        if dtype in _HALVES:
+            return reduces(dtype, reduce)
+        return dtype in _DATATYPES and reduce in _OPERATIONS
+
+    # The way of every collective
+
+    def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
+        host, before, after = self._hosted(call)
+
+        def run() -> None:
+            before()
+            body(host)
+            after()
+
+        return self._ordered.submit(call, run)
+
+    def _finish(self, request: Any, call: Call, *keep: Tensor) -> None:
+        limit = self.group.timeout if call.timeout is None else call.timeout
+        buffers = (call.inputs, call.outputs, keep)
+        finish(request, call, time.monotonic() + limit, lambda: self.closed, buffers)
+
+    def _start(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> Any:
+        try:
+            with LOCK:
+                return start(*arguments, **named)
+        except MPI.Exception as error:
+            raise mapped(error, call) from None
+
+    def _do(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> None:
+        self._finish(self._start(start, call, *arguments, **named), call)
+
+    def _hosted(self, call: Call) -> tuple[Call, Callable[[], None], Callable[[], None]]:
+        """The call with its CUDA tensors in pinned memory, and the copies before and after it; a CUDA-aware MPI
+        takes them as they are, once the work that makes them is done."""
+        tensors = [*call.inputs, *call.outputs]
+        if not tensors or not tensors[0].is_cuda:
+            return call, _nothing, _nothing
+        made = torch.cuda.current_stream(tensors[0].device).record_event()
+        if self._takes_cuda is None:
+            self._takes_cuda = mpi_world.cuda_aware()
+        if self._takes_cuda:
+            return call, made.synchronize, _nothing
+        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors}
+
+        def before() -> None:
+            made.synchronize()
+            for tensor in call.inputs:
+                pinned[id(tensor)].copy_(tensor)
+
+        def after() -> None:
+            for tensor in call.outputs:
+                tensor.copy_(pinned[id(tensor)])
+
+        host = replace(
+            call, inputs=[pinned[id(t)] for t in call.inputs], outputs=[pinned[id(t)] for t in call.outputs]
+        )
+        return host, before, after
+
+    # Collectives
+
+    def broadcast(self, call: Call) -> Handle:
+        return self._submit(call, lambda c: self._do(self._comm.Ibcast, c, _bytes(c.outputs[0]), root=c.peer))
+
+    def barrier(self, call: Call) -> Handle:
+        return self._submit(call, lambda c: self._do(self._comm.Ibarrier, c))
+
+    def all_reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._all_reduce)
+
+    def _all_reduce(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.dtype in _HALVES:
+            share = self._reduced_share(call)
+            gathered = share.new_empty(share.numel() * self.size)
+            request = self._start(self._comm.Iallgather, call, _bytes(share), _bytes(gathered, self.size))
+            self._finish(request, call, share, gathered)
+            target.copy_(gathered[: target.numel()].view(target.shape))
+            return
+        given = MPI.IN_PLACE if source.data_ptr() == target.data_ptr() else _numbers(source)
+        self._do(self._comm.Iallreduce, call, given, _numbers(target), op=_OPERATIONS[call.reduce])
+
+    def _reduced_share(self, call: Call) -> Tensor:
+        """This rank's share of a half-precision reduction: exchanged, and summed here in rank order."""
+        flat = call.inputs[0].reshape(-1)
+        short = -flat.numel() % self.size
+        if short:
+            flat = torch.cat([flat, flat.new_zeros(short)])
+        received = torch.empty_like(flat)
+        request = self._start(self._comm.Ialltoall, call, _bytes(flat, self.size), _bytes(received, self.size))
+        self._finish(request, call, flat, received)
+        return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
+
+    def reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce)
+
+    def _reduce(self, call: Call) -> None:
+        at_root = self.rank == call.peer
+        source, target = call.inputs[0], call.outputs[0]
+        if source.dtype in _HALVES:
+            share = self._reduced_share(call)
+            gathered = share.new_empty(share.numel() * self.size if at_root else 0)
+            into = _bytes(gathered, self.size) if at_root else None
+            request = self._start(self._comm.Igather, call, _bytes(share), into, root=call.peer)
+            self._finish(request, call, share, gathered)
+            if at_root:
+                target.copy_(gathered[: target.numel()].view(target.shape))
+            return
+        given = MPI.IN_PLACE if at_root and source.data_ptr() == target.data_ptr() else _numbers(source)
+        operation = _OPERATIONS[call.reduce]
+        into = _numbers(target) if at_root else None
+        self._do(self._comm.Ireduce, call, given, into, op=operation, root=call.peer)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce_scatter_tensor)
+
+    def _reduce_scatter_tensor(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.dtype in _HALVES:
+            target.copy_(self._reduced_share(call).view(target.shape))
+            return
+        into = torch.empty_like(target) if _overlap(source, target) else target
+        request = self._start(
+            self._comm.Ireduce_scatter_block, call, _numbers(source, self.size), _numbers(into), op=_OPERATIONS[call.reduce]
+        )
+        self._finish(request, call, into)
+        if into is not target:
+            target.copy_(into)
+
+    def all_gather_into_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._all_gather_into_tensor)
+
+    def _all_gather_into_tensor(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.data_ptr() == target.data_ptr() + self.rank * source.nbytes:
+            given: Any = MPI.IN_PLACE
+        else:
+            source = source.clone() if _overlap(source, target) else source
+            given = _bytes(source)
+        request = self._start(self._comm.Iallgather, call, given, _bytes(target, self.size))
+        self._finish(request, call, source)
+
+    def gather(self, call: Call) -> Handle:
+        return self._submit(call, self._gather)
+
+    def _gather(self, call: Call) -> None:
+        at_root, source = self.rank == call.peer, call.inputs[0]
+        gathered = source.new_empty((self.size, source.numel()) if at_root else 0)
+        into = _bytes(gathered, self.size) if at_root else None
+        request = self._start(self._comm.Igather, call, _bytes(source), into, root=call.peer)
+        self._finish(request, call, gathered)
+        for output, row in zip(call.outputs, gathered, strict=True):
+            output.copy_(row.view(output.shape))
+
+    def scatter(self, call: Call) -> Handle:
+        return self._submit(call, self._scatter)
+
+    def _scatter(self, call: Call) -> None:
+        at_root, target = self.rank == call.peer, call.outputs[0]
+        parts = torch.cat([t.reshape(-1) for t in call.inputs]) if at_root else target.new_empty(0)
+        given = _bytes(parts, self.size) if at_root else None
+        request = self._start(self._comm.Iscatter, call, given, _bytes(target), root=call.peer)
+        self._finish(request, call, parts)
+
+    def all_to_all_single(self, call: Call) -> Handle:
+        return self._submit(call, self._all_to_all_single)
+
+    def _all_to_all_single(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        source = source.clone() if _overlap(source, target) else source
+        given = _vector(source, call.input_splits or self._evenly(source))
+        into = _vector(target, call.output_splits or self._evenly(target))
+        request = self._start(self._comm.Ialltoallv, call, given, into)
+        self._finish(request, call, source)
+
+    def _evenly(self, tensor: Tensor) -> list[int]:
+        return [(tensor.shape[0] if tensor.dim() else 0) // self.size] * self.size
+
+    # Messages
+
+    def send(self, call: Call) -> Handle:
+        host, before, _ = self._hosted(call)
+        before()
+        start = self._comm.Isend
+        request = self._start(start, call, _bytes(host.inputs[0]), dest=call.peer, tag=self._tag(call))
+        return self._message(request, call, host)
+
+    def recv(self, call: Call) -> Handle:
+        host, before, after = self._hosted(call)
+        before()
+        source = MPI.ANY_SOURCE if call.peer == ANY_SOURCE else call.peer
+        start = self._comm.Irecv
+        request = self._start(start, call, _bytes(host.outputs[0]), source=source, tag=self._tag(call))
+        message = self._message(request, call, host)
+        return message if after is _nothing else Finishing(message, after)
+
+    def _message(self, request: Any, call: Call, host: Call) -> _Message:
+        limit = self.group.timeout if call.timeout is None else call.timeout
+        return _Message(request, call, time.monotonic() + limit, self, host)
+
+    def _tag(self, call: Call) -> int:
+        if not 0 <= call.tag <= self._most_tag:
+            raise UsageError(f"{call.describe()}: this MPI takes tags from 0 to {self._most_tag}")
+        return call.tag
+
+    # The end
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
+        with LOCK:
+            if not mpi_world.anything_abandoned() and not MPI.Is_finalized():
+                self._comm.Free()
+
+    def abort(self) -> None:
+        self.closed = True
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))

@@ -1,0 +1,233 @@
+"""What the tests run on ranks that mpiexec started: `python mpi_ranks.py SCENARIO FOLDER`.
+
+Each rank writes what it found to FOLDER/RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ringway as dist
+from ringway.errors import CollectiveMismatch, CommTimeout, UsageError
+from ringway.testing.conformance import Setting, all_cases
+from ringway.testing.probe import Probe
+
+LIMIT = timedelta(seconds=60)
+
+
+def conformance() -> dict[str, Any]:
+    """Every case on the world and on its sub-groups of one, two and three ranks, and then training."""
+    dist.init_distributed("mpi", timeout=LIMIT, verbose=False)
+    findings: list[str] = []
+    seconds: dict[str, float] = {}
+    size = dist.get_world_size()
+    for members in (None, *(tuple(range(size - count, size)) for count in range(1, size))):
+        setting = Setting("mpi", size, members=members)
+        group = None if members is None else dist.new_group(list(members))
+        if members is None or dist.get_rank() in members:
+            run_cases(setting, group, findings, seconds)
+        dist.barrier()
+    return {"findings": findings, "cases": len(seconds), "seconds": sum(seconds.values()), **training()}
+
+
+def run_cases(setting: Setting, group: Any, findings: list[str], seconds: dict[str, float]) -> None:
+    members = setting.members or tuple(range(setting.world_size))
+    rank = members.index(dist.get_rank())
+    for case in all_cases().values():
+        if not setting.admits(case):
+            continue
+        store = c10d.PrefixStore(f"case/{setting.size}/{case.name}", c10d.distributed_c10d._get_default_store())
+        probe = Probe(dist, group, rank, list(members), store, case.name)
+        began = time.perf_counter()
+        try:
+            case.run(probe)
+        except Exception:
+            text = f"{case.name} of {setting} at {probe.parameters}: {traceback.format_exc()}"
+            report({"findings": [*findings, text]})
+            raise
+        seconds[f"{setting} {case.name}"] = time.perf_counter() - began
+        findings += [f"[{setting}] {finding}" for finding in probe.findings]
+        dist.barrier(group=group)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _trained(wrap: Callable[[torch.nn.Module], torch.nn.Module], rank: int, size: int) -> list[float]:
+    torch.manual_seed(1)
+    model = wrap(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for _ in range(5):
+        batch = torch.randn(4 * size, 8, generator=generator)
+        mine = batch[rank * 4 : (rank + 1) * 4]
+        loss = model(mine).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if size > 1:
+            dist.all_reduce(total, dist.ReduceOp.AVG)
+        losses.append(total.item())
+    return losses
+
+
+def training() -> dict[str, Any]:
+    """DDP and FSDP2 on mpi, against one process with the whole batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    expected = []
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        loss = model(torch.randn(4 * size, 8, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+
+    def sharded(module: torch.nn.Module) -> torch.nn.Module:
+        fully_shard(module, mesh=mesh)
+        return module
+
+    return {
+        "expected": expected,
+        "ddp": _trained(DistributedDataParallel, rank, size),
+        "fsdp2": _trained(sharded, rank, size),
+    }
+
+
+def misuse() -> dict[str, Any]:
+    """Errors that are caught and that leave the other groups usable; asynchronous calls that overlap."""
+    dist.init_distributed("mpi", timeout=LIMIT, verbose=False)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    other = dist.new_group()
+    if rank == 0:
+        dist.send(torch.ones(3), dst=1)
+    elif rank == 1:
+        try:
+            dist.recv(torch.zeros(5), src=0, group=None)
+        except CollectiveMismatch as error:
+            found["short message"] = str(error)
+    late = dist.new_group(timeout=timedelta(seconds=1))
+    if rank != 0:
+        began = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(4), group=late)
+        except CommTimeout as error:
+            found["timeout"] = [str(error), time.monotonic() - began]
+        try:
+            dist.all_reduce(torch.ones(4), group=late)
+        except CommTimeout as error:
+            found["again"] = str(error)
+    try:
+        dist.send(torch.ones(1), dst=(rank + 1) % size, tag=1 << 40, group=other)
+    except UsageError as error:
+        found["tag"] = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=other)
+    found["afterwards"] = total.item()
+    if rank == 0:  # comes to the collective it missed, so that all may leave in peace
+        late_tensor = torch.ones(4)
+        dist.all_reduce(late_tensor, group=late)
+    found["overlap"] = overlap(other)
+    return found
+
+
+def overlap(group: Any) -> float:
+    """Which share of an asynchronous all_reduce is done when nobody waits for it: 1 if it overlaps."""
+    tensor = torch.ones(1 << 20)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    deadline = time.monotonic() + 30
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return float(work.is_completed() and bool((tensor == dist.get_world_size()).all()))
+
+
+def crash() -> dict[str, Any]:
+    """One rank fails while the others wait for it."""
+    dist.init_distributed("mpi", timeout=LIMIT, verbose=False)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("this rank has had enough")
+    dist.all_reduce(torch.ones(4))
+    return {}
+
+
+def torch_only() -> dict[str, Any]:
+    """A program that knows only torch's spelling, and a world of another size than mpiexec's."""
+    store = c10d.FileStore(str(Path(sys.argv[2]) / "store"))
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    c10d.init_process_group("mpi4py", store=store, rank=rank, world_size=size, timeout=LIMIT)
+    tensor = torch.ones(3)
+    c10d.all_reduce(tensor)
+    c10d.destroy_process_group()
+    return {"sum": tensor[0].item(), "backend": "mpi4py"}
+
+
+def smaller_world() -> dict[str, Any]:
+    """The launcher started more ranks than the program says there are."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    store = c10d.FileStore(str(Path(sys.argv[2]) / f"store{rank}"))
+    try:
+        dist.init_process_group("mpi", store=store, rank=0, world_size=1)
+    except dist.errors.BackendUnavailable as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def alone() -> dict[str, Any]:
+    """Started by another MPI's launcher: every process believes to be a world of one."""
+    store = c10d.FileStore(str(Path(sys.argv[2]) / "store"))
+    import os
+
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+    try:
+        dist.init_process_group("mpi", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    except dist.errors.BackendUnavailable as error:
+        report({"error": str(error)}, rank)
+        os._exit(0)
+    raise AssertionError("two MPI worlds of one were taken for one of two")
+
+
+SCENARIOS = (conformance, misuse, crash, torch_only, smaller_world, alone)
+
+
+def report(found: dict[str, Any], rank: int | None = None) -> None:
+    if rank is None:
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.Get_rank()
+    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scenario = next(function for function in SCENARIOS if function.__name__ == sys.argv[1])
+    report(scenario())

@@ -1,0 +1,106 @@
+"""mpi under real MPICH and real Open MPI: environments made of PyPI wheels, ranks started by their mpiexec."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from mpi_env import mpi_env  # noqa: E402
+
+PROGRAM = Path(__file__).with_name("mpi_ranks.py")
+LAUNCH = {"mpich": ["mpiexec"], "openmpi": ["mpiexec", "--allow-run-as-root", "--oversubscribe"]}
+# No other variable may be needed, and none that another launcher left may mislead.
+CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
+
+
+def launch(
+    mpi: str, scenario: str, ranks: int, folder: Path, *, python: str | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run a scenario under the mpiexec of one MPI, with the Python of the same, or of the other, environment."""
+    launcher, *flags = LAUNCH[mpi]
+    home = mpi_env(mpi)
+    interpreter = mpi_env(python or mpi) / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
+    environment["PYTHONWARNINGS"] = "ignore"
+    command = [str(home / "bin" / launcher), *flags, "-n", str(ranks), str(interpreter), str(PROGRAM)]
+    return subprocess.run(
+        [*command, scenario, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def found(folder: Path, ranks: int, run: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What each rank wrote; a rank that wrote nothing fails the test with what was printed."""
+    missing = [rank for rank in range(ranks) if not (folder / f"{rank}.json").exists()]
+    assert not missing, f"ranks {missing} wrote nothing (exit {run.returncode}):\n{run.stdout}\n{run.stderr}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mpi", LAUNCH)
+def test_conformance_and_training(mpi: str, tmp_path: Path) -> None:
+    """One launch: every case on the world of four and its sub-groups; then DDP and FSDP2."""
+    run = launch(mpi, "conformance", 4, tmp_path)
+    results = found(tmp_path, 4, run)
+    assert [result["findings"] for result in results] == [[], [], [], []]
+    assert run.returncode == 0, run.stderr
+    assert results[3]["cases"] > 300
+    for result in results:
+        assert result["expected"][-1] < result["expected"][0]
+        assert result["ddp"] == pytest.approx(result["expected"], rel=1e-4)
+        assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
+
+
+@pytest.mark.parametrize("mpi", LAUNCH)
+def test_errors_are_caught_and_other_groups_live_on(mpi: str, tmp_path: Path) -> None:
+    results = found(tmp_path, 3, launch(mpi, "misuse", 3, tmp_path))
+    assert "12 bytes came from rank 0" in results[1]["short message"]
+    for result in results[1:]:
+        text, waited = result["timeout"]
+        assert "all_reduce" in text
+        assert "timed out" in text
+        assert waited >= 1.0
+        assert result["again"] == text
+    for result in results:
+        assert "takes tags from 0 to" in result["tag"]
+        assert result["afterwards"] == 3.0
+        assert result["overlap"] == 1.0
+
+
+@pytest.mark.parametrize("mpi", LAUNCH)
+def test_a_rank_that_fails_ends_the_job(mpi: str, tmp_path: Path) -> None:
+    run = launch(mpi, "crash", 3, tmp_path, timeout=60)
+    assert run.returncode != 0
+    said = run.stdout + run.stderr
+    assert "rank 1 ends by an uncaught ValueError: this rank has had enough; ending the MPI job" in said
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_under_torchs_own_spelling(tmp_path: Path) -> None:
+    results = found(tmp_path, 2, launch("mpich", "torch_only", 2, tmp_path))
+    assert [result["sum"] for result in results] == [2.0, 2.0]
+
+
+def test_another_world_size_than_mpis(tmp_path: Path) -> None:
+    for result in found(tmp_path, 2, launch("mpich", "smaller_world", 2, tmp_path)):
+        assert "the MPI world has 2 ranks, and the torch world 1" in result["error"]
+
+
+@pytest.mark.parametrize(("launcher", "python"), [("openmpi", "mpich"), ("mpich", "openmpi")])
+def test_mpi4py_of_another_mpi(launcher: str, python: str, tmp_path: Path) -> None:
+    run = launch(launcher, "alone", 2, tmp_path, python=python)
+    for result in found(tmp_path, 2, run):
+        assert "is an MPI world of its own" in result["error"]
+        assert "mpi4py was built for another MPI" in result["error"]
