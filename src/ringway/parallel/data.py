@@ -51,13 +51,18 @@ def register_data_parallel_hooks(
     communicator = member(group, "register_data_parallel_hooks")
     if bucket_mb <= 0:
         raise UsageError(f"bucket_mb={bucket_mb} is not above 0")
-    if any(module in _hooked for module in model.modules()):
+    if has_data_parallel_hooks(model):
         raise UsageError("this model, or a part of it, has data-parallel hooks already; remove() those first")
     compression = None if codec is None else Compression(codec, group)
     settings = [f"bucket_mb={bucket_mb}", f"codec={compression.name if compression else None}"]
     require_same(communicator, settings + describe(model), "register_data_parallel_hooks")
     broadcast(communicator, [*model.parameters(), *model.buffers()])
     return DataParallel(model, communicator, int(bucket_mb * (1 << 20)), compression, gradient_as_bucket_view)
+
+
+def has_data_parallel_hooks(model: nn.Module) -> bool:
+    """Whether the model or a part of it has such hooks."""
+    return any(module in _hooked for module in model.modules())
 
 
 class DataParallel:
@@ -122,6 +127,13 @@ class DataParallel:
         if self._compression is not None:
             self._compression.close()
 
+    def __deepcopy__(self, memo: Any) -> DataParallel:
+        """A copy of the model has the forward hooks too; they know that it is not theirs and do nothing."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a model with data-parallel hooks cannot be pickled; save its state_dict, or remove() them")
+
     @property
     def bucket_names(self) -> list[list[str]]:
         """The parameters of each bucket, in the order in which they are sent."""
@@ -161,7 +173,7 @@ class DataParallel:
         self._handles.append(self._model.register_forward_hook(self._after_forward))
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or module is not self._model:
             return
         if self._open and torch._C._current_graph_task_id() == _NO_TASK:
             self._abandon()
@@ -169,7 +181,7 @@ class DataParallel:
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Marks where backward will begin. Without the mark (a model that is not called as a module, or compiled)
         gradients are right as well; reentrant checkpoints then cost a round of messages each."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or module is not self._model:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -1,0 +1,221 @@
+"""Model parallelism without a wrapper: layers of one model split over the ranks of a group, by a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+
+from ringway.communicator import Communicator
+from ringway.errors import UsageError, nearest
+from ringway.parallel.agreement import broadcast, describe, member, require_same
+from ringway.parallel.data import has_data_parallel_hooks
+from ringway.parallel.functions import even_shares, gathered
+from ringway.parallel.styles import STYLES, Settings, Style
+
+_MARK = "_ringway_parallel"
+
+
+def register_model_parallel_hooks(
+    model: nn.Module, plan: Mapping[str, str | Style], group: c10d.ProcessGroup | None = None
+) -> ModelParallel:
+    """Split the model's layers over the group's ranks.
+
+    `plan` says which, by patterns of module names, in which `*` stands for anything without a dot, and how: a
+    style of `ringway.parallel` or its name, as in `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`.
+    Parameters take rank 0's values, then each rank keeps its share of those that are split, in place: the
+    parameter objects, and the state dict's keys, stay.
+
+    Register before an optimizer has state and before data-parallel hooks. All ranks of the group call this
+    together, with the same model and plan; others get an error here, all of them.
+    """
+    communicator = member(group, "register_model_parallel_hooks")
+    if has_data_parallel_hooks(model):
+        raise UsageError("the model has data-parallel hooks already; register the model-parallel ones first")
+    styles = _resolve(model, plan)
+    lines = [f"plan '{name}' {style}" for name, style in styles.items()]
+    require_same(communicator, lines + describe(model), "register_model_parallel_hooks")
+    broadcast(communicator, [*model.parameters(), *model.buffers()])
+    handle = ModelParallel(model, communicator)
+    try:
+        for name, style in styles.items():
+            style.place(_Site(name, model.get_submodule(name), communicator, handle))
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _resolve(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
+    """The style of each module that the plan names, in the model's order."""
+    names = [name for name, _ in model.named_modules() if name]
+    matched: dict[str, tuple[str, Style]] = {}
+    for pattern, wanted in plan.items():
+        style = STYLES.get(wanted) if isinstance(wanted, str) else wanted
+        if style is None:
+            raise UsageError(f"plan['{pattern}'] is {wanted!r}, no style{nearest(str(wanted), STYLES)}")
+        if not isinstance(style, Style):
+            raise UsageError(f"plan['{pattern}'] is a {type(style).__name__}; give a style of ringway.parallel")
+        shape = re.compile("[^.]*".join(re.escape(piece) for piece in pattern.split("*")))
+        found = [name for name in names if shape.fullmatch(name)]
+        if not found:
+            raise UsageError(f"plan['{pattern}'] names no module of the model{nearest(pattern, names)}")
+        for name in found:
+            other = matched.setdefault(name, (pattern, style))
+            if other[0] != pattern:
+                raise UsageError(f"module '{name}' is named twice in the plan, by '{other[0]}' and '{pattern}'")
+    return {name: matched[name][1] for name in names if name in matched}
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How one parameter is split: along `dim`, each of its `parts` over all ranks."""
+
+    parameter: nn.Parameter
+    dim: int
+    parts: int
+    shares: Sequence[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [share * self.parts for share in self.shares]
+
+    def own(self, whole: Tensor, rank: int) -> Tensor:
+        pieces = [part.split(list(self.shares), self.dim)[rank] for part in whole.chunk(self.parts, self.dim)]
+        return torch.cat(pieces, self.dim).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, communicator: Communicator) -> Tensor:
+        joined = gathered(self.parameter, self.dim, communicator, self.lengths)
+        if self.parts == 1:
+            return joined
+        by_rank = [shard.chunk(self.parts, self.dim) for shard in joined.split(self.lengths, self.dim)]
+        return torch.cat([shard[part] for part in range(self.parts) for shard in by_rank], self.dim)
+
+
+@dataclass
+class _Site:
+    """One module, for a style to work on."""
+
+    name: str
+    module: Any
+    communicator: Communicator
+    handle: ModelParallel
+
+    def split(self, parameter: str, dim: int, parts: int = 1) -> list[int]:
+        return self.handle.split(f"{self.name}.{parameter}", getattr(self.module, parameter), dim, parts)
+
+    def sum_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and self.communicator.size > 1:
+            self.handle.keep(parameter.register_hook(self._summed))
+
+    def _summed(self, gradient: Tensor) -> Tensor:
+        total = gradient.detach().clone(memory_format=torch.contiguous_format)
+        self.communicator.all_reduce(total, log_name="sequence-parallel gradient")
+        return total
+
+    def replace_forward(self, forward: Callable[[Any, Tensor], Tensor], settings: Settings) -> None:
+        setattr(self.module, _MARK, settings)
+        self.module.forward = MethodType(forward, self.module)
+        self.handle.keep(_Forward(self.module))
+
+    def after_forward(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.handle.keep(self.module.register_forward_hook(_AfterForward(change)))
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A module's own way to compute, put aside."""
+
+    module: nn.Module
+
+    def remove(self) -> None:
+        vars(self.module).pop("forward", None)
+        vars(self.module).pop(_MARK, None)
+
+
+@dataclass(frozen=True)
+class _AfterForward:
+    """A hook that a copy of the model shares."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        return self.change(output)
+
+    def __deepcopy__(self, memo: Any) -> _AfterForward:
+        return self
+
+
+class ModelParallel:
+    """What `register_model_parallel_hooks` returns: one model, split."""
+
+    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
+        self._model = model
+        self._communicator = communicator
+        self._splits: dict[int, _Split] = {}
+        self._handles: list[Any] = []
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state dict of the model as it was before it was split, on every rank. All ranks call it together."""
+        wholes: dict[int, Tensor] = {}
+        split_names = self._split_names()
+        state = dict(self._model.state_dict())
+        for name in state:
+            split = split_names.get(name)
+            if split is not None:
+                key = id(split.parameter)
+                if key not in wholes:
+                    wholes[key] = split.whole(self._communicator)
+                state[name] = wholes[key]
+        return state
+
+    def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Takes this rank's shares out of a full state dict. Nothing is sent."""
+        split_names = self._split_names()
+        rank = self._communicator.rank
+        own = {name: split_names[name].own(v, rank) if name in split_names else v for name, v in state.items()}
+        return self._model.load_state_dict(own, strict=strict)
+
+    def remove(self) -> None:
+        """Puts the whole parameters and the layers' own ways back. All ranks call it together; may be repeated."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        splits, self._splits = self._splits, {}
+        for split in splits.values():
+            split.parameter.data = split.whole(self._communicator)
+            split.parameter.grad = None
+
+    # For styles
+
+    def keep(self, handle: Any) -> None:
+        """Something with `remove()` that ends when the model is put together again."""
+        self._handles.append(handle)
+
+    def split(self, name: str, parameter: nn.Parameter, dim: int, parts: int) -> list[int]:
+        """Keeps this rank's share; a parameter that two layers share is split once."""
+        known = self._splits.get(id(parameter))
+        if known is not None:
+            if (known.dim, known.parts) != (dim, parts):
+                raise UsageError(f"'{name}' is shared with a layer that splits it in another way")
+            return known.lengths
+        length, ranks = parameter.shape[dim], self._communicator.size
+        if length % parts or length // parts < ranks:
+            raise UsageError(
+                f"'{name}' has length {length} in dimension {dim}, which cannot be {parts} parts over {ranks} ranks"
+            )
+        made = _Split(parameter, dim, parts, even_shares(length // parts, ranks))
+        parameter.data = made.own(parameter.data, self._communicator.rank)
+        parameter.grad = None
+        self._splits[id(parameter)] = made
+        return made.lengths
+
+    def _split_names(self) -> dict[str, _Split]:
+        named = self._model.named_parameters(remove_duplicate=False)
+        return {name: self._splits[id(p)] for name, p in named if id(p) in self._splits}

@@ -1,0 +1,202 @@
+"""How one module is made parallel: the entries of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F  # noqa: N812 - torch's own way to write it
+from torch import Tensor, nn
+
+from ringway.communicator import Communicator
+from ringway.errors import UsageError
+from ringway.parallel.functions import between_graphs, copy, gather, reduce, reduce_scatter, scatter
+
+
+class Site(Protocol):
+    """Where a style does its work: one module of a model whose parameters can be split."""
+
+    name: str
+    module: Any
+    communicator: Communicator
+
+    def split(self, parameter: str, dim: int, parts: int = 1) -> list[int]:
+        """Keeps this rank's share of a parameter; returns all ranks' lengths."""
+        ...
+
+    def sum_gradient(self, parameter: nn.Parameter) -> None:
+        """Has the parameter's gradient summed over the group, before anybody else sees it."""
+        ...
+
+    def replace_forward(self, forward: Callable[[Any, Tensor], Tensor], settings: Settings) -> None: ...
+
+    def after_forward(self, change: Callable[[Tensor], Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a replaced forward has to know. A copy of the model shares it."""
+
+    communicator: Communicator
+    sizes: Sequence[int] = ()
+    first: int = 0
+    gather_output: bool = False
+    split_input: bool = False
+    sequence_dim: int | None = None
+    padding_index: int | None = None
+
+    def __deepcopy__(self, memo: Any) -> Settings:
+        return self
+
+
+@dataclass(frozen=True)
+class Column:
+    """A Linear that computes a part of its outputs. `parts` are layers in one, such as q, k and v: each is split.
+
+    `gather_output` joins the outputs. With `sequence_dim` the input is split along that dimension and joined first.
+    """
+
+    parts: int = 1
+    gather_output: bool = False
+    sequence_dim: int | None = None
+
+    def place(self, site: Site) -> None:
+        _require_plain(site, nn.Linear, "forward")
+        if self.gather_output and self.parts > 1:
+            raise UsageError(f"'{site.name}': gather_output would join the {self.parts} parts of each rank in turn")
+        sizes = site.split("weight", 0, self.parts)
+        if site.module.bias is not None:
+            site.split("bias", 0, self.parts)
+        settings = Settings(site.communicator, sizes, gather_output=self.gather_output, sequence_dim=self.sequence_dim)
+        site.replace_forward(_column_forward, settings)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A Linear that sees a part of its inputs, which a column-parallel layer made; outputs are summed.
+
+    `split_input` takes a whole input and splits it. With `sequence_dim` the output stays split along it.
+    """
+
+    split_input: bool = False
+    sequence_dim: int | None = None
+
+    def place(self, site: Site) -> None:
+        _require_plain(site, nn.Linear, "forward")
+        sizes = site.split("weight", 1)
+        if self.sequence_dim is not None and site.module.bias is not None:
+            site.sum_gradient(site.module.bias)
+        settings = Settings(site.communicator, sizes, split_input=self.split_input, sequence_dim=self.sequence_dim)
+        site.replace_forward(_row_forward, settings)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """An Embedding whose rows are split. Its logits' loss is `vocabulary_parallel_cross_entropy`."""
+
+    def place(self, site: Site) -> None:
+        _require_plain(site, nn.Embedding, "forward")
+        for option in ("max_norm", "scale_grad_by_freq"):
+            if getattr(site.module, option):
+                raise UsageError(f"'{site.name}': an Embedding with {option} needs all its rows in one place")
+        sizes = site.split("weight", 0)
+        first = sum(sizes[: site.communicator.rank])
+        padding = site.module.padding_idx
+        own_padding = None if padding is None else padding - first
+        if own_padding is not None and not 0 <= own_padding < sizes[site.communicator.rank]:
+            own_padding = None
+        settings = Settings(site.communicator, sizes, first=first, padding_index=own_padding)
+        site.replace_forward(_vocabulary_forward, settings)
+
+
+@dataclass(frozen=True)
+class SequenceNorm:
+    """A norm, or any layer that treats tokens one by one, on a part of the sequence: each rank's gradient of its
+    parameters is partial, and they are summed."""
+
+    def place(self, site: Site) -> None:
+        for parameter in site.module.parameters():
+            if parameter.requires_grad:
+                site.sum_gradient(parameter)
+
+
+@dataclass(frozen=True)
+class ScatterOutput:
+    """A module whose output, the same on every rank, goes on split along `dim`: where sequence parallelism begins."""
+
+    dim: int = 1
+
+    def place(self, site: Site) -> None:
+        communicator = site.communicator
+        site.after_forward(between_graphs(lambda output: scatter(output, self.dim, communicator)))
+
+
+@dataclass(frozen=True)
+class GatherOutput:
+    """A module whose output is split along `dim`, and goes on whole, into work that every rank repeats."""
+
+    dim: int = 1
+
+    def place(self, site: Site) -> None:
+        communicator = site.communicator
+        site.after_forward(between_graphs(lambda output: gather(output, self.dim, communicator)))
+
+
+Style = Column | Row | Vocabulary | SequenceNorm | ScatterOutput | GatherOutput
+
+STYLES: dict[str, Style] = {
+    "column": Column(),
+    "row": Row(),
+    "vocabulary": Vocabulary(),
+    "sequence_norm": SequenceNorm(),
+    "scatter_output": ScatterOutput(),
+    "gather_output": GatherOutput(),
+}
+"""Styles by the names that a plan may use for those without options."""
+
+
+def _require_plain(site: Site, kind: type[nn.Module], method: str) -> None:
+    module = site.module
+    if not isinstance(module, kind):
+        raise UsageError(f"'{site.name}' is a {type(module).__name__}, and this style is for {kind.__name__}")
+    if getattr(type(module), method) is not getattr(kind, method) or method in vars(module):
+        raise UsageError(f"'{site.name}': {type(module).__name__} computes in a way of its own, not as {kind.__name__}")
+
+
+_entered = between_graphs(copy)
+_summed = between_graphs(reduce)
+_joined = between_graphs(gather)
+_parted = between_graphs(scatter)
+_summed_part = between_graphs(reduce_scatter)
+
+
+def _column_forward(module: Any, input: Tensor) -> Tensor:
+    settings: Settings = module._ringway_parallel
+    if settings.sequence_dim is None:
+        input = _entered(input, settings.communicator)
+    else:
+        input = _joined(input, settings.sequence_dim, settings.communicator, None, True)
+    output = F.linear(input, module.weight, module.bias)
+    return _joined(output, -1, settings.communicator, settings.sizes) if settings.gather_output else output
+
+
+def _row_forward(module: Any, input: Tensor) -> Tensor:
+    settings: Settings = module._ringway_parallel
+    if settings.split_input:
+        input = _parted(input, -1, settings.communicator, settings.sizes)
+    output = F.linear(input, module.weight)
+    if settings.sequence_dim is None:
+        output = _summed(output, settings.communicator)
+    else:
+        output = _summed_part(output, settings.sequence_dim, settings.communicator)
+    return output if module.bias is None else output + module.bias.to(output.dtype)
+
+
+def _vocabulary_forward(module: Any, input: Tensor) -> Tensor:
+    settings: Settings = module._ringway_parallel
+    own = input - settings.first
+    elsewhere = (own < 0) | (own >= module.weight.shape[0])
+    own = own.masked_fill(elsewhere, 0)
+    output = F.embedding(own, module.weight, settings.padding_index, sparse=module.sparse)
+    return _summed(output.masked_fill(elsewhere[..., None], 0), settings.communicator)
