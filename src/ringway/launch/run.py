@@ -28,6 +28,7 @@ from ringway.launch.sources import LOOPBACK
 ON_DEATH = ("stop", "keep")
 _POLL = 0.05
 _STORE_TIMEOUT = 1800.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -52,6 +53,7 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     port = listener.getsockname()[1]
     store = host_store(listener, LOOPBACK, run_id, ranks, _STORE_TIMEOUT)
     logs = tempfile.mkdtemp(prefix="ringway-run-")
+    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     started = time.monotonic()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -69,6 +71,8 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
         return _attend(context, on_death, grace, started)
     finally:
         del store
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         shutil.rmtree(logs, ignore_errors=True)
 
 

@@ -1,0 +1,111 @@
+"""Which backend, and why: one decision on all ranks, out of what each can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from ringway.backends import registry, select
+from ringway.backends.select import Choice, Obstacle, Standing, decide, obstacle
+from ringway.errors import BackendUnavailable, RendezvousError, UsageError
+from ringway.launch.info import LaunchInfo
+from ringway.launch.locality import meeting_point, shares_host
+from ringway.testing import RankContext, RankPool
+
+NO_GPU = {"nccl": Obstacle("no CUDA device is visible")}
+NO_SHM = {"shm": Obstacle("no memfd")}
+NO_MPI = {"mpi": Obstacle("mpi4py is not installed", "Install it")}
+
+
+def _decide(
+    *standings: tuple[bool, Mapping[str, Obstacle]], explicit: str | None = None, source: str = "torchrun"
+) -> Choice:
+    info = LaunchInfo(rank=0, size=len(standings), source=source)
+    told = {rank: Standing(here, NO_GPU | dict(lacking)) for rank, (here, lacking) in enumerate(standings)}
+    return decide(explicit, "argument", info, told)
+
+
+def test_one_host_gets_shared_memory() -> None:
+    assert _decide((True, {}), (True, {})) == Choice("shm", "all 2 ranks proved to be on one host")
+    assert _decide((True, {})) == Choice("shm", "a world of one")
+
+
+def test_one_rank_without_it_decides_for_all() -> None:
+    choice = _decide((True, {}), (True, NO_SHM))
+    assert choice.backend == "gloo"
+    assert "no memfd" in choice.reason
+
+
+def test_hosts_apart_get_gloo() -> None:
+    choice = _decide((True, {}), (False, {}))
+    assert choice == Choice("gloo", "1 of 2 ranks are on other hosts than rank 0")
+
+
+def test_hosts_apart_under_mpi_get_mpi_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry.Registration("mpi", "mpi4py", ("cpu",), lambda info: pytest.fail("nothing is made"))
+    monkeypatch.setattr(registry, "own", lambda name: known if name == "mpi" else None)
+    assert _decide((True, {}), (False, {}), source="Open MPI").backend == "mpi"
+    assert _decide((True, {}), (False, NO_MPI), source="Open MPI").backend == "gloo"
+    assert _decide((True, {}), (False, {}), source="torchrun").backend == "gloo"
+
+
+def test_cuda_goes_to_nccl() -> None:
+    info = LaunchInfo(rank=0, size=1, source="torchrun")
+    assert decide(None, "", info, {0: Standing(True, {})}).backend == "cpu:shm,cuda:nccl"
+
+
+def test_explicit_choice_wins() -> None:
+    assert _decide((True, {}), (True, {}), explicit="gloo") == Choice("gloo", "chosen by argument")
+
+
+def test_explicit_choice_fails_by_name_with_what_to_install() -> None:
+    with pytest.raises(BackendUnavailable, match=r"not installed \(rank 1\)\. Install it") as caught:
+        _decide((True, {}), (True, {"gloo": Obstacle("not installed", "Install it")}), explicit="gloo")
+    assert (caught.value.backend, caught.value.remedy) == ("gloo", "Install it")
+
+
+def test_shared_memory_across_hosts_names_who_is_elsewhere() -> None:
+    with pytest.raises(BackendUnavailable, match="ranks 1, 2 are not on rank 0's"):
+        _decide((True, {}), (False, {}), (False, {}), explicit="shm")
+
+
+def test_unknown_backend_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'gloo'"):
+        _decide((True, {}), explicit="glop")
+
+
+def test_obstacles_of_this_machine() -> None:
+    assert obstacle("gloo") is None
+    found = obstacle("ucc")
+    assert found is not None
+    assert found.reason
+    assert obstacle("a third party's") is None
+
+
+def test_locality_is_proven_by_a_socket() -> None:
+    with meeting_point() as name:
+        assert shares_host(name)
+    assert not shares_host(name)  # nobody listens any more
+
+
+def _select(context: RankContext, silent: int | None) -> tuple[str, str] | str:
+    info = LaunchInfo(rank=context.rank, size=context.world_size, source="torchrun")
+    if context.rank == silent:
+        return "silent"
+    try:
+        choice = select.select(None, "", info, context.store, 2.0 if silent is not None else 60.0)
+    except RendezvousError as error:
+        return str(error)
+    return choice.backend, choice.reason
+
+
+def test_ranks_decide_alike(pool: RankPool) -> None:
+    found = pool.run(_select, None, world_size=3, timeout=60)
+    assert len(set(found)) == 1
+    assert "all 3 ranks proved to be on one host" in found[0][1]
+
+
+def test_a_rank_that_falls_silent_is_named(pool: RankPool) -> None:
+    found = pool.run(_select, 1, world_size=2, timeout=60)
+    assert found == ["rank 1 arrived but did not say what it can do", "silent"]

@@ -1,0 +1,117 @@
+"""The command, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from ringway.cli import app, main
+from ringway.config import SETTINGS, schema
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "job7",
+}
+
+
+def _env(*arguments: str, environ: dict[str, str | None] | None = None) -> str:
+    done = CliRunner().invoke(app, ["env", *arguments], env={"COLUMNS": "200", **(environ or {})})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_env_without_a_launcher() -> None:
+    facts = json.loads(_env("--json"))
+    assert facts["launcher"]["source"] == "no launcher"
+    assert (facts["launcher"]["rank"], facts["launcher"]["size"]) == (0, 1)
+    assert facts["choice"]["backend"]
+    assert facts["choice"]["reason"].startswith("a world of one")
+    assert facts["backends"]["gloo"]["available"] is True
+    assert set(facts["config"]) == set(SETTINGS)
+
+
+def test_env_shows_every_launcher_that_was_seen_and_each_values_source() -> None:
+    environ: dict[str, str | None] = {**TORCHRUN, "PMI_RANK": "9", "PMI_SIZE": "2", "RINGWAY_TIMEOUT": "77"}
+    facts = json.loads(_env("--json", environ=environ))
+    assert facts["launcher"]["source"] == "torchrun"
+    assert facts["launcher"]["address"] == "node1"
+    seen = {entry["source"]: entry for entry in facts["seen"]}
+    assert seen["torchrun"]["chosen"] is True
+    assert "rank 9 is not below" in seen["PMI (MPICH, Intel MPI)"]["error"]
+    assert facts["config"]["timeout"] == {"value": 77.0, "source": "RINGWAY_TIMEOUT"}
+
+
+def test_env_as_a_table() -> None:
+    text = _env(environ={**TORCHRUN, "RINGWAY_TIMEOT": "3"})
+    for words in ("torchrun", "used: local rank 1", "address node1", "port 29400", "comms_logger.enabled"):
+        assert words in text
+    assert "Would pick:" in text
+    assert "RINGWAY_TIMEOT is not a setting; did you mean 'RINGWAY_TIMEOUT'?" in text
+
+
+def test_env_of_a_launcher_that_contradicts_itself() -> None:
+    text = _env(environ={"RANK": "5", "WORLD_SIZE": "2"})
+    assert "rank 5 is not below the world size 2 (seen: RANK=5, WORLD_SIZE=2)" in text
+
+
+def test_env_of_a_backend_that_cannot_be() -> None:
+    facts = json.loads(_env("--json", environ={"RINGWAY_BACKEND": "ucc"}))
+    assert facts["choice"]["backend"] is None
+    assert "backend 'ucc' is not available" in facts["choice"]["reason"]
+
+
+def test_schema() -> None:
+    assert json.loads(_env("--schema")) == schema()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "words"),
+    [
+        (["run", "-n", "1", "no-such-program"], {}, "there is no program 'no-such-program'"),
+        (["run", "-n", "1", "--on-death", "weep", "x.py"], {}, "use stop or keep"),
+        (["env"], {"RINGWAY_TIMEOUT": "soon"}, "timeout is 'soon' in RINGWAY_TIMEOUT"),
+    ],
+)
+def test_our_errors_are_one_line_without_a_traceback(
+    arguments: list[str],
+    environ: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["ringway", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("ringway: ")
+    assert words in told
+    assert "Traceback" not in told
+    assert told.count("\n") == 1
+
+
+def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ringway.cli", "demo"],
+        env={**os.environ, "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right on every rank") == 7
+    assert "WRONG" not in done.stdout
+    assert "weights are equal on all ranks" in done.stdout
+    assert "ringway demo: 2 ranks finished" in done.stdout

@@ -1,0 +1,127 @@
+"""`ringway run`: output, deaths, signals, and a store that outlives any rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ringway.launch.run import run
+from ringway.testing import RankContext, RankPool
+
+Ended = tuple[int, str]
+
+
+def _run(context: RankContext, command: list[str], ranks: int, on_death: str = "stop") -> Ended:
+    outcome = run(command, ranks, on_death=on_death)
+    return outcome.code, outcome.summary
+
+
+def _shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def _try(pool: RankPool, *arguments: object) -> tuple[Ended, str]:
+    """The launcher runs in one process of the pool, which has torch imported; its output is what a user sees."""
+    (ended,) = pool.try_run(_run, *arguments, world_size=1, timeout=120)
+    assert ended.ok, ended
+    return ended.value, ended.output
+
+
+def test_output_carries_the_rank_and_all_variables_are_there(pool: RankPool) -> None:
+    script = 'echo "I am $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $MASTER_ADDR"; echo oops >&2'
+    (code, summary), output = _try(pool, _shell(script), 3)
+    assert code == 0
+    assert summary.startswith("3 ranks finished in ")
+    for rank in range(3):
+        assert f"[rank {rank}] I am {rank} of 3, {rank} of 3, 127.0.0.1" in output
+        assert f"[rank {rank}] oops" in output
+
+
+def test_first_failure_stops_the_others_and_gives_the_exit_code(pool: RankPool) -> None:
+    began = time.monotonic()
+    (code, summary), output = _try(pool, _shell("test $RANK = 1 && exit 7; sleep 100; echo late"), 3)
+    assert code == 7
+    assert "rank 1 (pid " in summary
+    assert "failed with exit code 7" in summary
+    assert "stopped: 0, 2" in summary
+    assert "late" not in output
+    assert time.monotonic() - began < 60
+
+
+def test_killed_rank_is_named_by_its_signal(pool: RankPool) -> None:
+    (code, summary), _ = _try(pool, _shell("test $RANK = 0 && kill -SEGV $$; sleep 100"), 2)
+    assert code == 128 + signal.SIGSEGV
+    assert "rank 0" in summary
+    assert "was killed by SIGSEGV" in summary
+
+
+def test_others_are_kept_when_asked_for(pool: RankPool) -> None:
+    (code, summary), output = _try(pool, _shell("test $RANK = 0 && exit 3; sleep 0.5; echo done"), 3, "keep")
+    assert code == 3
+    assert "finished: 1, 2" in summary
+    assert output.count("done") == 2
+
+
+_USES_STORE_AFTER_DEATH = """
+import os, signal, time
+from ringway.launch.discover import discover
+from ringway.launch.rendezvous import rendezvous
+info = discover()
+assert info.source == "ringway run" and info.hosted_by_launcher
+store = rendezvous(info, 60)
+if info.rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+store.set(f"alive {info.rank}", "yes")
+store.wait(["alive 1", "alive 2"])
+print("the store lives", flush=True)
+"""
+
+
+def test_store_outlives_rank_0(pool: RankPool, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_USES_STORE_AFTER_DEATH)
+    (code, summary), output = _try(pool, [sys.executable, str(program)], 3, "keep")
+    assert code == 128 + signal.SIGKILL, output
+    assert "rank 0" in summary
+    assert output.count("the store lives") == 2
+
+
+def _signal_when_ready(context: RankContext, number: int, script: str, ready: str) -> Ended:
+    """Sends the launcher, which is this process, a signal once both ranks have written their file."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while not all(Path(ready + str(rank)).exists() for rank in range(2)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+    outcome = run(["sh", "-c", script, ready], 2, grace=20)
+    return outcome.code, outcome.summary
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signal_reaches_every_rank_and_ends_the_run(pool: RankPool, tmp_path: Path, name: str) -> None:
+    script = f"trap 'echo saw {name}; exit 0' {name[3:]}; touch $0$RANK; while :; do sleep 0.05; done"
+    arguments = (getattr(signal, name), script, str(tmp_path / "ready"))
+    (ended,) = pool.try_run(_signal_when_ready, *arguments, world_size=1, timeout=100)
+    assert ended.ok, ended
+    assert ended.value[0] == 128 + getattr(signal, name)
+    assert f"ended by {name}" in ended.value[1]
+    assert ended.output.count(f"saw {name}") == 2
+
+
+def test_user_signal_is_passed_on_without_ending_the_run(pool: RankPool, tmp_path: Path) -> None:
+    script = "trap 'echo saw it; exit 0' USR1; touch $0$RANK; while :; do sleep 0.05; done"
+    arguments = (signal.SIGUSR1, script, str(tmp_path / "ready"))
+    (ended,) = pool.try_run(_signal_when_ready, *arguments, world_size=1, timeout=100)
+    assert ended.ok, ended
+    assert ended.value[0] == 0
+    assert ended.output.count("saw it") == 2
