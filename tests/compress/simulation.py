@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 CODE_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -76,4 +78,4 @@ class SimulatedRanks:
 
     def _shards(self) -> list[slice]:
         starts = [min(rank * self.shard, self.numel) for rank in range(self.ranks + 1)]
-        return [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+        return [slice(a, b) for a, b in pairwise(starts)]

@@ -1,0 +1,186 @@
+"""What the ranks of the compression tests do. Each function runs on every rank of the pool."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import simulation
+import torch
+
+from ringway.compress import ErrorFeedback, compressed_all_reduce
+from ringway.errors import NotFinite, UsageError
+from ringway.testing import RankContext
+
+
+def values_of(rank: int, step: int, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(numel, generator=generator)
+
+
+def against_simulation(context: RankContext, backend: str, cases: list[tuple[str, int, str]]) -> list[str]:
+    """Three steps with residuals carried, beside the simulation in float64; returns what is apart."""
+    context.start(backend)
+    apart = []
+    for spec, numel, kernels in cases:
+        codec, _, block = spec.partition(":")
+        width = None if block == "tensor" else int(block)
+        simulated = simulation.SimulatedRanks(context.world_size, numel, codec, width)
+        feedback = ErrorFeedback()
+        for step in range(3):
+            everybodys = torch.stack([values_of(rank, step, numel) for rank in range(context.world_size)])
+            expected = simulated.step(everybodys.double().numpy())
+            mine = everybodys[context.rank].clone()
+            compressed_all_reduce(mine, feedback["x"], spec, kernels=kernels, window=512)
+            # A value on an edge may take the neighbouring code, and as its block's largest change the block's
+            # scale: one block may be a little apart, and nothing else.
+            distances = np.abs(mine.double().numpy() - expected)
+            far = int((distances > 1e-3 * max(np.abs(expected).max(), 1e-9)).sum())
+            if far > max(64, numel // 50) or np.linalg.norm(distances) > 0.1 * np.linalg.norm(expected):
+                apart.append(f"{spec} {numel} {kernels} step {step}: {far} of {numel}")
+    return apart
+
+
+def shapes_and_dtypes(context: RankContext, backend: str) -> None:
+    dist = context.start(backend)
+    for dtype, bound in ((torch.float32, 0.02), (torch.float16, 0.03), (torch.bfloat16, 0.05)):
+        for shape in ((0,), (), (1,), (3, 5), (2, 3, 129)):
+            tensor = values_of(context.rank, 0, int(np.prod(shape))).view(shape).to(dtype)
+            mean = tensor.float()
+            dist.all_reduce(mean)
+            mean /= context.world_size
+            assert compressed_all_reduce(tensor, ErrorFeedback(), "int8") is None
+            assert tensor.shape == torch.Size(shape)
+            assert tensor.dtype is dtype
+            if tensor.numel():
+                assert (tensor.float() - mean).abs().max() <= bound * max(1.0, mean.abs().max().item())
+    strided = values_of(context.rank, 0, 120).view(10, 12).t()
+    mean = strided.clone()
+    dist.all_reduce(mean)
+    compressed_all_reduce(strided, None, "int8")
+    assert (strided - mean / context.world_size).abs().max() < 0.05
+    zeros = torch.zeros(1000)
+    for spec in ("onebit", "onebit:tensor", "int8", "int4", "fp8"):
+        compressed_all_reduce(zeros, ErrorFeedback(), spec)
+        assert not zeros.any()
+    for wrong in (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.float64)):
+        with pytest.raises(UsageError, match=str(wrong.dtype)):
+            compressed_all_reduce(wrong, ErrorFeedback(), "int8")
+
+
+def two_collectives(context: RankContext, backend: str) -> list[str]:
+    """The collectives that one compressed all-reduce makes."""
+    context.start(backend)
+    from ringway.world import world
+
+    seen: list[str] = []
+
+    class Watch:
+        def issued(self, call: Any) -> None:
+            seen.append(call.op.name)
+
+        def completed(self, call: Any, error: BaseException | None) -> None:
+            pass
+
+    watch = Watch()
+    tensor = values_of(context.rank, 0, 5000)
+    world.watch(watch)
+    try:
+        compressed_all_reduce(tensor, ErrorFeedback(), "onebit:tensor")
+        compressed_all_reduce(tensor, ErrorFeedback(), "onebit")
+    finally:
+        world.unwatch(watch)
+    return seen
+
+
+def same_result_everywhere(context: RankContext, backend: str) -> torch.Tensor:
+    context.start(backend)
+    feedback = ErrorFeedback()
+    tensor = torch.zeros(0)
+    for step in range(3):
+        tensor = values_of(context.rank, step, 3001)
+        compressed_all_reduce(tensor, feedback, "onebit:tensor")
+    return tensor
+
+
+def in_subgroups(context: RankContext, backend: str) -> float:
+    dist = context.start(backend)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[context.rank % 2]
+    feedback = ErrorFeedback(group)
+    tensor = values_of(context.rank, 0, 999)
+    peers = [rank for rank in range(4) if rank % 2 == context.rank % 2]
+    mean = torch.stack([values_of(rank, 0, 999) for rank in peers]).mean(dim=0)
+    compressed_all_reduce(tensor, feedback["a"], "int8", group=group)
+    work = compressed_all_reduce(again := values_of(context.rank, 0, 999), feedback["b"], "int8", async_op=True)
+    assert work is not None
+    work.wait()
+    torch.testing.assert_close(again, tensor)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert compressed_all_reduce(tensor, None, "int8", group=dist.GroupMember.NON_GROUP_MEMBER) is None
+    assert "not in the given group" in str(caught[0].message)
+    with pytest.raises(UsageError, match=r"ErrorFeedback\(group\)"):
+        compressed_all_reduce(tensor, feedback["a"], "int8", group=dist.get_world_group())
+    feedback.close()
+    return float((tensor - mean).abs().max())
+
+
+def asynchronously(context: RankContext, backend: str) -> None:
+    """Several calls under way, plain collectives between them: the results of synchronous calls."""
+    dist = context.start(backend)
+    waited, direct = ErrorFeedback(), ErrorFeedback()
+    for step in range(3):
+        tensors = [values_of(context.rank, step, size) for size in (5000, 70, 20001)]
+        copies = [tensor.clone() for tensor in tensors]
+        works = []
+        for key, tensor in enumerate(tensors):
+            works.append(compressed_all_reduce(tensor, waited[key], "onebit", async_op=True, window=2048))
+            plain = torch.full((10,), float(context.rank))
+            dist.all_reduce(plain)
+            assert plain[0] == sum(range(context.world_size))
+        assert works[1] is not None
+        future = works[1].get_future().then(lambda done: done.value()[0].sum().item())
+        for work in works:
+            assert work is not None
+            work.wait()
+            assert work.is_completed()
+        for key, (tensor, copy) in enumerate(zip(tensors, copies, strict=True)):
+            compressed_all_reduce(copy, direct[key], "onebit")
+            assert torch.equal(tensor, copy)
+        assert future.wait() == tensors[1].sum().item()
+    waited.close()
+    waited.close()
+
+
+def not_finite(context: RankContext, backend: str) -> None:
+    """NaN on one rank: every rank is told who had it; the next call is sound, and so are the residuals."""
+    context.start(backend)
+    for spec in ("onebit", "onebit:tensor", "int8", "int4:tensor", "fp8"):
+        feedback = ErrorFeedback()
+        for poison in (float("nan"), float("inf")):
+            tensor = values_of(context.rank, 0, 4000)
+            if context.rank == 1:
+                tensor[3333] = poison
+            with pytest.raises(NotFinite, match="rank 1") as caught:
+                compressed_all_reduce(tensor, feedback["grad"], spec)
+            assert caught.value.rank == 1
+            assert caught.value.key == "grad"
+            tensor = values_of(context.rank, 0, 4000)
+            if context.rank == 1:
+                tensor[3333] = poison
+            compressed_all_reduce(tensor, feedback["grad"], spec, not_finite="propagate")
+            assert torch.isnan(tensor[3333])
+            tensor = values_of(context.rank, 0, 4000)
+            compressed_all_reduce(tensor, feedback["grad"], spec)
+            assert torch.isfinite(tensor).all()
+    work = compressed_all_reduce(torch.full((9,), float("nan")), feedback["b"], "int8", async_op=True)
+    assert work is not None
+    with pytest.raises(NotFinite):
+        work.wait()
+    feedback.close()
+    huge = torch.full((64,), 3e38)
+    compressed_all_reduce(huge, None, "int8")
+    torch.testing.assert_close(huge, torch.full((64,), 3e38))
