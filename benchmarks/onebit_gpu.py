@@ -157,6 +157,8 @@ def measure(say: Callable[[str], None]) -> bool:
             f"{'' if limit is None else f' (at most {limit})'}, {extra:.2f} bytes an element beyond residuals"
             f"{'' if held else '   TOO MUCH'}"
         )
+        if limit is not None:
+            show_kernels(say, compressed_all_reduce, buffer, feedback, spec)
         del feedback
         buffer.normal_()
     try:
@@ -174,6 +176,20 @@ def measure(say: Callable[[str], None]) -> bool:
         "(torch's alone)"
     )
     return fine
+
+
+def show_kernels(say: Callable[[str], None], step: Callable[..., Any], *arguments: Any) -> None:
+    """Where the time of one step goes on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = 5
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            step(*arguments)
+        torch.cuda.synchronize()
+    rows = [row for row in profiler.key_averages() if row.self_device_time_total > 0]
+    for row in sorted(rows, key=lambda row: -row.self_device_time_total)[:8]:
+        say(f"    {row.self_device_time_total / steps / 1e3:7.3f} ms  {row.count / steps:4.1f} times  {row.key[:70]}")
 
 
 def compare_kernels(say: Callable[[str], None]) -> bool:

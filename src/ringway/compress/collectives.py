@@ -31,15 +31,17 @@ from ringway.compress.auto import measured_forecast
 from ringway.compress.codec import Codec, get_codec
 from ringway.compress.feedback import ErrorFeedback, Slot, as_slot, is_outside
 from ringway.compress.kernels import VALUE_DTYPES, Kernels, kernels_for
-from ringway.compress.layout import Layout, Window, frame_bytes, new_frames, statuses
+from ringway.compress.layout import Layout, Window, frame_bytes, statuses
 from ringway.compress.onebit import OneBit
 from ringway.compress.report import SAMPLE_EVERY
+from ringway.compress.verdict import Verdict
+from ringway.compress.workspace import Workspace
 from ringway.errors import NotFinite, UsageError
 from ringway.work import Work
 from ringway.world import world
 
 CPU_WINDOW = 1 << 21
-CUDA_WINDOW = 1 << 26
+CUDA_WINDOW = 1 << 28
 """Elements of a tensor that travel together. Small enough to overlap, large enough to be worth a collective."""
 
 
@@ -203,7 +205,8 @@ class AllReduce:
         self._layout = Layout(tensor.numel(), communicator.size)
         self._worker: Tensor | None = None
         self._server: Tensor | None = None
-        self._statuses: list[Tensor] = []
+        self._workspace = Workspace() if slot is None else slot.owner.workspace
+        self._verdicts: list[Verdict] = []
 
     def use_residuals(self, worker: Tensor, server: Tensor) -> None:
         """Residuals that the caller keeps himself, instead of a slot's."""
@@ -287,25 +290,31 @@ class AllReduce:
             self._receive(returned.popleft())
 
     def _send(self, window: Window, scale: Tensor | None) -> _Sent:
-        frames = new_frames(self._codec, self._layout.ranks, window.columns, self._flat.device)
+        rows, nbytes, device = self._layout.ranks, frame_bytes(self._codec, window.columns), self._flat.device
+        frames = self._workspace.take_clean(rows, nbytes, device)
         self._kernels.encode(self._flat, self._worker, window, frames, scale)
-        arriving = torch.empty_like(frames)
+        arriving = self._workspace.take(rows, nbytes, device)
         work = self._communicator.all_to_all_single(arriving, frames, async_op=True, log_name="compressed")
         return _Sent(window, work, arriving, frames)
 
     def _serve(self, sent: _Sent, scale: Tensor | None) -> _Sent:
         frames = sent.arrived()
+        self._workspace.give_back(sent.held)
         count = sent.window.count(self._communicator.rank)
-        frame = new_frames(self._codec, 1, sent.window.columns, self._flat.device)
+        frame = self._workspace.take_clean(1, frames.shape[1], frames.device)
         self._kernels.encode_mean(frames, self._residual_of(sent.window), count, frame[0], scale)
-        gathered = torch.empty_like(frames)
+        self._workspace.give_back(frames)
+        gathered = self._workspace.take(frames.shape[0], frames.shape[1], frames.device)
         work = self._communicator.all_gather_into_tensor(gathered, frame, async_op=True, log_name="compressed")
         return _Sent(sent.window, work, gathered, frame)
 
     def _receive(self, returned: _Sent) -> None:
         frames = returned.arrived()
+        self._workspace.give_back(returned.held)
+        if self._setting.raise_not_finite:
+            self._verdicts.append(Verdict(statuses(frames).amax()))
         self._kernels.decode(frames, returned.window, self._flat)
-        self._statuses.append(statuses(frames).amax())
+        self._workspace.give_back(frames)
 
     def _residual_of(self, window: Window) -> Tensor | None:
         """The part of the server's residual that this rank's columns of the window have."""
@@ -325,20 +334,17 @@ class AllReduce:
             report.seconds += seconds
 
     def _report_not_finite(self) -> None:
-        worst = torch.stack(self._statuses).amax()
-        if not self._setting.raise_not_finite:
-            return
         if self._deferred and self._slot is not None:
-            self._slot.unread_status = worst
+            self._slot.unread = self._verdicts
         else:
-            self._raise_for(int(worst))
+            self._raise_for(self._verdicts)
 
     def _report_earlier(self, slot: Slot) -> None:
-        earlier, slot.unread_status = slot.unread_status, None
-        if earlier is not None:
-            self._raise_for(int(earlier))
+        earlier, slot.unread = slot.unread, []
+        self._raise_for(earlier)
 
-    def _raise_for(self, status: int) -> None:
+    def _raise_for(self, verdicts: list[Verdict]) -> None:
+        status = max((verdict.read() for verdict in verdicts), default=0)
         if status == 0:
             return
         culprit = status - 1

@@ -19,6 +19,8 @@ from ringway.compress.kernels import RESIDUAL_DTYPES
 from ringway.compress.lane import Lane
 from ringway.compress.layout import Layout
 from ringway.compress.report import Report
+from ringway.compress.verdict import Verdict
+from ringway.compress.workspace import Workspace
 from ringway.errors import UsageError
 from ringway.world import NON_MEMBER, world
 
@@ -36,7 +38,7 @@ class Slot:
         self.worker: Tensor | None = None
         self.server: Tensor | None = None
         self.bound_to: object = None
-        self.unread_status: Tensor | None = None
+        self.unread: list[Verdict] = []
         """How the last asynchronous call on a GPU went: looked at by the next one."""
 
     def prepare(self, layout: Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,6 +83,7 @@ class ErrorFeedback:
         self.group = group
         self.residual_dtype = residual_dtype
         self.report = Report()
+        self.workspace = Workspace()
         self.forecasts: dict[tuple[str, str], Forecast] = {}
         """What `codec="auto"` has measured, by device type and codec."""
         self._slots: dict[Hashable, Slot] = {}
@@ -111,6 +114,7 @@ class ErrorFeedback:
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
             lane.close()
+        self.workspace.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals. Save every rank's: each holds what only it has lost."""

@@ -13,6 +13,7 @@ the bit; a onebit scale is a sum, taken in another order, and agrees to `SCALE_T
 from __future__ import annotations
 
 import abc
+import functools
 import os
 from typing import ClassVar
 
@@ -76,11 +77,15 @@ class Kernels(abc.ABC):
 
 def kernels_for(codec: Codec, device: torch.device, name: str | None = None) -> Kernels:
     """The fastest kernels that this codec and device have; `name` or the environment may insist on others."""
+    return _kernels_for(codec, device, name or os.environ.get(KERNELS_VARIABLE) or "auto")
+
+
+@functools.lru_cache(maxsize=256)
+def _kernels_for(codec: Codec, device: torch.device, chosen: str) -> Kernels:
     from ringway.compress.gpu import TritonKernels
     from ringway.compress.native import NativeKernels
     from ringway.compress.reference import ReferenceKernels
 
-    chosen = name or os.environ.get(KERNELS_VARIABLE) or "auto"
     fused = (NativeKernels, TritonKernels)
     for kind in fused:
         if chosen in ("auto", kind.name):
