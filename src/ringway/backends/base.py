@@ -22,7 +22,7 @@ Contract:
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,6 +72,8 @@ class Backend(metaclass=_LikeTorch):
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     needs_contiguous: ClassVar[bool] = True
+    origins: ClassVar[Mapping[str, str]] = {}
+    """In words, where an op comes from that has a method here and is still not the library's own."""
     torch_group: Any = None
     """A backend object of torch's own that serves the same group, where there is one."""
 

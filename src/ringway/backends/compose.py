@@ -65,7 +65,7 @@ def plan(backend: Backend) -> Plan:
     for op in OPS:
         if supports(backend, op.name):
             runners[op.name] = _native(backend, getattr(backend, op.name))
-            origins[op.name] = "native"
+            origins[op.name] = backend.origins.get(op.name, "native")
     for op, needs, compose in _COMPOSITIONS:
         if op.name in runners:
             continue

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringway.backends import mpi_world
 from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.buffers import even_splits, overlap, row_bytes
 from ringway.backends.compose import reduce_rows
 from ringway.backends.mpi_world import LOCK, MPI, finish, mapped
 from ringway.backends.ordered import Ordered
@@ -66,15 +67,9 @@ def _numbers(tensor: Tensor, shares: int = 1) -> list[Any]:
 
 def _vector(tensor: Tensor, rows: Sequence[int]) -> list[Any]:
     """A tensor in as many pieces as there are ranks, `rows` of its first dimension each."""
-    width = tensor.nbytes // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-    counts = [count * width for count in rows]
+    counts = [count * row_bytes(tensor) for count in rows]
     places = [sum(counts[:rank]) for rank in range(len(counts))]
     return [_memory(tensor), (counts, places), MPI.BYTE]
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def _nothing() -> None:
@@ -340,7 +335,7 @@ class MpiBackend(Backend):
         if source.dtype in _HALVES:
             target.copy_(self._reduced_share(call).view(target.shape))
             return
-        into = torch.empty_like(target) if _overlap(source, target) else target
+        into = torch.empty_like(target) if overlap(source, target) else target
         request = self._start(
             self._comm.Ireduce_scatter_block, call, _numbers(source, self.size), _numbers(into), op=_OPERATIONS[call.reduce]
         )
@@ -356,7 +351,7 @@ class MpiBackend(Backend):
         if source.data_ptr() == target.data_ptr() + self.rank * source.nbytes:
             given: Any = MPI.IN_PLACE
         else:
-            source = source.clone() if _overlap(source, target) else source
+            source = source.clone() if overlap(source, target) else source
             given = _bytes(source)
         request = self._start(self._comm.Iallgather, call, given, _bytes(target, self.size))
         self._finish(request, call, source)
@@ -388,14 +383,11 @@ class MpiBackend(Backend):
 
     def _all_to_all_single(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
-        source = source.clone() if _overlap(source, target) else source
-        given = _vector(source, call.input_splits or self._evenly(source))
-        into = _vector(target, call.output_splits or self._evenly(target))
+        source = source.clone() if overlap(source, target) else source
+        given = _vector(source, call.input_splits or even_splits(source, self.size))
+        into = _vector(target, call.output_splits or even_splits(target, self.size))
         request = self._start(self._comm.Ialltoallv, call, given, into)
         self._finish(request, call, source)
-
-    def _evenly(self, tensor: Tensor) -> list[int]:
-        return [(tensor.shape[0] if tensor.dim() else 0) // self.size] * self.size
 
     # Messages
 

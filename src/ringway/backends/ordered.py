@@ -116,6 +116,10 @@ class Ordered:
         if not inline:
             _watch.add(self)
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def submit(self, call: Call, work: Callable[[], None]) -> Handle:
         if self._failure is not None:
             raise self._failure
