@@ -58,6 +58,7 @@ def init_process_group(
 
 
 def _named(backend: str | None) -> str | None:
+    get_world_group()  # refuses by name where there is no world to make a group beside
     name = backend or world.next_backend
     return None if name is None else registry.torch_spelling(name)
 

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -159,7 +160,11 @@ class RankPool:
                     environment or {},
                 )
             )
-        outcomes = _collect(ranks, timeout, grace)
+        try:
+            outcomes = _collect(ranks, timeout, grace)
+        except BaseException:  # Ctrl-C, most likely: nobody knows what the ranks are doing now
+            self.replace(range(size))
+            raise
         if not all(outcome.ok for outcome in outcomes):
             self.replace(range(size))
         return outcomes
@@ -270,6 +275,7 @@ class _Process:
     def __init__(self, number: int, server: _ForkServer) -> None:
         self.number = number
         self._server = server
+        self._printed = 0
         self._output_fd = os.memfd_create(f"ringway-rank-{number}")
         fcntl.fcntl(self._output_fd, fcntl.F_SETFL, os.O_APPEND)
         self.control, theirs = socket.socketpair()
@@ -299,10 +305,14 @@ class _Process:
         if message is None:
             return self._died()
         answer: Answer = pickle.loads(message)
-        if answer.value is not None:
-            return Outcome(self.number, "returned", pickle.loads(answer.value), output=self.output())
-        error = None if answer.error is None else pickle.loads(answer.error)
-        return Outcome(self.number, "raised", error=error, detail=answer.error_text, output=self.output())
+        try:
+            value = None if answer.value is None else pickle.loads(answer.value)
+            error = None if answer.error is None else pickle.loads(answer.error)
+        except Exception:
+            text = f"its answer cannot be read here:\n{traceback.format_exc()}"
+            return Outcome(self.number, "raised", detail=text, output=self.output())
+        kind = "raised" if answer.value is None else "returned"
+        return Outcome(self.number, kind, value, error, answer.error_text, self.output())
 
     def _died(self) -> Outcome:
         _kill(self.pid)
@@ -314,18 +324,20 @@ class _Process:
             cause = f"it left the process with status {os.WEXITSTATUS(status)}"
         return Outcome(self.number, "died", detail=cause, output=self.output())
 
-    def hung(self, after: float) -> Outcome:
-        """The outcome of a rank that did not answer in time, with its stack."""
-        printed = os.fstat(self._output_fd).st_size
+    def ask_for_stack(self) -> None:
+        self._printed = os.fstat(self._output_fd).st_size
         os.kill(self.pid, STACK_SIGNAL)
-        size, deadline = printed, time.monotonic() + _STACK_SECONDS
+
+    def hung(self, after: float, deadline: float) -> Outcome:
+        """The outcome of a rank that did not answer in time, with the stack it was asked for."""
+        size = self._printed
         while time.monotonic() < deadline:
             time.sleep(0.05)
             before, size = size, os.fstat(self._output_fd).st_size
-            if size == before > printed:
+            if size == before > self._printed:
                 break
-        stack = os.pread(self._output_fd, _OUTPUT_SHOWN, printed).decode(errors="replace").rstrip()
-        os.ftruncate(self._output_fd, printed)
+        stack = os.pread(self._output_fd, _OUTPUT_SHOWN, self._printed).decode(errors="replace").rstrip()
+        os.ftruncate(self._output_fd, self._printed)
         detail = f"no answer within {after:.1f} s; its stack:\n{stack or 'it did not react to a signal'}"
         return Outcome(self.number, "hung", detail=detail, output=self.output())
 
@@ -356,8 +368,11 @@ def _collect(ranks: Sequence[_Process], timeout: float, grace: float | None) -> 
             outcome = outcomes[rank.number] = rank.answered()
             if grace is not None and not outcome.ok:
                 deadline = min(deadline, time.monotonic() + grace)
+    given_up = time.monotonic()
     for rank in waiting.values():
-        outcomes[rank.number] = rank.hung(time.monotonic() - started)
+        rank.ask_for_stack()
+    for rank in waiting.values():
+        outcomes[rank.number] = rank.hung(given_up - started, given_up + _STACK_SECONDS)
     return [outcomes[rank.number] for rank in ranks]
 
 

@@ -1,0 +1,76 @@
+"""Wrong use before there is a group: refused at once, and with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import ringway
+from ringway.errors import RingwayError, UsageError
+from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    one, parts = torch.ones(2), [torch.ones(2)]
+    return {
+        "all_reduce": partial(ringway.all_reduce, one),
+        "broadcast": partial(ringway.broadcast, one, 0),
+        "all_gather": partial(ringway.all_gather, parts, one),
+        "barrier": ringway.barrier,
+        "isend": partial(ringway.isend, one, 0),
+        "monitored_barrier": ringway.monitored_barrier,
+        "all_gather_object": partial(ringway.all_gather_object, [None], 1),
+        "reduce_object": partial(ringway.reduce_object, 1),
+        "communicator": ringway.communicator,
+        "new_group": partial(ringway.new_group, [0]),
+        "get_rank": ringway.get_rank,
+    }
+
+
+def call_uninitialized(context: RankContext) -> dict[str, tuple[bool, str]]:
+    leave()
+    found = {}
+    for name, call in calls().items():
+        try:
+            call()
+        except (UsageError, ValueError) as error:
+            found[name] = (isinstance(error, UsageError), str(error))
+    return found
+
+
+def test_calls_without_a_group_are_refused(pool: RankPool) -> None:
+    (found,) = pool.run(call_uninitialized, world_size=1)
+    assert set(found) == set(calls())
+    for name, (is_usage_error, text) in found.items():
+        assert "init_process_group" in text, f"{name}: {text}"
+        if name != "get_rank":
+            assert is_usage_error, f"{name}: {text}"
+
+
+def start_unknown(context: RankContext, name: str) -> str:
+    leave()
+    with pytest.raises(UsageError) as caught:
+        context.start(name)
+    assert not ringway.is_initialized()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("glooo", "gloo"), ("ncll", "nccl"), ("cpu:glo", "gloo")])
+def test_an_unknown_backend_is_refused_with_the_nearest_name(pool: RankPool, name: str, nearest: str) -> None:
+    (text,) = pool.run(start_unknown, name, world_size=1)
+    assert f"did you mean '{nearest}'" in text
+
+
+def start_with_a_typo(context: RankContext) -> None:
+    leave()
+    ringway.set_backend("gloo")
+    with pytest.raises(RingwayError):
+        ringway.set_backend("nonsense")
+
+
+def test_set_backend_knows_names(pool: RankPool) -> None:
+    pool.run(start_with_a_typo, world_size=1)

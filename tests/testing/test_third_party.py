@@ -1,0 +1,34 @@
+"""A backend of a third party is held to the suite by one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringway.testing import ConformanceFailed, check_backend
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+
+
+def test_a_sound_backend_passes() -> None:
+    report = check_backend(
+        "sound", (1, 2), preload=["third_party"], cases=["all_*", "reduce*", "send*", "strided*", "lists_*"]
+    )
+    assert len(report.seconds) > 40
+
+
+def test_an_unsound_backend_is_found_out() -> None:
+    with pytest.raises(ConformanceFailed) as caught:
+        check_backend(
+            "unsound", (2,), preload=["third_party"], cases=["all_gather", "broadcast", "tags_are_kept_apart"]
+        )
+    cases = {finding.case for _, finding in caught.value.report.findings}
+    assert cases == {"all_gather", "tags_are_kept_apart"}
+    assert "output 1 is wrong in" in str(caught.value)
+    assert "no sending today" in str(caught.value)
