@@ -23,7 +23,7 @@ nb::tuple as_tuple(const Recorder& recorder, const Entry& entry) {
     return nb::make_tuple(entry.sequence, static_cast<int>(entry.op), entry.bytes, static_cast<int>(entry.dtype),
                           static_cast<int>(entry.reduce), entry.peer, recorder.text(entry.group),
                           recorder.text(entry.label), place(entry.site), entry.issued_ns, entry.completed_ns,
-                          static_cast<int>(entry.state));
+                          static_cast<int>(entry.state), entry.size);
 }
 
 void choose(Recorder& recorder, bool enabled, bool all, bool by_caller, const std::vector<int>& ops,
@@ -89,6 +89,13 @@ void bind_recorder(nb::module_& m) {
                 return as_tuple(self, entry);
             },
             nb::arg("token"))
+        .def("under_way",
+             [](const Recorder& self) {
+                 nb::list calls;
+                 for (const Entry& entry : self.under_way())
+                     calls.append(nb::make_tuple(entry.token, as_tuple(self, entry)));
+                 return calls;
+             })
         .def("choose", &choose, nb::arg("enabled"), nb::arg("all"), nb::arg("by_caller"), nb::arg("ops"),
              nb::arg("labels"))
         .def_prop_ro("logging", [](Recorder& self) { return self.ledger().enabled(); })

@@ -8,6 +8,7 @@ namespace nb = nanobind;
 using namespace ringway;
 
 void bind_responder(nb::module_& m) {
+    m.def("dumps_stacks", &dumps_stacks);
     nb::class_<Responder>(m, "Responder")
         .def(nb::init<std::shared_ptr<Recorder>, const std::string&, const std::string&, const std::string&>(),
              nb::arg("recorder"), nb::arg("address"), nb::arg("token"), nb::arg("facts"))

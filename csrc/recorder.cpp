@@ -67,6 +67,17 @@ std::vector<Entry> Recorder::recent(size_t count) const {
     return entries;
 }
 
+std::vector<Entry> Recorder::under_way() const {
+    const uint64_t last = total();
+    std::vector<Entry> entries;
+    Entry entry;
+    for (uint64_t token = last - std::min<uint64_t>(last, capacity()) + 1; token <= last; ++token) {
+        if (file_.slot(token).state.load(std::memory_order_relaxed) != static_cast<uint8_t>(State::Issued)) continue;
+        if (find(token, entry) && entry.state == State::Issued) entries.push_back(entry);
+    }
+    return entries;
+}
+
 uint32_t Recorder::intern(const std::string& text) {
     std::lock_guard<std::mutex> guard(texts_lock_);
     const auto found = text_ids_.find(text);
@@ -76,6 +87,23 @@ uint32_t Recorder::intern(const std::string& text) {
     texts_.push_back(text);
     text_ids_.emplace(text, id);
     file_.keep(TextKind::Text, id, 0, text);
+    return id;
+}
+
+uint32_t Recorder::group(const std::string& name) {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    if (texts_.size() >= kMaxTexts) return kMaxTexts;
+    const auto id = static_cast<uint32_t>(texts_.size());
+    const auto before = groups_.find(name);
+    const int number = before == groups_.end() ? 1 : before->second.number + 1;
+    if (before != groups_.end()) {
+        const Life& earlier = before->second;
+        texts_[earlier.id] = name + "~" + std::to_string(earlier.number);
+        file_.keep(TextKind::Text, earlier.id, 0, texts_[earlier.id]);
+    }
+    groups_[name] = {id, number};
+    texts_.push_back(name);
+    file_.keep(TextKind::Text, id, 0, name);
     return id;
 }
 
@@ -95,7 +123,7 @@ void Recorder::keep_site(uint32_t newest) {
 }
 
 Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size)
-    : recorder_(std::move(recorder)), group_(recorder_->intern(group)), size_(size) {}
+    : recorder_(std::move(recorder)), group_(recorder_->group(group)), size_(size) {}
 
 uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site) {
     std::atomic<uint64_t>& counter = is_point_to_point(op) ? messages_ : collectives_;

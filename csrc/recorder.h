@@ -33,6 +33,8 @@ class Recorder {
     bool find(uint64_t token, Entry& out) const;
     // The latest `count` records, oldest first.
     std::vector<Entry> recent(size_t count) const;
+    // Those of the ring that have not ended, oldest first.
+    std::vector<Entry> under_way() const;
 
     uint64_t total() const { return file_.header().next.load(std::memory_order_acquire) - 1; }
     size_t capacity() const { return file_.capacity(); }
@@ -40,6 +42,9 @@ class Recorder {
     // Small numbers for texts (group names, labels). Bounded: a text past the limit becomes "…".
     uint32_t intern(const std::string& text);
     std::string text(uint32_t id) const;
+    // The number of a new group. An earlier one of the same name, destroyed by now, is "name~1" from here on, the
+    // next "name~2", so that their calls are not taken for the new one's.
+    uint32_t group(const std::string& name);
 
     Ledger& ledger() { return ledger_; }
 
@@ -52,6 +57,11 @@ class Recorder {
     mutable std::mutex texts_lock_;
     std::vector<std::string> texts_;
     std::unordered_map<std::string, uint32_t> text_ids_;
+    struct Life {
+        uint32_t id;
+        int number;
+    };
+    std::unordered_map<std::string, Life> groups_;
     std::atomic<uint32_t> sites_kept_{1};
 };
 

@@ -124,7 +124,14 @@ std::string read_back(int fd) {
 
 using DumpThreads = const char* (*)(int, PyInterpreterState*, PyThreadState*);
 
+DumpThreads dump_threads() {
+    static const auto found = reinterpret_cast<DumpThreads>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
+    return found;
+}
+
 }  // namespace
+
+bool dumps_stacks() { return dump_threads() != nullptr; }
 
 Responder::Responder(std::shared_ptr<Recorder> recorder, const std::string& address, const std::string& token,
                      const std::string& facts)
@@ -144,7 +151,13 @@ Responder::Responder(std::shared_ptr<Recorder> recorder, const std::string& addr
 Responder::~Responder() { close(); }
 
 void Responder::close() {
-    if (getpid() != pid_ || closing_.exchange(true)) return;  // a forked child has no such thread
+    if (closing_.exchange(true)) return;
+    if (getpid() != pid_) {
+        // A forked child has no such thread, but it has the sockets, which would keep its parent's name alive.
+        for (const int fd : {listener_, local_listener_, wake_})
+            if (fd >= 0) ::close(fd);
+        return;
+    }
     for (auto& wake : signal_wakes) {
         int own = wake_;
         wake.compare_exchange_strong(own, 0);
@@ -215,6 +228,7 @@ std::string Responder::reply(char kind, const std::string& group) {
 
 std::string Responder::stacks() {
     std::unique_lock<std::mutex> guard(lock_);
+    if (!leaving_.empty()) return "";  // the interpreter may be gone any moment
     if (latest_stacks_ns_ != 0 && monotonic_ns() - latest_stacks_ns_ < kStacksStayTrue) return latest_stacks_;
     const uint64_t question = ++asked_;
     changed_.notify_all();
@@ -222,10 +236,9 @@ std::string Responder::stacks() {
         latest_stacks_ = answer_;
     } else if (!closing_) {
         // Whoever holds the GIL has not let go of it for a second, so no frame changes while it is read.
-        static const auto dump = reinterpret_cast<DumpThreads>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
-        if (dump != nullptr) {
+        if (dumps_stacks()) {
             const int fd = memfd_create("ringway-stacks", MFD_CLOEXEC);
-            dump(fd, PyInterpreterState_Main(), nullptr);
+            dump_threads()(fd, PyInterpreterState_Main(), nullptr);
             latest_stacks_ = read_back(fd);
             ::close(fd);
         } else if (signal_fd_ >= 0 && ftruncate(signal_fd_, 0) == 0) {
@@ -246,8 +259,9 @@ std::string Responder::stacks() {
 
 Waking Responder::wait(double seconds) {
     std::unique_lock<std::mutex> guard(lock_);
-    changed_.wait_for(guard, std::chrono::duration<double>(seconds), [this] { return asked_ > seen_ || closing_; });
-    if (closing_) return Waking::Closed;
+    const auto called = [this] { return asked_ > seen_ || closing_ || !leaving_.empty(); };
+    changed_.wait_for(guard, std::chrono::duration<double>(seconds), called);
+    if (closing_ || !leaving_.empty()) return Waking::Closed;
     if (asked_ == seen_) return Waking::Nothing;
     seen_ = asked_;
     return Waking::Asked;
@@ -269,6 +283,7 @@ void Responder::use_signal(int number, int fd) {
 void Responder::farewell(const std::string& why) {
     std::lock_guard<std::mutex> guard(lock_);
     leaving_ = why;
+    changed_.notify_all();
 }
 
 void Responder::set_recorder(std::shared_ptr<Recorder> recorder) {

@@ -23,6 +23,9 @@ namespace ringway {
 
 enum class Waking { Nothing = 0, Asked = 1, Closed = 2 };
 
+// Whether this interpreter lets its frames be read without the GIL by a plain call.
+bool dumps_stacks();
+
 class Responder {
   public:
     // `address` is the one to listen on. `facts` is a JSON object that is part of each reply.
@@ -42,7 +45,7 @@ class Responder {
     // Where the interpreter cannot be asked for stacks directly: a signal at which faulthandler writes them to
     // `fd`. It is raised in the responder's own thread only.
     void use_signal(int number, int fd);
-    // From now on replies say that the rank is leaving, and why.
+    // From now on replies say that the rank is leaving, and why; waits end, and Python is left alone.
     void farewell(const std::string& why);
     void set_recorder(std::shared_ptr<Recorder> recorder);
 

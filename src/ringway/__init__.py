@@ -77,6 +77,7 @@ from ringway.groups import (
     register_backend,
     set_backend,
 )
+from ringway.observe import faults as _faults  # noqa: F401 - attends every group from its beginning
 from ringway.observe.recorder import recent_calls, status
 from ringway.work import Work
 

@@ -56,6 +56,9 @@ class Issuer:
         self._plans: dict[str, Plan] = {}
         self._default_device = next(iter(self._backends))
         self._fault: BaseException | None = None
+        self.explain: Callable[[Issuer, BaseException], BaseException] | None = None
+        """Turns a backend's error into one that knows what the other ranks know."""
+        self.closed = False
         self._barriers = 0
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
@@ -85,6 +88,13 @@ class Issuer:
         """From now on every call of this group raises `error`."""
         self._fault = self._fault or error
         self.observers_changed()
+
+    def _poisoned(self, error: BaseException) -> BaseException:
+        """The group's fault from now on: the error, explained."""
+        if self._fault is None and self.explain is not None:
+            error = self.explain(self, error)
+        self.poison(error)
+        return error
 
     def require_health(self) -> None:
         if self._fault is not None:
@@ -154,7 +164,7 @@ class Issuer:
     def _ended(self, call: Call, token: int, error: BaseException | None, observed: bool) -> BaseException | None:
         self._lane.end(token, error is None)
         if isinstance(error, _POISON):
-            self.poison(error)
+            error = self._poisoned(error)
         if observed:
             call.completed = _core.monotonic_ns()
             for observer in list(self._observers):
@@ -203,8 +213,7 @@ class Issuer:
         try:
             return function(*arguments) == 0
         except _POISON as error:
-            self.poison(error)
-            raise
+            raise self._poisoned(error) from None
 
     # The end
 
@@ -212,6 +221,7 @@ class Issuer:
         """Ends the group's backends. Idempotent; what is under way ends with an error."""
         if self._fault is None:
             self.poison(RingwayError(f"the group {self.name} was destroyed; make a new one with new_group"))
+        self.closed = True
         for backend in self._backends.values():
             if isinstance(backend, Backend):
                 if wait:
@@ -219,3 +229,4 @@ class Issuer:
                 else:
                     backend.abort()
         self._plans.clear()
+        self._quick = self.quick_all_reduce = None

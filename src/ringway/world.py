@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d_module
 from ringway import _core
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.c10d import GlooBackend, adopt, make_gloo
+from ringway.backends.c10d import GlooBackend, adopt, announcements, make_gloo
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
 from ringway.errors import UsageError
@@ -28,6 +29,7 @@ NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 
 RECORDER_CAPACITY = 4096
 MAX_OBJECT_BYTES = 1 << 30
+LEAVING_SECONDS = 2.0
 
 
 def _default_group() -> c10d.ProcessGroup | None:
@@ -40,25 +42,27 @@ class World:
     def __init__(self) -> None:
         self.recorder = _core.Recorder(RECORDER_CAPACITY)
         self.observers: list[Observer] = []
+        self.newcomers: list[Callable[[Communicator], None]] = []
+        """Called with each communicator that is made."""
         self.next_backend: str | None = None
         self.local_rank: int | None = None
         self.max_object_bytes = int(os.environ.get("RINGWAY_MAX_OBJECT_BYTES", MAX_OBJECT_BYTES))
         self._adopted: weakref.WeakKeyDictionary[c10d.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
         self._all: weakref.WeakSet[Communicator] = weakref.WeakSet()
-        self._default_group: c10d.ProcessGroup | None = None
         self._default: Communicator | None = None
+        self._default_group: Callable[[], c10d.ProcessGroup | None] = lambda: None
 
     def communicator(self, group: c10d.ProcessGroup | None) -> Communicator:
         """The communicator of a group; None is the world."""
         if group is None:
             group = _default_group()
-            if group is self._default_group and self._default is not None:
+            if self._default is not None and group is self._default_group():
                 return self._default
             if group is None:
-                self._default_group = self._default = None
+                self._default = None
                 raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
             self._default = self._find(group)
-            self._default_group = group
+            self._default_group = weakref.ref(group)
             return self._default
         return self._find(group)
 
@@ -91,6 +95,8 @@ class World:
     def add(self, info: GroupInfo, backends: dict[str, Any]) -> Communicator:
         communicator = Communicator(info, backends, self.recorder, self.observers)
         self._all.add(communicator)
+        for meet in self.newcomers:
+            meet(communicator)
         return communicator
 
     def watch(self, observer: Observer) -> None:
@@ -195,6 +201,7 @@ def register_with_torch(registration: registry.Registration) -> None:
 
 def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
+    announcements.wait_for_quiet(LEAVING_SECONDS)
     for communicator in world.communicators():
         communicator.close(wait=False)
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):

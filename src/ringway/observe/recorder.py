@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ringway import _core
-from ringway.call import DTYPES, OPS, Reduce
+from ringway.call import DTYPES, OP_BY_NAME, OPS, Reduce
+from ringway.observe.books import size_text
 from ringway.world import world
 
 _STATES = ("issued", "completed", "failed")
@@ -32,15 +34,38 @@ class RecordedCall:
     issued_ns: int
     completed_ns: int
     state: str
+    size: int = 1
+    """How many ranks the group has."""
 
     @property
     def duration(self) -> float | None:
         """Seconds from issue to completion; None while under way."""
         return None if not self.completed_ns else (self.completed_ns - self.issued_ns) / 1e9
 
+    @property
+    def place(self) -> str:
+        """The line of the program that made the call."""
+        return "an unknown line" if self.site is None else f"{self.site[0]}:{self.site[1]}"
 
-def _recorded(row: tuple[Any, ...]) -> RecordedCall:
-    sequence, op, nbytes, dtype, reduce, peer, group, label, site, issued, completed, state = row
+    def describe(self) -> str:
+        """all_reduce #12 (float32, 4.0 KB, SUM, group dp, train.py:88)"""
+        facts = []
+        if self.dtype is not None:
+            facts.append(str(self.dtype).removeprefix("torch."))
+        if self.op != "barrier":
+            facts.append(size_text(self.nbytes))
+        if self.reduce is not None:
+            facts.append(self.reduce)
+        if self.peer is not None:
+            facts.append(f"{'root' if OP_BY_NAME[self.op].collective else 'peer'} {self.peer}")
+        facts += [f"group {self.group}", self.place]
+        label = f" '{self.label}'" if self.label else ""
+        return f"{self.op}{label} #{self.sequence} ({', '.join(facts)})"
+
+
+def recorded(row: Sequence[Any]) -> RecordedCall:
+    """A row of the recorder's, from here or out of another process's reply."""
+    sequence, op, nbytes, dtype, reduce, peer, group, label, site, issued, completed, state, size = row
     facts = OPS[op]
     return RecordedCall(
         sequence=sequence,
@@ -51,16 +76,17 @@ def _recorded(row: tuple[Any, ...]) -> RecordedCall:
         peer=peer if "root" in facts.agree or not facts.collective else None,
         group=group,
         label=label,
-        site=site,
+        site=None if site is None else (site[0], site[1], site[2]),
         issued_ns=issued,
         completed_ns=completed,
         state=_STATES[state],
+        size=size,
     )
 
 
 def recent_calls(n: int = 100) -> list[RecordedCall]:
     """The latest `n` calls of this process, oldest first. The recorder is always on and keeps a fixed number."""
-    return [_recorded(row) for row in world.recorder.recent(n)]
+    return [recorded(row) for row in world.recorder.recent(n)]
 
 
 def status() -> dict[str, Any]:

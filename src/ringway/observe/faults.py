@@ -1,0 +1,129 @@
+"""What a failed call is raised as: the backend's error, with the facts that the other ranks and the store know.
+
+A connection that a living peer closed is a timeout, not a loss; a rank that slept through a timeout is told so. The
+first rank that knows why a group failed leaves it in the store, so that all raise the same.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
+from ringway.issuer import Issuer
+from ringway.observe.peers import Answer
+from ringway.observe.recorder import RecordedCall, recent_calls
+from ringway.observe.stall import StallWatch, watch
+from ringway.observe.verdict import Verdict
+from ringway.world import world
+
+
+def explain(issuer: Issuer, error: BaseException) -> BaseException:
+    """The error to raise instead; the same where nothing more is known."""
+    if not isinstance(error, (PeerLost, CommTimeout)) or watch.job is None or issuer.size == 1:
+        return error
+    try:
+        return _explained(watch, issuer, error)
+    except Exception:  # the explanation may fail, the error itself must not be lost
+        return error
+
+
+def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout) -> BaseException:
+    told = _read(watch, issuer)
+    if told is not None:
+        return told
+    if isinstance(error, PeerLost) and error.rank is not None:
+        explained: BaseException = error  # the backend knows for certain
+    else:
+        call = _failed_call(issuer)
+        if call is None:
+            return error
+        waited = (call.completed_ns - call.issued_ns) / 1e9
+        verdict = watch.investigate(call, waited)
+        explained = _judged(watch, issuer, call, waited, verdict, error)
+    _write(watch, issuer, explained)
+    return explained
+
+
+def _failed_call(issuer: Issuer) -> RecordedCall | None:
+    calls = [c for c in recent_calls(world.recorder.capacity) if c.group == issuer.name and c.state == "failed"]
+    return max(calls, key=lambda call: call.completed_ns, default=None)
+
+
+def _judged(
+    watch: StallWatch,
+    issuer: Issuer,
+    call: RecordedCall,
+    waited: float,
+    verdict: Verdict,
+    error: PeerLost | CommTimeout,
+) -> BaseException:
+    if verdict.sides:
+        return CollectiveMismatch(verdict.text, sides=verdict.sides, sequence=verdict.parted_at)
+    if verdict.gone:
+        rank = verdict.gone[0]
+        answer = watch._with_ends(watch.ask(call.group, stacks=False)).get(rank)
+        return _lost(rank, answer, call, verdict)
+    return CommTimeout(
+        verdict.text if verdict.missing else str(error),
+        op=call.op,
+        sequence=call.sequence,
+        waited=waited,
+        missing=list(verdict.missing) or list(getattr(error, "missing", ())),
+    )
+
+
+def _lost(rank: int, answer: Answer | None, call: RecordedCall, verdict: Verdict) -> PeerLost:
+    address = None if answer is None else answer.address
+    return PeerLost(
+        f"rank {rank} is lost during {call.describe()}: {verdict.text}",
+        rank=rank,
+        host=None if address is None else address.host,
+        pid=None if address is None else address.pid,
+        signal=None if answer is None else answer.signal,
+    )
+
+
+_FACTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "lost": (PeerLost, ("rank", "host", "pid", "signal")),
+    "timeout": (CommTimeout, ("op", "sequence", "waited", "missing")),
+    "mismatch": (CollectiveMismatch, ("sides", "sequence")),
+}
+
+
+def _key(issuer: Issuer) -> str:
+    return f"ringway/fault/{issuer.name}"
+
+
+def _read(watch: StallWatch, issuer: Issuer) -> BaseException | None:
+    """What another rank found out before."""
+    assert watch.job is not None
+    with suppress(Exception):
+        if watch.job.store.check([_key(issuer)]):
+            told = json.loads(watch.job.store.get(_key(issuer)))
+            if told["reporter"] != watch.job.rank:
+                kind, names = _FACTS[told["kind"]]
+                facts = {name: told[name] for name in names}
+                if "sides" in facts:
+                    facts["sides"] = {int(rank): side for rank, side in facts["sides"].items()}
+                error: BaseException = kind(f"rank {told['reporter']} reports: {told['text']}", **facts)
+                return error
+    return None
+
+
+def _write(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
+    assert watch.job is not None
+    for kind, (made, names) in _FACTS.items():
+        if isinstance(error, made):
+            facts = {name: getattr(error, name) for name in names}
+            told = {"kind": kind, "reporter": watch.job.rank, "text": str(error), **facts}
+            with suppress(Exception):  # the store may be gone with its host
+                watch.job.store.compare_set(_key(issuer), "", json.dumps(told))
+
+
+def _attend(issuer: Issuer) -> None:
+    issuer.explain = explain
+
+
+world.newcomers.append(_attend)

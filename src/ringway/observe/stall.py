@@ -1,0 +1,349 @@
+"""The stall watch: a call that waits too long says whom it waits for, and why.
+
+One thread a rank sleeps in the rank's responder and looks once a second at what is under way: that is local and
+costs a few microseconds. While all is well nothing is sent. When a call has waited `stall_after` seconds, the
+thread asks the other ranks of its group where they are and prints one verdict; a rank that is asked prints who is
+waiting for it. At the call's end `faults.py` turns the same answers into the error that is raised.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as c10d
+import torch.distributed.distributed_c10d as c10d_module
+
+from ringway import _core
+from ringway.issuer import Issuer
+from ringway.observe.peers import Address, Answer, ask_all
+from ringway.observe.recorder import RecordedCall, recent_calls, recorded
+from ringway.observe.verdict import Verdict, judge, own_stack
+from ringway.world import world
+
+STALL_AFTER = 30.0
+_ASKED, _CLOSED = 1, 2
+_LOOK_MOST = 1.0
+_LOOK_LEAST = 0.05
+_KEPT_VERDICTS = 32
+
+
+class Job:
+    """The ranks of this process's job: where each answers. Addresses are read ahead, because the store may be gone
+    when they are needed."""
+
+    def __init__(self, founder: Issuer, size: int, store: c10d.Store) -> None:
+        self.rank = founder.ranks[founder.rank]
+        self.size = size
+        self._founder = weakref.ref(founder)
+        self._store = store
+        self._own_store: c10d.Store | None = None
+        self.addresses: dict[int, Address] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its first group has not been destroyed: then later groups are of the same job."""
+        founder = self._founder()
+        return founder is not None and not founder.closed
+
+    def publish(self, address: Address) -> None:
+        self.addresses[self.rank] = address
+        self._store.set(f"ringway/watch/{self.rank}", address.pack().decode())
+
+    @property
+    def store(self) -> c10d.Store:
+        """A connection that is not the program's: its thread may be inside a wait on that one."""
+        with self._lock:
+            if self._own_store is None:
+                self._own_store = self._store.clone()
+            return self._own_store
+
+    def learn(self) -> bool:
+        """Reads the addresses that are there by now. Whether all are known."""
+        for rank in range(self.size):
+            if rank in self.addresses:
+                continue
+            key = f"ringway/watch/{rank}"
+            if not self.store.check([key]):
+                return False
+            self.addresses[rank] = Address.unpack(self.store.get(key))
+        return True
+
+    def store_alive(self) -> bool:
+        try:
+            self.store.check(["ringway"])
+        except Exception:
+            return False
+        return True
+
+
+class StallWatch:
+    """Watches this process's calls. There is one, made by the first group."""
+
+    def __init__(self) -> None:
+        self.seconds = STALL_AFTER
+        self.job: Job | None = None
+        self.verdicts: deque[str] = deque(maxlen=_KEPT_VERDICTS)
+        self.responder: _core.Responder | None = None
+        self._thread: threading.Thread | None = None
+        self._limits: list[tuple[int, int | None, float]] = []
+        self._told: set[int] = set()
+        self._told_waiters: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+
+    # Joining and leaving
+
+    def joined(self, issuer: Issuer) -> None:
+        """A group was made."""
+        default = c10d_module._world.default_pg
+        if default is not None and self.job is not None and self.job.lives:
+            return
+        store = issuer.info.store if default is None else c10d_module._world.pg_map[default][1]
+        size = issuer.size if default is None else default.size()
+        with suppress(Exception):  # a store that is gone fails the group itself, with a better message
+            self._start(Job(issuer, size, store))
+
+    def _start(self, job: Job) -> None:
+        ip = _own_ip(job._store)
+        if self.responder is None:
+            facts = json.dumps({"rank": job.rank, "size": job.size, "host": socket.gethostname()})
+            self._token = secrets.token_hex(16)
+            self.responder = _core.Responder(world.recorder, ip, self._token, facts)
+            self._ip = ip
+            _stacks_by_signal(self.responder)
+        self.responder.set_recorder(world.recorder)
+        job.publish(Address(job.rank, socket.gethostname(), self._ip, self.responder.port, self._token, os.getpid()))
+        self.job = job
+        self._told_waiters.clear()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ringway-stall-watch", daemon=True)
+            self._thread.start()
+
+    def leave(self) -> None:
+        """At the interpreter's end: whoever still waits for this rank is told why it will not come."""
+        if self.responder is None:
+            return
+        why = farewell_text()
+        self.responder.farewell(why)
+        if self.job is not None and self.job.size > 1:
+            with suppress(Exception):
+                self.job.store.set(f"ringway/end/{self.job.rank}", why)
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def forked(self) -> None:
+        """A child has none of this: its parent's sockets are closed in it."""
+        if self.responder is not None:
+            self.responder.close()
+        self.__init__()  # type: ignore[misc]
+
+    # Limits
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Calls issued meanwhile stall after so many seconds instead."""
+        with self._lock:
+            first = world.recorder.total + 1
+            self._limits = [*self._limits[-63:], (first, None, seconds)]
+        try:
+            yield
+        finally:
+            with self._lock:
+                last = world.recorder.total
+                self._limits = [(a, last if a == first and b is None else b, s) for a, b, s in self._limits]
+
+    def _limit_of(self, token: int) -> float:
+        for first, last, seconds in reversed(self._limits):
+            if token >= first and (last is None or token <= last):
+                return seconds
+        return self.seconds
+
+    def _pause(self) -> float:
+        shortest = min([self.seconds, *(limit[2] for limit in self._limits)])
+        return min(max(shortest / 4, _LOOK_LEAST), _LOOK_MOST)
+
+    # The thread
+
+    def _run(self) -> None:
+        learned: Job | None = None
+        while True:
+            responder, job = self.responder, self.job
+            if responder is None:
+                return
+            woken = responder.wait(self._pause())
+            if woken == _CLOSED:
+                return
+            # Nothing that goes wrong here may take the watch away.
+            with suppress(Exception):
+                if woken == _ASKED:
+                    responder.answer(stacks_text())
+                    self._asked()
+                if job is not None and learned is not job and job.learn():
+                    learned = job
+            with suppress(Exception):
+                self._look()
+
+    def _look(self) -> None:
+        now = _core.monotonic_ns()
+        calls = world.recorder.under_way()
+        self._told &= {token for token, _ in calls}
+        groups_seen: set[str] = set()
+        for token, row in calls:
+            call = recorded(row)
+            waited = (now - call.issued_ns) / 1e9
+            behind = call.group in groups_seen  # it waits for the one before it
+            groups_seen.add(call.group)
+            if not behind and token not in self._told and waited >= self._limit_of(token):
+                self._told.add(token)
+                self._say(self.investigate(call, waited).text)
+
+    def _say(self, text: str) -> None:
+        rank = "" if self.job is None else f"rank {self.job.rank}: "
+        self.verdicts.append(text)
+        print(f"ringway: {rank}{text}", file=sys.stderr, flush=True)
+
+    # Asking
+
+    def members(self, group: str) -> Sequence[int]:
+        for issuer in world.communicators():
+            if issuer.name == group:
+                return issuer.ranks
+        return ()
+
+    def own_answer(self) -> Answer:
+        rank = 0 if self.job is None else self.job.rank
+        calls = tuple(recent_calls(world.recorder.capacity))
+        return Answer(rank, "here", calls=calls, now_ns=_core.monotonic_ns())
+
+    def ask(self, group: str, *, stacks: bool = True) -> dict[int, Answer]:
+        """Where the other ranks of a group are."""
+        job = self.job
+        if job is None:
+            return {}
+        with suppress(Exception):
+            job.learn()
+        members = self.members(group)
+        return ask_all(
+            [job.addresses[r] for r in members if r != job.rank and r in job.addresses], group, stacks=stacks
+        )
+
+    def investigate(self, call: RecordedCall, waited: float) -> Verdict:
+        answers = self.ask(call.group)
+        own = self.own_answer()
+        verdict = judge(call, waited, own, self.members(call.group), self._with_ends(answers))
+        job = self.job
+        if job is not None and verdict.gone and not job.store_alive():
+            return Verdict(
+                verdict.text + "; the job's store is gone with its host, so no new group can be made",
+                verdict.missing,
+                verdict.gone,
+            )
+        return verdict
+
+    def _with_ends(self, answers: dict[int, Answer]) -> dict[int, Answer]:
+        """What ranks that are gone said of their end, where the store still knows it."""
+        job = self.job
+        told = {}
+        for rank, answer in answers.items():
+            if answer.state == "gone" and job is not None:
+                with suppress(Exception):
+                    if job.store.check([f"ringway/end/{rank}"]):
+                        end = job.store.get(f"ringway/end/{rank}").decode()
+                        answer = Answer(rank, "gone", answer.address, detail=f"its process is gone: {end}")
+            told[rank] = answer
+        return told
+
+    def _asked(self) -> None:
+        """Somebody waits; if it is for this rank, say so here too, where its user looks."""
+        job = self.job
+        if job is None:
+            return
+        for issuer in world.communicators():
+            own = {c.sequence for c in self.own_answer().of_group(issuer.name).values()}
+            waiting: dict[int, tuple[RecordedCall, list[int]]] = {}
+            for rank, answer in self.ask(issuer.name, stacks=False).items():
+                for call in answer.under_way():
+                    newer = (
+                        call.group == issuer.name and call.sequence not in own and call.sequence > max(own, default=-1)
+                    )
+                    if newer and call.op not in ("send", "recv"):
+                        waiting.setdefault(call.sequence, (call, []))[1].append(rank)
+            for number, (call, ranks) in waiting.items():
+                if (issuer.name, number) not in self._told_waiters:
+                    self._told_waiters.add((issuer.name, number))
+                    who = ", ".join(map(str, ranks))
+                    stack = own_stack(stacks_text())
+                    self._say(f"rank {who} waits in {call.describe()} for this rank, whose Python stack is:\n{stack}")
+
+
+def stacks_text() -> str:
+    """The stack of each thread, taken with the GIL, innermost frame first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, f"{ident:#x}")
+        frames = reversed(traceback.extract_stack(frame))
+        lines = [f'  File "{f.filename}", line {f.lineno} in {f.name}' for f in frames]
+        parts.append("\n".join([f"Thread {name} (most recent call first):", *lines]))
+    return "\n\n".join(parts)
+
+
+def farewell_text() -> str:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return "its program has ended"
+    return f"its program ended with {type(error).__name__}: {str(error)[:500]}"
+
+
+def _own_ip(store: Any) -> str:
+    """The address of this host that the host of the store sees."""
+    inner = store
+    while isinstance(inner, c10d.PrefixStore):
+        inner = inner.underlying_store
+    host = getattr(inner, "host", None)
+    if not host:
+        return "127.0.0.1"
+    family, _, _, _, where = socket.getaddrinfo(host, getattr(inner, "port", 1) or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        ip: str = probe.getsockname()[0]
+        return ip
+
+
+def _stacks_by_signal(responder: _core.Responder) -> None:
+    """Interpreters that do not export their dump (3.13 on) are asked through faulthandler's handler."""
+    if _core.dumps_stacks():
+        return
+    number = signal.SIGRTMAX - 2
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return
+    fd = os.memfd_create("ringway-stacks")
+    faulthandler.register(number, file=fd, all_threads=True)
+    responder.use_signal(number, fd)
+
+
+watch = StallWatch()
+
+
+def stall_after(seconds: float) -> Any:
+    """A context: calls issued in it that wait longer than so many seconds print who they wait for."""
+    return watch.limit(seconds)
+
+
+world.newcomers.append(watch.joined)
+os.register_at_fork(after_in_child=watch.forked)
+atexit.register(watch.leave)
