@@ -79,6 +79,38 @@ class _Waiters:
 _waiters = _Waiters()
 
 
+class _Announcements:
+    """How many completions torch has still to announce.
+
+    torch's threads announce them, and take the interpreter's lock to do so, once more after the callback has
+    returned. An interpreter that ends meanwhile takes the process down, so its end waits for quiet.
+    """
+
+    _TAIL = 0.05
+
+    def __init__(self) -> None:
+        self._pending = 0
+        self._last = 0.0
+        self._lock = threading.Lock()
+
+    def expect(self) -> None:
+        with self._lock:
+            self._pending += 1
+
+    def came(self) -> None:
+        with self._lock:
+            self._pending -= 1
+            self._last = time.monotonic()
+
+    def wait_for_quiet(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and (self._pending or time.monotonic() - self._last < self._TAIL):
+            time.sleep(0.005)
+
+
+announcements = _Announcements()
+
+
 class _Announced(Handle):
     """A collective of torch's, whose future tells the end."""
 
@@ -118,7 +150,10 @@ class _Announced(Handle):
                 completion(self._error(error))
             else:
                 completion(None)
+            finally:
+                announcements.came()
 
+        announcements.expect()
         self._work.get_future().add_done_callback(tell)
 
 
@@ -352,7 +387,8 @@ class GlooBackend(C10dBackend):
         return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
 
     def close(self) -> None:
-        self._group = None
+        # Whoever holds the last reference joins gloo's threads, which must happen while the interpreter lives.
+        self._group = self.torch_group = None
 
 
 class TorchBackend(C10dBackend):
