@@ -1,0 +1,385 @@
+"""Data-parallel hooks: the gradients of DistributedDataParallel, and what a program may do besides."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from models import RandomNet, TinyGPT
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ringway
+from ringway.errors import CollectiveMismatch, UsageError
+from ringway.parallel import register_data_parallel_hooks
+from ringway.testing import RankContext, RankPool
+
+SMALL_MB = 0.0005  # so that small models have several buckets
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _require_equal(ours: nn.Module, theirs: nn.Module, what: str, exact: bool = True) -> None:
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), f"{what}: '{name}' {a.grad is None} {b.grad is None}"
+        if a.grad is not None and b.grad is not None:
+            if exact:
+                assert torch.equal(a.grad, b.grad), f"{what}: '{name}' differs by {(a.grad - b.grad).abs().max()}"
+            else:
+                torch.testing.assert_close(a.grad, b.grad, msg=f"{what}: '{name}'")
+
+
+def random_models_like_ddp(context: RankContext, seeds: range, unused: bool) -> None:
+    """Both keep DDP's first buckets while parameters may be unused; both follow backward's order if not."""
+    context.start("gloo")
+    for seed in seeds:
+        torch.manual_seed(seed)
+        ours = RandomNet(seed, unused=unused)
+        wrapped = DistributedDataParallel(copy.deepcopy(ours), bucket_cap_mb=SMALL_MB, find_unused_parameters=unused)
+        handle = register_data_parallel_hooks(ours, bucket_mb=SMALL_MB)
+        torch.manual_seed(100 * seed + context.rank)
+        for step in range(4):
+            accumulated = torch.randn(2, 3, ours.width)
+            x = torch.randn(3, ours.width)
+            if step % 2:
+                with handle.no_sync():
+                    ours(accumulated).square().sum().backward()
+                with wrapped.no_sync():
+                    wrapped(accumulated).square().sum().backward()
+            ours(x).square().sum().backward()
+            wrapped(x).square().sum().backward()
+            # The sum over two ranks does not depend on a place in a bucket. Over more it does, in gloo: there
+            # DDP without a search for unused parameters begins with one bucket of its own, and with it stays
+            # at the first buckets.
+            exact = context.world_size == 2 or (step == 0 if unused else step > 0)
+            _require_equal(ours, wrapped.module, f"seed {seed}, step {step}", exact)
+            keep_values = step == 2
+            ours.zero_grad(set_to_none=not keep_values)
+            wrapped.zero_grad(set_to_none=not keep_values)
+        handle.remove()
+
+
+def unused_differs_by_rank(context: RankContext) -> None:
+    """A layer that one rank alone uses has a gradient everywhere; one that nobody uses has none."""
+    context.start("gloo")
+    torch.manual_seed(0)
+    model = RandomNet(3, unused=True)
+    (one, nobody, *_) = [i for i in range(len(model.layers)) if i not in model.order]
+    wrapped = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    handle = register_data_parallel_hooks(model, bucket_mb=SMALL_MB)
+    for step in range(4):
+        x = torch.randn(2, model.width)
+        extra = one if context.rank == (step % 2) else None
+        model(x, extra).sum().backward()
+        wrapped(x, extra).sum().backward()
+        _require_equal(model, wrapped.module, f"step {step}", exact=False)
+        assert model.layers[one].weight.grad is not None
+        assert model.layers[nobody].weight.grad is None
+        model.zero_grad()
+        wrapped.zero_grad()
+    handle.remove()
+
+
+def accumulated_then_unused(context: RankContext) -> None:
+    """What no_sync gathered is averaged with the next backward, even where that does not use the parameter."""
+    context.start("gloo")
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    handle = register_data_parallel_hooks(model)
+    with handle.no_sync():
+        (model[1](torch.full((1, 2), 1.0 + context.rank))).sum().backward()
+    model[0](torch.ones(1, 2)).sum().backward()
+    mean = (1.0 + context.world_size) / 2
+    assert torch.equal(model[1].weight.grad, torch.full((2, 2), mean))
+    handle.remove()
+
+
+def several_backwards(context: RankContext) -> None:
+    """Two synchronized backwards without zero_grad between them add up, however gradients are kept."""
+    context.start("gloo")
+    for as_views in (True, False):
+        model = nn.Linear(3, 1, bias=False)
+        handle = register_data_parallel_hooks(model, gradient_as_bucket_view=as_views)
+        for step in range(1, 4):
+            model(torch.full((1, 3), float(context.rank))).sum().backward()
+            expected = step * (context.world_size - 1) / 2
+            torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
+        kept = model.weight.grad
+        model.zero_grad()
+        model(torch.full((1, 3), 7.0)).sum().backward()
+        if not as_views:
+            torch.testing.assert_close(kept, torch.full((1, 3), 3 * (context.world_size - 1) / 2))
+        handle.remove()
+
+
+def sparse_and_mixed(context: RankContext) -> None:
+    """Sparse gradients stay sparse; dtypes have buckets of their own; strides are the parameters'."""
+    context.start("gloo")
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+            self.single = nn.Linear(4, 4)
+            self.exact = nn.Linear(4, 4).double()
+            self.short = nn.Linear(4, 4).bfloat16()
+            self.turned = nn.Parameter(torch.randn(4, 6).t())
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            x = self.single(self.table(numbers))
+            return (self.short(self.exact(x.double()).bfloat16()).float() @ self.turned.t()).sum()
+
+    torch.manual_seed(0)
+    model = Mixed()
+    reference = copy.deepcopy(model)
+    handle = register_data_parallel_hooks(model)
+    assert sorted(len(bucket) for bucket in handle.bucket_names) == [2, 2, 3]
+    batches = [torch.tensor([r, r + 1, 5]) for r in range(context.world_size)]
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        model(batches[context.rank]).backward()
+        for batch in batches:
+            (reference(batch) / context.world_size).backward()
+        assert model.table.weight.grad.is_sparse
+        assert model.turned.grad.stride() == model.turned.stride()
+        for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            tolerance = 0.05 if "short" in name or a.dtype != torch.double else 1e-2
+            torch.testing.assert_close(
+                a.grad.to_dense().double(), b.grad.to_dense().double(), rtol=tolerance, atol=tolerance, msg=name
+            )
+    handle.remove()
+
+
+def refusals(context: RankContext) -> None:
+    context.start("gloo")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].bias.requires_grad_(False)
+    handle = register_data_parallel_hooks(model)
+    x = torch.ones(1, 2)
+    with pytest.raises(UsageError, match="already"):
+        register_data_parallel_hooks(model)
+    with pytest.raises(UsageError, match="create_graph"):
+        model(x).sum().backward(create_graph=True)
+    model.zero_grad()
+    model.add_module("2", nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"given parameters \(2.weight, 2.bias\).*register them again"):
+        model(x).sum().backward()
+    del model[2]
+    model[1].bias.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"1.bias was frozen"):
+        model(x).sum().backward()
+    model[1].bias.requires_grad_(False)
+    model.zero_grad()
+    model.double()
+    with pytest.raises(UsageError, match=r"was torch.float32.*register them again"):
+        model(x.double()).sum().backward()
+    model.float()
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(model)
+    model.zero_grad()
+    model(x * context.rank).sum().backward()  # after all that, an ordinary step
+    assert torch.equal(model[0].weight.grad[:, 0], model[1].weight.sum(0) * (context.world_size - 1) / 2)
+    handle.remove()
+    handle.remove()
+    model.zero_grad()
+    model(x * context.rank).sum().backward()
+    assert torch.equal(model[0].weight.grad[:, 0], model[1].weight.sum(0) * context.rank)
+    with pytest.raises(UsageError, match="bucket_mb"):
+        register_data_parallel_hooks(model, bucket_mb=0)
+
+
+def wrong_model(context: RankContext, kind: str) -> str:
+    context.start("gloo")
+    other = context.rank == 1
+    layers: list[nn.Module] = [nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)]
+    if other and kind == "shape":
+        layers[2] = nn.Linear(3, 4)
+    if other and kind == "order":
+        layers.reverse()
+    if other and kind == "count":
+        layers.append(nn.Linear(2, 2))
+    if other and kind == "frozen":
+        layers[0].requires_grad_(False)
+    if other and kind == "dtype":
+        layers[1].double()
+    if other and kind == "shared":
+        layers[2].bias = layers[2].weight = nn.Parameter(torch.zeros(2, 3))
+    model = nn.Sequential(*layers)
+    with pytest.raises(CollectiveMismatch) as caught:
+        register_data_parallel_hooks(model, bucket_mb=1 + other if kind == "setting" else 1)
+    assert sorted(caught.value.sides) == [0, 1]
+    total = torch.ones(1)
+    ringway.all_reduce(total)  # the group lives on
+    assert total.item() == context.world_size
+    return str(caught.value)
+
+
+def values_of_rank_0(context: RankContext) -> tuple[list[Tensor], list[str]]:
+    context.start("gloo")
+    torch.manual_seed(context.rank)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model(torch.randn(4, 2))
+    keys = list(model.state_dict())
+    handle = register_data_parallel_hooks(model)
+    assert list(model.state_dict()) == keys
+    twin = copy.deepcopy(model)  # as for a moving average: its backward is nobody's business
+    twin(torch.randn(4, 2)).sum().backward()
+    handle.remove()
+    return [t.clone() for t in model.state_dict().values()], keys
+
+
+def checkpoints_and_compile(context: RankContext, kind: str) -> None:
+    """The same gradients, whichever way backward is run."""
+    context.start("gloo")
+    torch.manual_seed(0)
+    reentrant = {"checkpoint": False, "reentrant": True}.get(kind)
+    model = TinyGPT(checkpoints=reentrant, blocks=1 if kind == "compile" else 2)
+    plain = copy.deepcopy(model)
+    plain.checkpoints = None
+    handle = register_data_parallel_hooks(model, bucket_mb=0.01)
+    called: Any = torch.compile(model, backend="aot_eager") if kind == "compile" else model
+    batches = [torch.randint(33, (2, 8)) for _ in range(context.world_size)]
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
+    for _ in range(3):
+        before = len([c for c in ringway.recent_calls(1000) if c.label.startswith("gradients ")])
+        with autocast:
+            loss = called(batches[context.rank]).float().square().mean()
+        loss.backward()
+        for batch in batches:
+            with autocast:
+                reference = plain(batch).float().square().mean() / context.world_size
+            reference.backward()
+        _require_equal(model, plain, kind, exact=False)
+        sent = len([c for c in ringway.recent_calls(1000) if c.label.startswith("gradients ")]) - before
+        model.zero_grad()
+        plain.zero_grad()
+    if kind != "compile":
+        assert sent <= len(handle.bucket_names) + 1  # and "gradients used": a reentrant checkpoint is no backward
+    handle.remove()
+
+
+def error_in_backward(context: RankContext) -> None:
+    """A backward that raised half-way leaves nothing behind that the next one stumbles over."""
+    context.start("gloo")
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    handle = register_data_parallel_hooks(model, bucket_mb=SMALL_MB / 10)
+    x = torch.full((1, 3), 1.0 + context.rank)
+    model(x).sum().backward()
+    expected = _gradients(model)
+    model.zero_grad()
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("no")
+
+    middle = model[1].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(x).sum().backward()
+    middle.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    for name, gradient in _gradients(model).items():
+        assert torch.equal(gradient, expected[name]), name
+    handle.remove()
+
+
+def with_codec(context: RankContext, codec: str) -> tuple[float, float]:
+    """Momentum SGD with compressed gradients learns what it learns without."""
+    context.start("gloo")
+    results = []
+    for used in (None, codec):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        handle = register_data_parallel_hooks(model, codec=used)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+        torch.manual_seed(context.rank)
+        for _ in range(200):
+            x = torch.randn(16, 8)
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+        others = ringway.allgather_object(parameters)
+        assert all(torch.equal(parameters, other) for other in others)
+        if used is not None:
+            state = handle.state_dict()
+            assert state["feedback"]["slots"]
+            handle.load_state_dict(state)
+            loss_before = [p.clone() for p in model.parameters()]
+            model(torch.randn(4, 8)).sum().backward()
+            assert loss_before[0].shape == model[0].weight.grad.shape
+            with pytest.raises(UsageError, match="another model"):
+                handle.load_state_dict({**state, "buckets": [["nothing"]]})
+        handle.remove()
+        x = torch.randn(256, 8, generator=torch.Generator().manual_seed(9))
+        results.append((model(x) - x.sum(1, keepdim=True)).square().mean().item())
+    return results[0], results[1]
+
+
+def overlap(context: RankContext) -> tuple[int, int]:
+    """How many buckets left before the last gradient was computed."""
+    context.start("gloo")
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    handle = register_data_parallel_hooks(model, bucket_mb=32 * 33 * 4 / (1 << 20))
+    model(torch.randn(4, 32)).sum().backward()
+    assert [names[-1] for names in handle.bucket_names] == [f"{i}.weight" for i in reversed(range(6))]
+    last: list[int] = []
+    model[0].weight.register_hook(lambda g: last.append(ringway.recent_calls(1)[0].completed_ns or 1))
+    counted = ringway.status()["calls"]
+    before: list[int] = []
+    model[0].weight.register_hook(lambda g: before.append(ringway.status()["calls"] - counted))
+    model(torch.randn(4, 32)).sum().backward()
+    handle.remove()
+    return before[0], len(handle.bucket_names)
+
+
+@pytest.mark.parametrize(("size", "unused"), [(2, True), (2, False), (3, True), (3, False)])
+def test_random_models_have_the_gradients_of_ddp(pool: RankPool, size: int, unused: bool) -> None:
+    pool.run(random_models_like_ddp, range(12 if size == 2 else 6), unused, world_size=size)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [unused_differs_by_rank, accumulated_then_unused, several_backwards, sparse_and_mixed, error_in_backward],
+)
+def test_case(pool: RankPool, case: Any) -> None:
+    pool.run(case, world_size=2)
+
+
+def test_refusals(pool: RankPool) -> None:
+    pool.run(refusals, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["shape", "order", "count", "frozen", "dtype", "shared", "setting"])
+def test_a_rank_with_another_model_is_told_to_all(pool: RankPool, kind: str) -> None:
+    messages = pool.run(wrong_model, kind, world_size=3)
+    assert len(set(messages)) == 1
+    assert "on rank 0: " in messages[0]
+    assert "on rank 1: " in messages[0]
+
+
+def test_values_come_from_rank_0_and_keys_stay(pool: RankPool) -> None:
+    (first, keys), (second, _) = pool.run(values_of_rank_0, world_size=2)
+    assert len(keys) == len(first)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant", "autocast", "compile"])
+def test_ways_to_run_a_model(pool: RankPool, kind: str) -> None:
+    pool.run(checkpoints_and_compile, kind, world_size=2)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "int8"])
+def test_codec_with_error_feedback_learns(pool: RankPool, codec: str) -> None:
+    for plain, compressed in pool.run(with_codec, codec, world_size=2):
+        assert compressed < 4 * plain, (plain, compressed)
+
+
+def test_buckets_leave_while_backward_runs(pool: RankPool) -> None:
+    for before, buckets in pool.run(overlap, world_size=2):
+        assert before == buckets - 1

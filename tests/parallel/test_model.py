@@ -1,0 +1,262 @@
+"""Model-parallel hooks: one model on several ranks computes what it computes on one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from models import TinyGPT
+from torch import Tensor, nn
+
+import ringway
+from ringway.errors import CollectiveMismatch, UsageError
+from ringway.parallel import (
+    Column,
+    Row,
+    ScatterOutput,
+    register_data_parallel_hooks,
+    register_model_parallel_hooks,
+    vocabulary_parallel_cross_entropy,
+)
+from ringway.testing import RankContext, RankPool
+
+VOCABULARY = 33  # does not divide by any number of ranks here
+PLAN: dict[str, Any] = {
+    "tokens": "vocabulary",
+    "head": "column",
+    "blocks.*.attention.qkv": Column(parts=3),
+    "blocks.*.attention.out": "row",
+    "blocks.*.up": "column",
+    "blocks.*.down": Row(),
+}
+SEQUENCE_PLAN: dict[str, Any] = {
+    "tokens": "vocabulary",
+    "drop": ScatterOutput(dim=1),
+    "blocks.*.norm*": "sequence_norm",
+    "norm": "sequence_norm",
+    "head": Column(sequence_dim=1),
+    "blocks.*.attention.qkv": Column(parts=3, sequence_dim=1),
+    "blocks.*.attention.out": Row(sequence_dim=1),
+    "blocks.*.up": Column(sequence_dim=1),
+    "blocks.*.down": Row(sequence_dim=1),
+}
+STEPS = 50
+BATCH = 4
+
+
+def _batches() -> list[Tensor]:
+    chance = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (BATCH, 9), generator=chance) for _ in range(STEPS)]
+
+
+def _model(seed: int = 0, **options: Any) -> TinyGPT:
+    torch.manual_seed(seed)
+    return TinyGPT(VOCABULARY, **options)
+
+
+def train(context: RankContext, data: int, model_ranks: int, plan: dict[str, Any]) -> tuple[list[float], Any]:
+    """Losses of the whole batch, and the first step's whole gradients."""
+    context.start("gloo")
+    mesh = ringway.init_device_mesh("cpu", (data, model_ranks), mesh_dim_names=("data", "model"))
+    model = _model(seed=context.rank)  # rank 0's values go to all
+    split = register_model_parallel_hooks(model, plan, group=mesh.get_group("model")) if model_ranks > 1 else None
+    hooks = register_data_parallel_hooks(model, group=mesh.get_group("data"), bucket_mb=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    place = mesh.get_local_rank("data")
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    for batch in _batches():
+        own = batch.chunk(data)[place]
+        logits = model(own[:, :-1])
+        loss = vocabulary_parallel_cross_entropy(
+            logits, own[:, 1:], group=mesh.get_group("model"), vocabulary=VOCABULARY
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        if not first:
+            first = _whole_gradients(model, split)
+        optimizer.step()
+        total = loss.detach().clone()
+        ringway.all_reduce(total, group=mesh.get_group("data"))
+        losses.append(total.item() / data)
+    hooks.remove()
+    if split is not None:
+        split.remove()
+    assert [list(p.shape) for p in model.parameters()] == [list(p.shape) for p in _model().parameters()]
+    return losses, first if context.rank == 0 else None
+
+
+def _whole_gradients(model: nn.Module, split: Any) -> dict[str, Tensor]:
+    """Gradients take the parameters' place for a moment, to be gathered as they are."""
+    if split is None:
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+    values = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.grad.clone()
+    whole = split.full_state_dict()
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.data = value
+    return {name: whole[name].clone() for name, _ in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool) -> tuple[list[float], dict[str, Tensor]]:
+    return pool.run(train, 1, 1, {}, world_size=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "model_ranks", "plan"),
+    [
+        (2, 1, {}),
+        (4, 1, {}),
+        (1, 2, PLAN),
+        (1, 4, PLAN),
+        (2, 2, PLAN),
+        (1, 2, SEQUENCE_PLAN),
+        (2, 2, SEQUENCE_PLAN),
+    ],
+    ids=["data 2", "data 4", "model 2", "model 4", "data 2 x model 2", "sequence 2", "data 2 x sequence 2"],
+)
+def test_training_is_that_of_one_rank(
+    pool: RankPool, alone: tuple[list[float], dict[str, Tensor]], data: int, model_ranks: int, plan: dict[str, Any]
+) -> None:
+    results = pool.run(train, data, model_ranks, plan, world_size=data * model_ranks)
+    expected, gradients = alone
+    assert expected[-1] < expected[0]
+    for losses, _ in results:
+        # Fifty steps of Adam amplify a rounding difference; the first ones agree to the last digits.
+        assert losses[:5] == pytest.approx(expected[:5], rel=1e-5)
+        assert losses == pytest.approx(expected, rel=2e-3)
+    for name, gradient in results[0][1].items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def checkpoints(context: RankContext) -> None:
+    """A full state dict is the unsplit model's, loads into a plain model, and back into a split one."""
+    context.start("gloo")
+    plain = _model()
+    model = copy.deepcopy(plain)
+    keys = list(model.state_dict())
+    handle = register_model_parallel_hooks(model, PLAN)
+    assert list(model.state_dict()) == keys
+    assert model.tokens.weight is model.head.weight
+    whole = handle.full_state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(whole[name], value), name
+    other = _model(seed=9)
+    handle.load_full_state_dict(other.state_dict())
+    numbers = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
+    handle_output = ringway.parallel.gather_from_group(
+        model(numbers), sizes=ringway.allgather_object(model.head.weight.shape[0])
+    )
+    torch.testing.assert_close(handle_output, other(numbers))
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(twin(numbers), model(numbers))
+    handle.remove()
+    handle.remove()
+    torch.testing.assert_close(model(numbers), other(numbers))
+    assert model.head.weight is model.tokens.weight
+
+
+def ways_to_run(context: RankContext, kind: str) -> None:
+    context.start("gloo")
+    blocks = 1 if kind == "compile" else 2
+    plain = _model(blocks=blocks)
+    model = _model(blocks=blocks, checkpoints={"checkpoint": False, "reentrant": True}.get(kind))
+    handle = register_model_parallel_hooks(model, SEQUENCE_PLAN if kind == "checkpoint" else PLAN)
+    called: Any = torch.compile(model, backend="aot_eager") if kind == "compile" else model
+    numbers = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        loss = vocabulary_parallel_cross_entropy(called(numbers), numbers, vocabulary=VOCABULARY)
+        expected = F.cross_entropy(plain(numbers).flatten(0, 1).float(), numbers.flatten())
+    loss.backward()
+    expected.backward()
+    tolerance = 2e-2 if kind == "autocast" else 1e-5
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    gradients = _whole_gradients(model, handle)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=tolerance, atol=tolerance)
+    handle.remove()
+
+
+def layer_options(context: RankContext) -> None:
+    """Layers one by one: outputs joined, inputs split, padding, uneven lengths."""
+    context.start("gloo")
+    torch.manual_seed(0)
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 5, padding_idx=5)
+            self.joined = nn.Linear(5, 7)
+            self.taken = nn.Linear(7, 3)
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return self.taken(self.joined(self.table(numbers)))
+
+    model = Layers()
+    plain = copy.deepcopy(model)
+    handle = register_model_parallel_hooks(
+        model, {"table": "vocabulary", "joined": Column(gather_output=True), "taken": Row(split_input=True)}
+    )
+    numbers = torch.arange(7)
+    ours, theirs = model(numbers), plain(numbers)
+    torch.testing.assert_close(ours, theirs)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    gradients = _whole_gradients(model, handle)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    assert not gradients["table.weight"][5].any()
+    handle.remove()
+
+
+def refusals(context: RankContext) -> None:
+    context.start("gloo")
+
+    def refused(plan: dict[str, Any], model: nn.Module | None = None) -> str:
+        model = model or _model()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UsageError) as caught:
+            register_model_parallel_hooks(model, plan)
+        for name, value in model.state_dict().items():
+            assert value.shape == before[name].shape
+        return str(caught.value)
+
+    assert "names no module" in refused({"block.*.up": "column"})
+    assert "did you mean 'column'" in refused({"head": "colum"})
+    assert "named twice" in refused({"blocks.*.up": "column", "blocks.0.up": "row"})
+    assert "give a style" in refused({"head": 3})
+    assert "is a LayerNorm, and this style is for Linear" in refused({"blocks.*.up": "column", "norm": "column"})
+    assert "in another way" in refused({"tokens": "vocabulary", "head": "row"})
+    assert "cannot be 5 parts" in refused({"blocks.0.up": Column(parts=5)})
+    assert "max_norm" in refused({"0": "vocabulary"}, nn.Sequential(nn.Embedding(8, 2, max_norm=1.0)))
+    assert "gather_output would join" in refused({"blocks.0.up": Column(parts=2, gather_output=True)})
+    model = _model()
+    hooks = register_data_parallel_hooks(model)
+    assert "register the model-parallel ones first" in refused(PLAN, model)
+    hooks.remove()
+    with pytest.raises(CollectiveMismatch, match="different models"):
+        register_model_parallel_hooks(model, {"head": "column" if context.rank else "row"})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_checkpoints(pool: RankPool, size: int) -> None:
+    pool.run(checkpoints, world_size=size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_layer_options(pool: RankPool, size: int) -> None:
+    pool.run(layer_options, world_size=size)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "autocast", "compile"])
+def test_ways_to_run_a_model(pool: RankPool, kind: str) -> None:
+    pool.run(ways_to_run, kind, world_size=2)
+
+
+def test_refusals(pool: RankPool) -> None:
+    pool.run(refusals, world_size=2)
