@@ -1,0 +1,73 @@
+"""Proofs that CI cannot make: what ran, where, on which commit.
+
+A proof is a page of `docs/proofs/` whose head names the commit it was made on and the files it proves.
+
+    python scripts/proofs.py        lists the proofs that are older than the code they prove (make proofs)
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "proofs"
+_COMMIT = re.compile(r"^- Commit: `([0-9a-f]+)`", re.MULTILINE)
+_PROVES = re.compile(r"^- Proves: (.*)$", re.MULTILINE)
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def write(path: Path, title: str, proves: Sequence[str], body: str, commit: str | None = None) -> None:
+    """Writes a proof. A copy of the tree without its history has to be told the commit."""
+    commit = commit or _git("rev-parse", "HEAD")
+    if not commit:
+        raise SystemExit("this tree has no git history: say which commit it is with --commit")
+    head = [
+        f"# {title}",
+        "",
+        f"- Commit: `{commit}`",
+        f"- Made: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        f"- Proves: {', '.join(f'`{name}`' for name in proves)}",
+        "\n",
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(head) + body.rstrip() + "\n")
+    print(f"wrote {path}")
+
+
+def outdated(page: Path) -> str | None:
+    """Why a proof no longer counts, or None."""
+    text = page.read_text()
+    commit, proves = _COMMIT.search(text), _PROVES.search(text)
+    if commit is None or proves is None:
+        return "it does not name its commit and the files it proves"
+    if not _git("cat-file", "-t", commit.group(1)):
+        return f"its commit {commit.group(1)[:12]} is not in this history"
+    files = re.findall(r"`([^`]+)`", proves.group(1))
+    gone = [name for name in files if not (ROOT / name).exists()]
+    if gone:
+        return f"it proves {', '.join(gone)}, which is gone"
+    changed = _git("diff", "--name-only", commit.group(1), "--", *files)
+    return f"changed since: {', '.join(changed.split())}" if changed else None
+
+
+def main() -> int:
+    pages = sorted(FOLDER.glob("*.md"))
+    reasons = {page: outdated(page) for page in pages}
+    for page, reason in reasons.items():
+        print(f"{page.relative_to(ROOT)}: {reason or 'up to date'}")
+    if not pages:
+        print("there are no proofs")
+    return 1 if any(reasons.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
