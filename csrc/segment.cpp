@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kMagic = 0x79617767'6e697200;  // "\0ringway" in memory
 constexpr size_t kPage = 4096;
 constexpr size_t kEntryBytes = 64 << 10;
-constexpr size_t kCellBytes = 1 << 20;
+constexpr size_t kCellBytes = 512 << 10;
 constexpr size_t kLeastPart = 32 << 10;  // of a cell, for each rank
 constexpr size_t kMostRing = 256 << 10;
 constexpr size_t kLeastRing = 16 << 10;

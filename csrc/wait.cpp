@@ -12,9 +12,11 @@
 namespace ringway::shm {
 namespace {
 
-// A spin that ends in vain costs a CPU that somebody may need, so its length follows its success.
-constexpr int64_t kLongestSpin = 50'000;
-constexpr int64_t kShortestSpin = 2'000;
+// A spin is longer than it takes to wake a sleeper, else two ranks that wake each other would never find back to
+// spinning. It ends in vain where others need the CPUs too; after a few of those, most waits do without.
+constexpr int64_t kSpin = 100'000;
+constexpr int kMissesBorne = 4;
+constexpr int kOneIn = 16;
 constexpr int64_t kHoldGil = 2'000;       // a wait this short does not give the GIL away
 constexpr int64_t kSleepSlice = 20'000'000;  // between two looks for dead peers and signals
 constexpr int kLooksPerClock = 16;
@@ -44,15 +46,15 @@ Waiter::Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guar
       size_(size),
       own_(static_cast<uint32_t>(rank) + 1),
       guard_(guard),
-      may_spin_(spin),
-      spin_ns_(kLongestSpin) {}
+      may_spin_(spin) {}
 
 void wake(std::atomic<uint32_t>& word) {
     if (word.exchange(0, std::memory_order_seq_cst) != 0) futex(&word, FUTEX_WAKE, 1, nullptr);
 }
 
 Waking Waiter::slowly(int peer, Patience& patience, Look look, const void* what) {
-    if (may_spin_ && spin(patience, look, what)) return Waking::Ready;
+    const bool hopeful = misses_ < kMissesBorne || ++waits_ % kOneIn == 0;
+    if (may_spin_ && hopeful && spin(patience, look, what)) return Waking::Ready;
     patience.host.block();
     const Waking waking = sleep(peer, patience, look, what);
     words_[rank_].store(0, std::memory_order_relaxed);
@@ -65,15 +67,15 @@ bool Waiter::spin(Patience& patience, Look look, const void* what) {
     for (;;) {
         for (int i = 0; i < kLooksPerClock; ++i) {
             if (look(what)) {
-                spin_ns_ = std::min(spin_ns_ * 2, kLongestSpin);
+                misses_ = 0;
                 return true;
             }
             relax();
         }
         const int64_t spent = now_ns() - start;
         if (spent > kHoldGil) patience.host.block();
-        if (spent > spin_ns_) {
-            spin_ns_ = std::max(spin_ns_ / 2, kShortestSpin);
+        if (spent > kSpin) {
+            ++misses_;
             return false;
         }
     }

@@ -103,7 +103,8 @@ class Waiter {
     uint32_t own_;
     Guard& guard_;
     bool may_spin_;
-    int64_t spin_ns_;
+    int misses_ = 0;  // spins in vain since the last that was not
+    unsigned waits_ = 0;
 };
 
 // How many CPUs this process may use.
