@@ -205,8 +205,9 @@ def test_a_dead_ranks_children_do_not_outlive_it(pool: RankPool) -> None:
 
 
 def test_a_hang_is_named_with_its_stack(pool: RankPool) -> None:
+    pool.run(place, 0, world_size=2)
     with pytest.raises(RanksFailed) as caught:
-        pool.run(spin_on, 1, world_size=2, timeout=1)
+        pool.run(spin_on, 1, world_size=2, timeout=3)
     (failed,) = caught.value.failed
     assert (failed.rank, failed.kind) == (1, "hung")
     assert "in spin_on" in failed.detail
@@ -214,7 +215,8 @@ def test_a_hang_is_named_with_its_stack(pool: RankPool) -> None:
 
 
 def test_a_stopped_rank_is_a_hang(pool: RankPool) -> None:
-    outcomes = pool.try_run(stop_on, 0, world_size=1, timeout=1)
+    pool.run(place, 0, world_size=1)
+    outcomes = pool.try_run(stop_on, 0, world_size=1, timeout=3)
     assert outcomes[0].kind == "hung"
     assert "did not react" in outcomes[0].detail
 
