@@ -48,8 +48,10 @@ class DDPHook:
         self.feedback = feedback or ErrorFeedback(group)
         self.not_finite = not_finite
         self.steps = 0
-        self._parameters: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self._adam_watch = _warn_of_adam(weakref.ref(self))
+        self._compressed: set[int] = set()
+        """Where the parameters lie whose gradients were compressed."""
+        self.warned = False
+        _warn_of_adam(weakref.ref(self))
         # DDP's log wants a function's name.
         self.__qualname__ = f"ringway.compress.ddp_hook({codec!r})"
         self.__name__ = "ddp_hook"
@@ -58,11 +60,10 @@ class DDPHook:
         buffer = bucket.buffer()
         compressing = self.steps >= self.warmup_steps
         if compressing:
-            parameters = bucket.parameters()
-            for parameter in parameters:
-                self._parameters.add(parameter)
+            places = tuple(parameter.data_ptr() for parameter in bucket.parameters())
+            self._compressed.update(places)
             slot = self.feedback[bucket.index()]
-            slot.bind(tuple((parameter.data_ptr(), parameter.numel()) for parameter in parameters))
+            slot.bind(places)
             work = compressed_all_reduce(buffer, slot, self.codec, async_op=True, not_finite=self.not_finite)
         else:
             work = world.communicator(self.group).all_reduce(buffer, c10d.ReduceOp.AVG, async_op=True)
@@ -73,7 +74,8 @@ class DDPHook:
 
     def uses(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps parameters whose gradients this hook has compressed."""
-        return any(parameter in self._parameters for group in optimizer.param_groups for parameter in group["params"])
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(parameter.data_ptr() in self._compressed for parameter in stepped)
 
 
 def ddp_hook(
@@ -96,20 +98,20 @@ def ddp_hook(
     return DDPHook(codec, group=group, warmup_steps=warmup_steps, feedback=feedback, not_finite=not_finite)
 
 
-def _warn_of_adam(hook: "weakref.ref[DDPHook]") -> Any:
-    """Look at each optimizer that steps, until one is found that should not, or the hook is gone."""
+def _warn_of_adam(hook: "weakref.ref[DDPHook]") -> None:
+    """Look at each optimizer that steps, and warn once of one that should not. What looks stays registered, a
+    weak reference long: torch does not allow to remove it while it runs."""
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner = hook()
-        if owner is None:
-            handle.remove()
-        elif isinstance(optimizer, SCALES_BY_SECOND_MOMENT) and owner.uses(optimizer):
-            handle.remove()
+        if owner is None or owner.warned or not isinstance(optimizer, SCALES_BY_SECOND_MOMENT):
+            return
+        if owner.uses(optimizer):
+            owner.warned = True
             warnings.warn(
                 f"{type(optimizer).__name__} steps on gradients compressed with {owner.codec!r}: it does not converge "
                 "as with plain gradients. Use ringway.compress.OneBitAdam, or SGD with momentum.",
                 stacklevel=3,
             )
 
-    handle = register_optimizer_step_pre_hook(look)
-    return handle
+    register_optimizer_step_pre_hook(look)
