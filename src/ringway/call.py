@@ -126,8 +126,10 @@ def parse_reduce(op: object) -> tuple[Reduce, Any]:
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op={op!r} is not a ReduceOp; use one of {', '.join(m.name for m in Reduce)}")
     reduce = _REDUCE_BY_TORCH[int(getattr(op, "op", op))]
-    factor = getattr(op, "factor", None) if reduce is Reduce.PREMUL_SUM else None
-    return reduce, factor
+    if reduce is not Reduce.PREMUL_SUM:
+        return reduce, None
+    # Older versions of torch show the factor only to pickle.
+    return reduce, op.factor if hasattr(op, "factor") else op.__getstate__()[1]
 
 
 DTYPES: tuple[torch.dtype, ...] = (
