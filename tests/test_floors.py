@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "ringway"
 FLOORS = (
     ("tools", {"cli", "bench", "testing", "demo"}),
     ("compatibility", {"compat"}),
-    ("orchestrator", {"init", "initialize"}),
+    ("orchestrator", {"init", "runtime"}),
     ("faces", {"__init__", "api", "api_objects", "groups"}),
     ("features", {"parallel", "compress", "observe", "objects"}),
     ("world", {"world"}),

@@ -88,6 +88,7 @@ __version__ = "0.1.0"
 __all__ = [
     # life
     "init_distributed",
+    "initialize",
     "init_process_group",
     "is_available",
     "is_initialized",
@@ -168,6 +169,7 @@ __all__ = [
 
 _LAZY: dict[str, str] = {
     "init_distributed": "ringway.init",
+    "initialize": "ringway.runtime",
     "configure": "ringway.observe.logger",
     "log_summary": "ringway.observe.logger",
     "reset_log": "ringway.observe.logger",
