@@ -290,7 +290,7 @@ class _Process:
             send(self.control, pickle.dumps(job))
 
     def dead(self) -> bool:
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        return bool(_ready([self.pidfd], 0))
 
     def output(self) -> str:
         size = os.fstat(self._output_fd).st_size
@@ -319,7 +319,7 @@ class _Process:
         status = self._server.reap(self.pid)
         self.pid = -1
         if os.WIFSIGNALED(status):
-            cause = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            cause = f"killed by {_signal_name(os.WTERMSIG(status))}"
         else:
             cause = f"it left the process with status {os.WEXITSTATUS(status)}"
         return Outcome(self.number, "died", detail=cause, output=self.output())
@@ -360,11 +360,8 @@ def _collect(ranks: Sequence[_Process], timeout: float, grace: float | None) -> 
     by_pidfd = {rank.pidfd: rank for rank in ranks}
     while waiting and (left := deadline - time.monotonic()) > 0:
         watched = [*waiting, *(fd for fd, rank in by_pidfd.items() if rank in waiting.values())]
-        ready = select.select(watched, [], [], left)[0]
-        # A rank may answer and then die: its answer counts, so it is read first.
-        for rank in dict.fromkeys(waiting.get(fd) or by_pidfd[fd] for fd in ready):
-            if waiting.pop(rank.control.fileno(), None) is None:
-                continue
+        for rank in dict.fromkeys(waiting.get(fd) or by_pidfd[fd] for fd in _ready(watched, left)):
+            del waiting[rank.control.fileno()]
             outcome = outcomes[rank.number] = rank.answered()
             if grace is not None and not outcome.ok:
                 deadline = min(deadline, time.monotonic() + grace)
@@ -374,6 +371,20 @@ def _collect(ranks: Sequence[_Process], timeout: float, grace: float | None) -> 
     for rank in waiting.values():
         outcomes[rank.number] = rank.hung(given_up - started, given_up + _STACK_SECONDS)
     return [outcomes[rank.number] for rank in ranks]
+
+
+def _ready(fds: Sequence[int], seconds: float) -> list[int]:
+    """Which of these can be read, or belong to a process that has ended."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(seconds * 1000)]
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):  # only the first and the last real-time signal have names
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def _kill(pid: int) -> None:

@@ -65,27 +65,28 @@ class FunctionRef:
 
 
 def _import(name: str, path: str | None) -> ModuleType:
-    known = sys.modules.get(name)
-    if name != "__main__":
-        if known is not None and (path is None or getattr(known, "__file__", None) == path):
-            return known
-        if path is None or known is None:
-            with suppress(ModuleNotFoundError):
-                found = importlib.import_module(name)
-                if path is None or found.__file__ == path:
-                    return found
-    elif known is not None and known.__spec__ is not None and known.__spec__.origin == path:
-        return known
-    if path is None:
-        raise ModuleNotFoundError(f"a rank cannot import {name!r}", name=name)
-    # A script or a test module that no import path leads to. `__main__` is loaded under another name, so
-    # that its `if __name__ == "__main__"` does not run, and found under its own by pickle.
+    if name == "__main__":
+        known = sys.modules.get(_MAIN_ON_RANKS)
+        return known if known is not None and known.__file__ == path else _import_file(name, path)
+    with suppress(ModuleNotFoundError):
+        found = importlib.import_module(name)
+        if path is None or found.__file__ == path:
+            return found
+    return _import_file(name, path)
+
+
+def _import_file(name: str, path: str | None) -> ModuleType:
+    """A script, or a test module that no import path leads to.
+
+    `__main__` is loaded under another name, so that its `if __name__ == "__main__"` does not run, and is known
+    under its own too, so that pickle finds what is in it.
+    """
     own_name = _MAIN_ON_RANKS if name == "__main__" else name
-    spec = importlib.util.spec_from_file_location(own_name, path)
+    spec = None if path is None else importlib.util.spec_from_file_location(own_name, path)
     if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"a rank cannot import {name!r} from {path}", name=name)
+        raise ModuleNotFoundError(f"a rank cannot import {name!r} (file: {path})", name=name)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = sys.modules[spec.name] = module
+    sys.modules[name] = sys.modules[own_name] = module
     spec.loader.exec_module(module)
     return module
 
