@@ -125,11 +125,13 @@ def parse_reduce(op: object) -> tuple[Reduce, Any]:
         return Reduce.SUM, None
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op={op!r} is not a ReduceOp; use one of {', '.join(m.name for m in Reduce)}")
-    reduce = _REDUCE_BY_TORCH[int(getattr(op, "op", op))]
+    kind: Any = getattr(op, "op", op)
+    reduce = _REDUCE_BY_TORCH[int(kind)]
     if reduce is not Reduce.PREMUL_SUM:
         return reduce, None
     # Older versions of torch show the factor only to pickle.
-    return reduce, op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+    premultiplied: Any = op
+    return reduce, premultiplied.factor if hasattr(op, "factor") else premultiplied.__getstate__()[1]
 
 
 DTYPES: tuple[torch.dtype, ...] = (

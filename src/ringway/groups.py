@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringway.backends import registry
 from ringway.backends.base import Backend
+from ringway.backends.select import select
 from ringway.errors import UsageError
+from ringway.launch.info import LaunchInfo
 from ringway.world import NON_MEMBER, register_with_torch, world
 
 
@@ -22,11 +24,6 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     return c10d.is_initialized()
-
-
-def default_backend() -> str:
-    """What a group gets when nobody names a backend."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and c10d.is_nccl_available() else "gloo"
 
 
 def init_process_group(
@@ -41,10 +38,20 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     _ranks: list[int] | None = None,
 ) -> None:
-    """torch's function; the group it makes is ringway's own where ringway has the backend."""
+    """torch's function; the group it makes is ringway's own where ringway has the backend. Without a backend the
+    ranks find out together which fits: `shm` where all of them share a host."""
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
+    name = backend or world.next_backend
+    if name is None and not c10d.is_initialized():
+        limit = c10d.default_pg_timeout if timeout is None else timeout
+        if store is None:
+            met, rank, world_size = next(c10d.rendezvous(init_method or "env://", rank, world_size, timeout=limit))
+            met.set_timeout(limit)
+            store, init_method = c10d.PrefixStore("ringway", met), None
+        here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
+        name = select(None, "", here, store, limit.total_seconds()).backend
     c10d.init_process_group(
-        registry.torch_spelling(backend or world.next_backend or default_backend()),
+        registry.torch_spelling(name or "gloo"),
         init_method,
         timeout,
         world_size,
