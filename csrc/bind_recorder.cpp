@@ -37,6 +37,36 @@ void choose(Recorder& recorder, bool enabled, bool all, bool by_caller, const st
     recorder.ledger().choose(std::move(choice));
 }
 
+nb::tuple posted(const Posted& call, const char* place) {
+    return nb::make_tuple(call.sequence, static_cast<int>(call.op), call.bytes, static_cast<int>(call.dtype),
+                          static_cast<int>(call.reduce), call.peer, place);
+}
+
+nb::object fault_of(const Lane& lane) {
+    const Signatures::Fault* fault = lane.signatures() == nullptr ? nullptr : lane.signatures()->fault();
+    if (fault == nullptr) return nb::none();
+    return nb::make_tuple(fault->rank, posted(fault->own, fault->own_place), fault->other,
+                          posted(fault->theirs, fault->their_place));
+}
+
+// Python knows the class that says it; it is told the facts, and raises.
+PyObject* parted_error = nullptr;
+
+[[noreturn]] void raise_parted(const Lane& lane) {
+    nb::object error = nb::borrow(parted_error)(lane.group(), fault_of(lane));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
+
+template <class Begin>
+uint64_t compared(Lane& lane, const Begin& begin) {
+    try {
+        return begin();
+    } catch (const Parted&) {
+        raise_parted(lane);
+    }
+}
+
 nb::list logged(Recorder& recorder) {
     nb::list rows;
     for (const Ledger::Row& row : recorder.ledger().rows())
@@ -109,6 +139,13 @@ void bind_recorder(nb::module_& m) {
         .def("arrivals", &arrivals)
         .def("reset_log", [](Recorder& self) { self.ledger().reset(); });
 
+    nb::class_<Signatures>(m, "Signatures")
+        .def(nb::init<int, int, std::vector<int>, const std::string&>(), nb::arg("fd"), nb::arg("rank"), nb::arg("ranks"),
+             nb::arg("token"));
+    m.def("create_signatures", &Signatures::create, nb::arg("size"), nb::arg("token"));
+    m.def(
+        "set_parted_error", [](nb::object make) { parted_error = make.release().ptr(); }, nb::arg("make"));
+
     nb::class_<Lane>(m, "Lane")
         .def(
             "__init__",
@@ -119,8 +156,10 @@ void bind_recorder(nb::module_& m) {
         .def(
             "begin",
             [](Lane& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
-                return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype), static_cast<Reduce>(reduce),
-                                  peer, label, current_site());
+                return compared(self, [&] {
+                    return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype),
+                                      static_cast<Reduce>(reduce), peer, label, current_site());
+                });
             },
             nb::arg("op"), nb::arg("bytes"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("peer"), nb::arg("label"))
         .def(
@@ -131,13 +170,17 @@ void bind_recorder(nb::module_& m) {
                 TensorView view;
                 if (!view_tensor(tensor.ptr(), view) || !view.cpu || !view.contiguous) return 0;
                 if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
-                return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer, 0,
-                                  current_site());
+                return compared(self, [&] {
+                    return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
+                                      0, current_site());
+                });
             },
             nb::arg("op"), nb::arg("tensor"), nb::arg("reduce"), nb::arg("peer"), nb::arg("dtypes"))
         .def(
             "end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); },
             nb::arg("token"), nb::arg("ok"))
+        .def("compare", &Lane::compare, nb::arg("signatures"))
+        .def("check", [](Lane& self) { if (!fault_of(self).is_none()) raise_parted(self); })
         .def_prop_ro("collectives", &Lane::collectives)
         .def_prop_ro("messages", &Lane::messages)
         .def_prop_ro("completed", &Lane::completed);

@@ -139,7 +139,16 @@ uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t p
     entry.dtype = dtype;
     entry.reduce = reduce;
     entry.quiet = quiet_here;
-    return recorder_->begin(entry);
+    const uint64_t token = recorder_->begin(entry);
+    if (signatures_ != nullptr && !is_point_to_point(op)) {
+        try {
+            signatures_->post(entry);
+        } catch (const Parted&) {
+            end(token, State::Failed);
+            throw;
+        }
+    }
+    return token;
 }
 
 void Lane::end(uint64_t token, State state) {

@@ -19,6 +19,7 @@
 #include "ledger.h"
 #include "record.h"
 #include "record_file.h"
+#include "signatures.h"
 
 namespace ringway {
 
@@ -79,15 +80,21 @@ class Lane {
     uint64_t begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site);
     void end(uint64_t token, State state);
 
+    // From now on collectives are compared with those of the other ranks; `begin` then throws Parted.
+    void compare(std::shared_ptr<Signatures> signatures) { signatures_ = std::move(signatures); }
+    const Signatures* signatures() const { return signatures_.get(); }
+
     uint64_t collectives() const { return collectives_.load(std::memory_order_relaxed); }
     uint64_t messages() const { return messages_.load(std::memory_order_relaxed); }
     uint64_t completed() const { return completed_.load(std::memory_order_relaxed); }
     Recorder& recorder() { return *recorder_; }
+    std::string group() const { return recorder_->text(group_); }
 
   private:
     std::shared_ptr<Recorder> recorder_;
     uint32_t group_;
     int32_t size_;
+    std::shared_ptr<Signatures> signatures_;
     std::atomic<uint64_t> collectives_{0};
     std::atomic<uint64_t> messages_{0};
     std::atomic<uint64_t> completed_{0};

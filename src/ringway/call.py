@@ -211,6 +211,8 @@ class Call:
     size: int = 1
     issued: int = 0
     completed: int = 0
+    check: Callable[[], None] | None = None
+    """Raises where ranks were found to have called different things; for whoever waits in slices."""
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ functions did, or DDP. It is checked, numbered, recorded, started, and its end t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -59,6 +60,9 @@ class Issuer:
         self.explain: Callable[[Issuer, BaseException], BaseException] | None = None
         """Turns a backend's error into one that knows what the other ranks know."""
         self.closed = False
+        self._check: Callable[[], None] | None = None
+        self._offered: Any = None
+        self._works: weakref.WeakSet[Work] = weakref.WeakSet()
         self._barriers = 0
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
@@ -96,6 +100,25 @@ class Issuer:
         self.poison(error)
         return error
 
+    def compare(self, signatures: _core.Signatures | None, offered: Any = None) -> None:
+        """From now on each call is compared with those of the other ranks, before anything is sent. What was
+        `offered` to them lives as long as this group."""
+        if signatures is not None:
+            self._lane.compare(signatures)
+            self._check = self._lane.check
+            self._offered = offered
+
+    def look_for_parting(self) -> None:
+        """Ends what is under way, though its backend will not, where ranks were found to call different things."""
+        if self._check is None or self.closed:
+            return
+        try:
+            self._check()
+        except CollectiveMismatch as error:
+            self.poison(error)
+            for work in list(self._works):
+                work.fail(error)
+
     def require_health(self) -> None:
         if self._fault is not None:
             raise self._fault.with_traceback(None)
@@ -128,14 +151,18 @@ class Issuer:
         made = self._plan(device_of(call) or self._default_device)
         check(call, self.rank)
         dtype = call.dtype
-        token = self._lane.begin(
-            call.op.code,
-            call.nbytes,
-            UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
-            int(call.reduce),
-            call.peer,
-            0 if call.label is None else self._label(call.label),
-        )
+        call.check = self._check
+        try:
+            token = self._lane.begin(
+                call.op.code,
+                call.nbytes,
+                UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
+                int(call.reduce),
+                call.peer,
+                0 if call.label is None else self._label(call.label),
+            )
+        except _POISON as error:  # the other ranks call something else
+            raise self._poisoned(error) from None
         call.sequence = (self._lane.collectives if call.op.collective else self._lane.messages) - 1
         observed = bool(self._observers)
         if observed:
@@ -159,7 +186,10 @@ class Issuer:
         def settle(error: BaseException | None) -> BaseException | None:
             return self._ended(call, token, error, observed)
 
-        return Work(handle, call.outputs, settle)
+        work = Work(handle, call.outputs, settle)
+        if self._check is not None:
+            self._works.add(work)
+        return work
 
     def _ended(self, call: Call, token: int, error: BaseException | None, observed: bool) -> BaseException | None:
         self._lane.end(token, error is None)

@@ -179,6 +179,10 @@ class Work(c10d.Work):
         for callback in callbacks:
             callback(self._error)
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the work for whoever holds it, though its backend has not: nothing will come any more."""
+        self._completed(error)
+
     def _watch(self) -> None:
         with self._lock:
             watched, self._watched = self._watched, True

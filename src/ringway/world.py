@@ -16,7 +16,7 @@ import torch
 import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
-from ringway import _core
+from ringway import _core, signatures
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, adopt, announcements, make_gloo
@@ -162,6 +162,7 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         timeout=options.timeout.total_seconds(),
         options=extra,
     )
+    offered = None if registration.one_host else signatures.offer(info)
     backend = registry.make(registration, info)
     corner = GroupInfo(**{**info.__dict__, "store": c10d.PrefixStore("ringway/inner", info.store)})
     inner = backend.torch_group or make_gloo(corner, loopback=registration.one_host)
@@ -171,7 +172,10 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         nccl = _make_nccl(info)
         others["cuda"] = nccl
         backends["cuda"] = adopt(info, nccl, "nccl")
-    return Bridge(registration.torch_name, world.add(info, backends), inner, others)
+    communicator = world.add(info, backends)
+    if not registration.one_host:  # shm compares in its own segment
+        communicator.compare(signatures.join(info, offered), offered)
+    return Bridge(registration.torch_name, communicator, inner, others)
 
 
 def _make_nccl(info: GroupInfo) -> Any:

@@ -131,6 +131,8 @@ class _Announced(Handle):
             except Exception as error:
                 if self._work.is_completed():
                     raise self._error(error) from None
+                if self._call.check is not None:
+                    self._call.check()
                 if deadline is not None and time.monotonic() >= deadline:
                     raise CommTimeout(
                         f"{self._call.describe()} is not done after {timeout} s of waiting",
@@ -326,6 +328,7 @@ class _GlooQuick:
         self._allreduce = group.allreduce
         self._begin = lane.begin_plain
         self._end = lane.end
+        self._check = lane.check
         self._name = name
         self._dtypes = sum(1 << DTYPE_CODE[dtype] for dtype in dtypes)
         self._options = {
@@ -343,7 +346,7 @@ class _GlooQuick:
             try:
                 work.wait(_SLICE)
             except Exception:
-                call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._name)
+                call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._name, check=self._check)
                 _Announced(work, call).wait()
             ok = True
         finally:

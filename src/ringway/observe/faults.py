@@ -65,13 +65,12 @@ def _judged(
         rank = verdict.gone[0]
         answer = watch._with_ends(watch.ask(call.group, stacks=False)).get(rank)
         return _lost(rank, answer, call, verdict)
-    return CommTimeout(
-        verdict.text if verdict.missing else str(error),
-        op=call.op,
-        sequence=call.sequence,
-        waited=waited,
-        missing=list(verdict.missing) or list(getattr(error, "missing", ())),
-    )
+    known = error.missing if isinstance(error, CommTimeout) else []
+    if known:  # the backend knows who, the verdict knows where they are
+        text = f"{error}; {verdict.text}" if set(verdict.missing) & set(known) else str(error)
+    else:
+        text = verdict.text if verdict.missing else str(error)
+    return CommTimeout(text, op=call.op, sequence=call.sequence, waited=waited, missing=known or list(verdict.missing))
 
 
 def _lost(rank: int, answer: Answer | None, call: RecordedCall, verdict: Verdict) -> PeerLost:

@@ -195,6 +195,8 @@ class StallWatch:
                 if job is not None and learned is not job and job.learn():
                     learned = job
             with suppress(Exception):
+                for issuer in world.communicators():
+                    issuer.look_for_parting()
                 self._look()
 
     def _look(self) -> None:

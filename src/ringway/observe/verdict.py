@@ -54,8 +54,13 @@ def judge(
     missing: list[int] = []
     gone: list[int] = []
     stories: list[str] = []
+    gave_up: list[str] = []
     for rank in relevant:
         answer = answers.get(rank)
+        surrender = None if answer is None else _surrender(call, answer)
+        if surrender is not None:
+            gave_up.append(surrender)
+            continue
         story = f"rank {rank} never said where it answers" if answer is None else _story(call, answer)
         if story is not None:
             missing.append(rank)
@@ -63,6 +68,9 @@ def judge(
             if answer is not None and answer.state in ("gone", "leaving"):
                 gone.append(rank)
     head = f"{call.describe()} has waited {waited:.0f} s"
+    if not missing and gave_up:
+        text = f"{call.describe()} came too late: {'; '.join(gave_up)}, waiting for this rank {own.rank}"
+        return Verdict(text, (own.rank,))
     if not missing:
         return Verdict(f"{head}; every rank has come to it, so the data itself is slow or stuck on its way")
     return Verdict(f"{head} for {_ranks(missing)}; " + "; ".join(stories), tuple(missing), tuple(gone))
@@ -107,13 +115,20 @@ def _story(call: RecordedCall, answer: Answer) -> str | None:
         return f"{answer.who} does not answer: {answer.detail}"
     if OP_BY_NAME[call.op].collective:
         theirs = answer.of_group(call.group)
-        same = theirs.get(call.sequence)
-        if same is not None and same.state == "failed":
-            lasted = (same.completed_ns - same.issued_ns) / 1e9
-            return f"{answer.who} gave up {same.op} #{same.sequence} at {same.place} after {lasted:.0f} s"
-        if same is not None or any(number > call.sequence for number in theirs):
+        if call.sequence in theirs or any(number > call.sequence for number in theirs):
             return None
     return whereabouts(answer)
+
+
+def _surrender(call: RecordedCall, answer: Answer) -> str | None:
+    """That a living rank came to the call and gave it up; None where it did not."""
+    if answer.state != "here" or not OP_BY_NAME[call.op].collective:
+        return None
+    same = answer.of_group(call.group).get(call.sequence)
+    if same is None or same.state != "failed":
+        return None
+    lasted = (same.completed_ns - same.issued_ns) / 1e9
+    return f"{answer.who} gave up {same.op} #{same.sequence} at {same.place} after {lasted:.0f} s"
 
 
 def whereabouts(answer: Answer) -> str:
