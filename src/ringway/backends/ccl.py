@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from ringway.backends.buffers import even_splits, overlap, row_bytes
 from ringway.backends.c10d import GlooBackend
 from ringway.backends.ccl_library import BYTES, DATATYPES, REDUCTIONS, UniqueId
 from ringway.backends.compose import reduce_rows
-from ringway.backends.meeting import announced, exchange
+from ringway.backends.meeting import announced, exchange, host_identity
 from ringway.backends.ordered import Ordered
 from ringway.call import BARRIER, Call, Reduce, reduces
 from ringway.errors import BackendUnavailable, RingwayError
@@ -44,12 +43,6 @@ def obstacle() -> str | None:
     except BackendUnavailable as error:
         return error.reason
     return None
-
-
-def _host() -> str:
-    """This host, as far as sharing memory is concerned: the kernel's boot and the network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
 def configure(hosts: Sequence[str], rank: int) -> None:
@@ -75,7 +68,7 @@ class CclBackend(Backend):
     def __init__(self, info: GroupInfo) -> None:
         super().__init__(info)
         self._library = ccl_library.load()
-        hosts = [said.decode() for said in exchange(info, "ccl", _host().encode())]
+        hosts = [said.decode() for said in exchange(info, "ccl", host_identity().encode())]
         configure(hosts, info.rank)
         self._comm = ctypes.c_void_p()
         self._closed = False
@@ -167,9 +160,7 @@ class CclBackend(Backend):
     def _exchange(self, source: Tensor, given: Sequence[int], target: Tensor, taken: Sequence[int]) -> None:
         """Bytes for every rank from `source`, bytes from every rank into `target`."""
         counts = ctypes.c_size_t * self.size
-        self._run(
-            "onecclAllToAllV", source.data_ptr(), counts(*given), target.data_ptr(), counts(*taken), BYTES
-        )
+        self._run("onecclAllToAllV", source.data_ptr(), counts(*given), target.data_ptr(), counts(*taken), BYTES)
 
     def _gather_all(self, source: Tensor, target: Tensor) -> None:
         self._run("onecclAllGather", source.data_ptr(), target.data_ptr(), source.nbytes, BYTES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 from ringway.backends.base import GroupInfo
 from ringway.errors import RendezvousError
@@ -43,3 +45,9 @@ def await_keys(info: GroupInfo, topic: str, keys: list[str]) -> None:
             )
         time.sleep(pause)
         pause = min(pause * 2, _POLL_MOST)
+
+
+def host_identity() -> str:
+    """This host, as far as sharing memory goes: the kernel's boot and the network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"

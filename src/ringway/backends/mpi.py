@@ -205,11 +205,11 @@ class MpiBackend(Backend):
     name = "mpi"
     devices = ("cpu", "cuda")
 
-    def __init__(self, info: GroupInfo) -> None:
+    def __init__(self, info: GroupInfo, *, part: bool = False) -> None:
         super().__init__(info)
         self.closed = False
-        # Sub-groups are made when torch has its world, which then fixes what the MPI world must be.
-        self._comm = mpi_world.connect(info, whole_world=not c10d.is_initialized())
+        # The first group that torch makes is its world, which must be MPI's; `part` of it may come before.
+        self._comm = mpi_world.connect(info, whole_world=not part and not c10d.is_initialized())
         self._ordered = Ordered(f"mpi-{info.name}", info.timeout, inline=True)
         self._takes_cuda: bool | None = None
         self._most_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
@@ -268,9 +268,7 @@ class MpiBackend(Backend):
             for tensor in call.outputs:
                 tensor.copy_(pinned[id(tensor)])
 
-        host = replace(
-            call, inputs=[pinned[id(t)] for t in call.inputs], outputs=[pinned[id(t)] for t in call.outputs]
-        )
+        host = replace(call, inputs=[pinned[id(t)] for t in call.inputs], outputs=[pinned[id(t)] for t in call.outputs])
         return host, before, after
 
     # Collectives
@@ -337,7 +335,11 @@ class MpiBackend(Backend):
             return
         into = torch.empty_like(target) if overlap(source, target) else target
         request = self._start(
-            self._comm.Ireduce_scatter_block, call, _numbers(source, self.size), _numbers(into), op=_OPERATIONS[call.reduce]
+            self._comm.Ireduce_scatter_block,
+            call,
+            _numbers(source, self.size),
+            _numbers(into),
+            op=_OPERATIONS[call.reduce],
         )
         self._finish(request, call, into)
         if into is not target:
@@ -430,3 +432,8 @@ class MpiBackend(Backend):
     def abort(self) -> None:
         self.closed = True
         self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))
+
+
+def part_of_world(info: GroupInfo) -> MpiBackend:
+    """A backend between some ranks of a group that is itself being made."""
+    return MpiBackend(info, part=True)

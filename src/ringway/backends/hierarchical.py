@@ -1,0 +1,262 @@
+"""Groups that span hosts with several ranks each: shared memory inside a host, gloo or MPI between hosts.
+
+Rank i of every host owns slice i: it is reduced inside each host, then between the hosts by the ranks that own
+it, then gathered inside each host. So of every host's data only one copy crosses the wire, spread over as many
+connections as the host has ranks. Large tensors go in chunks, so that a host works on one while another is on
+the wire. Ops that gain nothing from this go through the flat backend of the whole group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.c10d import GlooBackend
+from ringway.backends.compose import Plan, plan
+from ringway.backends.meeting import exchange, host_identity
+from ringway.backends.ordered import Ordered
+from ringway.backends.shm import ShmBackend
+from ringway.call import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    Call,
+    Reduce,
+    reduces,
+)
+from ringway.errors import BackendUnavailable, RingwayError
+from ringway.work import Handle
+
+_CHUNK_BYTES = 8 << 20
+_FLAT = ("reduce", "gather", "scatter", "all_to_all_single", "barrier", "send", "recv")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks of the group share a host: `hosts[h][i]` is rank i of host h, in the group's order."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    host: int
+    place: int
+
+    @classmethod
+    def of(cls, identities: Sequence[str], rank: int) -> Layout:
+        by_host: dict[str, list[int]] = {}
+        for member, identity in enumerate(identities):
+            by_host.setdefault(identity, []).append(member)
+        hosts = tuple(tuple(members) for members in by_host.values())
+        widths = sorted({len(members) for members in hosts})
+        if len(hosts) < 2 or len(widths) > 1 or widths[0] < 2:
+            raise BackendUnavailable(
+                "hierarchical",
+                f"it needs two hosts or more with equally many ranks each, two at least; this group has "
+                f"{', '.join(str(len(members)) for members in hosts)} ranks on {len(hosts)} host(s)",
+                remedy="Use shm on one host, and gloo or mpi otherwise",
+            )
+        host = next(place for place, members in enumerate(hosts) if rank in members)
+        return cls(hosts, host, hosts[host].index(rank))
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        return self.hosts[self.host]
+
+    @property
+    def counterparts(self) -> tuple[int, ...]:
+        """The ranks that own the same slice on each host."""
+        return tuple(members[self.place] for members in self.hosts)
+
+    @property
+    def width(self) -> int:
+        return len(self.neighbours)
+
+    def by_place(self) -> list[int]:
+        """The group's ranks, ordered by slice and then by host."""
+        return [members[place] for place in range(self.width) for members in self.hosts]
+
+
+def _part(info: GroupInfo, name: str, members: Sequence[int]) -> GroupInfo:
+    return replace(
+        info,
+        rank=members.index(info.rank),
+        size=len(members),
+        ranks=[info.ranks[member] for member in members],
+        store=c10d.PrefixStore(f"ringway/{name}", info.store),
+        name=f"{info.name}/{name}",
+    )
+
+
+def over_gloo(info: GroupInfo) -> HierarchicalBackend:
+    return HierarchicalBackend(info, "hierarchical", GlooBackend)
+
+
+def over_mpi(info: GroupInfo) -> HierarchicalBackend:
+    from ringway.backends.mpi import part_of_world
+
+    return HierarchicalBackend(info, "hierarchical_mpi", part_of_world)
+
+
+class HierarchicalBackend(Backend):
+    """Shared memory inside, something else between; `across` makes the backend between the hosts."""
+
+    name = "hierarchical"
+    origins: ClassVar[Mapping[str, str]] = {
+        "all_reduce": "reduced inside the host, between hosts by slices, gathered inside",
+        "all_gather_into_tensor": "gathered between hosts by slices, then inside",
+        "reduce_scatter_tensor": "reduced inside the host by slices, then between hosts",
+        "broadcast": "by slices between hosts, gathered inside",
+        **dict.fromkeys(
+            ("reduce", "gather", "scatter", "all_to_all_single", "barrier", "send", "recv"), "through gloo"
+        ),
+    }
+
+    def __init__(self, info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend]) -> None:
+        super().__init__(info)
+        self.name = name  # type: ignore[misc]
+        identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
+        self._layout = layout = Layout.of(identities, info.rank)
+        self._flat = GlooBackend(replace(info, store=c10d.PrefixStore("ringway/flat", info.store)))
+        self.torch_group = self._flat.torch_group
+        self._local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
+        self._across = across(_part(info, f"slice{layout.place}", layout.counterparts))
+        self._local_plan, self._across_plan, self._flat_plan = map(plan, (self._local, self._across, self._flat))
+        self._ordered = Ordered(f"hierarchical-{info.name}", info.timeout, inline=True)
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        # A mean of means would round twice, and a factor would be applied twice.
+        return reduces(dtype, reduce) and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
+
+    def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
+        return self._ordered.submit(call, lambda: body(call))
+
+    def _inside(self, call: Call, **changes: object) -> Handle:
+        return self._step(self._local_plan, self._layout.width, call, **changes)
+
+    def _between(self, call: Call, **changes: object) -> Handle:
+        return self._step(self._across_plan, len(self._layout.hosts), call, **changes)
+
+    @staticmethod
+    def _step(made: Plan, size: int, call: Call, **changes: object) -> Handle:
+        step = replace(call, size=size, async_op=True, input_splits=None, output_splits=None, **changes)  # type: ignore[arg-type]
+        return made.runners[step.op.name](step)
+
+    def _chunks(self, tensor: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Flat pieces that divide by the ranks of a host; the last may be padded, and then says what it pads."""
+        flat, width = tensor.view(-1), self._layout.width
+        length = max(_CHUNK_BYTES // tensor.element_size() // width, 1) * width
+        pieces: list[tuple[Tensor, Tensor | None]] = []
+        for piece in flat.split(length) if flat.numel() else ():
+            short = -piece.numel() % width
+            pieces.append((torch.cat([piece, piece.new_zeros(short)]), piece) if short else (piece, None))
+        return pieces
+
+    def all_reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._all_reduce)
+
+    def _all_reduce(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        under_way = []
+        for piece, pads in self._chunks(target):
+            own = piece.new_empty(piece.numel() // self._layout.width)
+            self._inside(call, op=REDUCE_SCATTER_SINGLE, inputs=[piece], outputs=[own]).wait()
+            under_way.append((piece, pads, own, self._between(call, op=ALL_REDUCE, inputs=[own], outputs=[own])))
+        for piece, pads, own, handle in under_way:
+            handle.wait()
+            self._inside(call, op=ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
+            if pads is not None:
+                pads.copy_(piece[: pads.numel()])
+
+    def broadcast(self, call: Call) -> Handle:
+        return self._submit(call, self._broadcast)
+
+    def _broadcast(self, call: Call) -> None:
+        layout = self._layout
+        root_host = next(host for host, members in enumerate(layout.hosts) if call.peer in members)
+        under_way = []
+        for piece, pads in self._chunks(call.outputs[0]):
+            own = piece.new_empty(piece.numel() // layout.width)
+            if layout.host == root_host:
+                root = layout.neighbours.index(call.peer)
+                slices = list(piece.chunk(layout.width)) if layout.place == root else []
+                self._inside(call, op=SCATTER, inputs=slices, outputs=[own], peer=root).wait()
+            step = self._between(call, op=BROADCAST, inputs=[own], outputs=[own], peer=root_host)
+            under_way.append((piece, pads, own, step))
+        for piece, pads, own, handle in under_way:
+            handle.wait()
+            self._inside(call, op=ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
+            if pads is not None:
+                pads.copy_(piece[: pads.numel()])
+
+    def all_gather_into_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._all_gather_into_tensor)
+
+    def _all_gather_into_tensor(self, call: Call) -> None:
+        layout, source, target = self._layout, call.inputs[0].reshape(-1), call.outputs[0]
+        if not source.numel():
+            return
+        counterparts = source.new_empty(len(layout.hosts) * source.numel())
+        self._between(call, op=ALL_GATHER_SINGLE, inputs=[source], outputs=[counterparts]).wait()
+        everybody = source.new_empty(self.size * source.numel())
+        self._inside(call, op=ALL_GATHER_SINGLE, inputs=[counterparts], outputs=[everybody]).wait()
+        rows = target.view(self.size, -1)
+        for rank, row in zip(layout.by_place(), everybody.view(self.size, -1), strict=True):
+            rows[rank].copy_(row)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce_scatter_tensor)
+
+    def _reduce_scatter_tensor(self, call: Call) -> None:
+        layout, source, target = self._layout, call.inputs[0], call.outputs[0]
+        if not source.numel():
+            return
+        rows = source.view(self.size, -1)
+        by_place = rows[torch.tensor(layout.by_place())].view(-1)
+        counterparts = by_place.new_empty(by_place.numel() // layout.width)
+        self._inside(call, op=REDUCE_SCATTER_SINGLE, inputs=[by_place], outputs=[counterparts]).wait()
+        share = counterparts.new_empty(target.numel())
+        self._between(call, op=REDUCE_SCATTER_SINGLE, inputs=[counterparts], outputs=[share]).wait()
+        target.copy_(share.view(target.shape))
+
+    # Through the flat backend
+
+    def reduce(self, call: Call) -> Handle:
+        return self._flat_plan.runners["reduce"](call)
+
+    def gather(self, call: Call) -> Handle:
+        return self._flat_plan.runners["gather"](call)
+
+    def scatter(self, call: Call) -> Handle:
+        return self._flat_plan.runners["scatter"](call)
+
+    def all_to_all_single(self, call: Call) -> Handle:
+        return self._flat_plan.runners["all_to_all_single"](call)
+
+    def barrier(self, call: Call) -> Handle:
+        return self._flat_plan.runners["barrier"](call)
+
+    def send(self, call: Call) -> Handle:
+        return self._flat_plan.runners["send"](call)
+
+    def recv(self, call: Call) -> Handle:
+        return self._flat_plan.runners["recv"](call)
+
+    # The end
+
+    def close(self) -> None:
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
+        for part in (self._local, self._across, self._flat):
+            part.close()
+
+    def abort(self) -> None:
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))
+        for part in (self._local, self._across, self._flat):
+            part.abort()
