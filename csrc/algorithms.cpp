@@ -216,7 +216,6 @@ void Collectives::all_gather(const Request& r) {
             meet(rank);
             move_bytes(r.out.at(rank), payload(rank), bytes);
         }
-        all_came_ = sequence_;
         return;
     }
     announce();

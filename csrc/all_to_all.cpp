@@ -111,7 +111,6 @@ void Collectives::exchange(const Request& r) {
         if (row(peer)->largest_streamed == 0) move_bytes(r.out.at(peer), eager_block(peer), row(peer)->to(rank_));
     }
     move_bytes(r.out.at(rank_), r.in.at(rank_), row(rank_)->to(rank_));
-    all_came_ = sequence_;
     if (largest == 0) return;
 
     const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);

@@ -37,8 +37,8 @@ Outcome Collectives::run(const Request& request, Host& host) {
     try {
         members_.check();
         patience_ = &patience;
+        settle_previous();
         ++sequence_;
-        wait_for_slot();
         describe(request);
         dispatch(request);
         return Outcome::Done;
@@ -53,15 +53,12 @@ Outcome Collectives::run(const Request& request, Host& host) {
     }
 }
 
-// An entry slot is used again after kEntrySlots calls; by then everybody must be done with the old call, which
-// is sure once they have come to the one after it. Ops in which all wait for all know that anyway.
-void Collectives::wait_for_slot() {
-    if (sequence_ < all_came_ + kEntrySlots) return;
-    const uint64_t needed = sequence_ - kEntrySlots + 1;
+// Before a rank posts a call, everybody has come to the one before, and had called the same. So what nobody had to
+// wait for (a broadcast's root waits for nobody) is compared one call later at the latest, and an entry slot
+// that is used again has been read by all: who came to the call after it is done with it.
+void Collectives::settle_previous() {
     for (int peer = 0; peer < size_; ++peer)
-        if (peer != rank_)
-            wait(peer, [&] { return segment_.entry(peer, needed).sequence.load(kObserve) >= needed; });
-    all_came_ = needed;
+        if (peer != rank_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
 }
 
 void Collectives::describe(const Request& r) {
@@ -88,16 +85,17 @@ void Collectives::announce() {
     post(entry.sequence, sequence_);
 }
 
+// Waits until the peer has come to this call, and compares what it called.
 void Collectives::meet(int peer) {
     const Entry& entry = segment_.entry(peer, sequence_);
     wait(peer, [&] { return entry.sequence.load(kObserve) >= sequence_; });
     if (entry.signature != signature_) mismatch(peer);
+    met_[static_cast<size_t>(peer)] = sequence_;
 }
 
 void Collectives::meet_everybody() {
     for (int peer = 0; peer < size_; ++peer)
         if (peer != rank_) meet(peer);
-    all_came_ = sequence_;
 }
 
 void Collectives::mismatch(int peer) {
@@ -134,11 +132,7 @@ void Collectives::post(Counter& counter, uint64_t value) {
 void Collectives::reach(int peer, Counter RankControl::*counter, uint64_t target) {
     if (peer == rank_) return;
     const Counter& value = segment_.control(peer).*counter;
-    if (value.load(kObserve) >= target && met_[static_cast<size_t>(peer)] == sequence_) return;
-    if (target > base_ && met_[static_cast<size_t>(peer)] != sequence_) {
-        meet(peer);
-        met_[static_cast<size_t>(peer)] = sequence_;
-    }
+    if (target > base_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
     wait(peer, [&] { return value.load(kObserve) >= target; });
 }
 

@@ -101,7 +101,7 @@ class Collectives final : public Guard {
     void gather_in_steps(const Request& r, int taker);
 
     void describe(const Request& r);
-    void wait_for_slot();
+    void settle_previous();
     void announce();
     void announce_with(const void* data, int64_t bytes);
     void announce_with_blocks(const Request& r, int64_t block);
@@ -137,13 +137,12 @@ class Collectives final : public Guard {
     const int size_;
     Waiter waiter_;
     uint64_t sequence_ = 0;
-    uint64_t all_came_ = 0;  // the latest call to which everybody is known to have come
     uint64_t base_ = 0;      // steps of all calls before this one
     uint64_t signature_ = 0;
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;
-    std::vector<uint64_t> met_;  // the latest streamed call in which each peer's signature was seen
+    std::vector<uint64_t> met_;  // the latest call in which each peer's signature was seen
     std::vector<const void*> sources_;
     std::vector<double> factors_;
     std::vector<std::byte> copied_;

@@ -28,7 +28,7 @@ namespace ringway::shm {
 
 inline constexpr int kMaxRanks = 512;
 inline constexpr size_t kLine = 64;
-inline constexpr int kEntrySlots = 4;  // how many calls a rank may run ahead of the slowest, where the op lets it
+inline constexpr int kEntrySlots = 2;  // a rank is at most one call ahead of another
 inline constexpr int kCells = 4;       // depth of the pipeline of a large call
 inline constexpr size_t kTextBytes = 128;
 

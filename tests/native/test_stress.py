@@ -1,0 +1,63 @@
+"""The engine under sanitizers: ranks as threads over one mapping, so that the sanitizer sees all of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENGINE = "algorithms all_to_all collectives membership p2p progress reduce reduce_plain segment wait".split()
+PROGRAMS = 200 if os.environ.get("RINGWAY_SOAK") else 4
+SECONDS = 3000 if os.environ.get("RINGWAY_SOAK") else 280
+
+
+def _flags_of_sanitizer(name: str) -> list[str]:
+    return [f"-fsanitize={name}", "-O1", "-g", "-fno-omit-frame-pointer"]
+
+
+def _built(folder: Path, flags: list[str]) -> Path:
+    """The stress program with these flags, each source compiled beside the others."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    widths = {"reduce_avx2": ["-mavx2"], "reduce_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
+    names = [*ENGINE, *(widths if x86 else ())]
+    common = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", *flags]
+    sources = {name: ROOT / "csrc" / f"{name}.cpp" for name in names} | {"stress": ROOT / "tests/native/stress.cpp"}
+    compiler = os.environ.get("CXX", "g++")
+    jobs = [
+        subprocess.Popen([compiler, *common, *widths.get(name, []), "-c", str(source), "-o", folder / f"{name}.o"])
+        for name, source in sources.items()
+    ]
+    assert [job.wait() for job in jobs] == [0] * len(jobs)
+    program = folder / "stress"
+    subprocess.run([compiler, *flags, *(folder / f"{name}.o" for name in sources), "-o", program, "-pthread"], check=True)
+    return program
+
+
+def _run(program: Path, ranks: int, programs: int, seed: int) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    command = [program, str(ranks), str(programs), str(seed)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_no_sanitizer_objects(tmp_path: Path, sanitizer: str) -> None:
+    program = _built(tmp_path, _flags_of_sanitizer(sanitizer))
+    for ranks in (2, 3, 5):
+        done = _run(program, ranks, PROGRAMS, seed=100 * ranks)
+        assert done.returncode == 0, f"{ranks} ranks\n{done.stdout}{done.stderr[-6000:]}"
+        assert "ok:" in done.stdout
+        assert "runtime error" not in done.stderr, done.stderr[-6000:]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_a_missing_acquire_is_found(tmp_path: Path) -> None:
+    """The test above can fail: without the acquire on the reader's side, ThreadSanitizer sees the race."""
+    program = _built(tmp_path, [*_flags_of_sanitizer("thread"), "-DRINGWAY_BREAK_ACQUIRE"])
+    done = _run(program, 2, 2, seed=1)
+    assert done.returncode != 0
+    assert "data race" in done.stderr
