@@ -17,7 +17,7 @@ from torch import nn
 import ringway as dist
 from ringway.testing import RankContext, RankPool
 
-BACKENDS = ["gloo"]
+BACKENDS = ["gloo", "shm"]
 
 
 def _model(seed: int = 0) -> nn.Module:
@@ -79,7 +79,9 @@ def _ddp_hooks(context: RankContext, backend: str) -> None:
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=0.05, atol=0.01)
     model = nn.parallel.DistributedDataParallel(_model())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(6):
