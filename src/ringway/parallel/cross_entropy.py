@@ -71,7 +71,11 @@ def _check(
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"{what}: reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     known = ((target >= 0) & (target < whole)) | (target == ignore_index)
-    torch._assert_async(known.all(), f"{what}: a target lies outside the vocabulary of {whole}")
+    outside = f"{what}: a target lies outside the vocabulary of {whole}"
+    if known.is_cuda:
+        torch._assert_async(known.all(), outside)  # told by the device, when it gets there
+    elif not known.all():
+        raise UsageError(outside)
 
 
 class _CrossEntropy(Function):

@@ -312,7 +312,7 @@ class DataParallel:
         self._launch_complete()
         everybody = [parameter for _, parameter in (*self._dense, *self._sparse)]
         used = torch.tensor([parameter.grad is not None for parameter in everybody], dtype=torch.uint8)
-        told = self._communicator.all_reduce(used, ReduceOp.MAX, async_op=True, log_name="gradients used")
+        told = self._communicator.all_reduce(used, ReduceOp.MAX, async_op=True, log_name="parameters used")
         if told is not None:
             told.wait()
         somewhere = used.tolist()

@@ -1,0 +1,121 @@
+"""`ringway.initialize`, and the training example that is built on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringway
+from ringway.errors import ConfigError, UsageError
+from ringway.testing import RankContext, RankPool
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+QUICK = ["--steps", "4", "--width", "16", "--blocks", "1", "--context", "16", "--batch", "4", "--every", "1"]
+
+
+def _example() -> Any:
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def trained(context: RankContext, *arguments: str) -> list[float]:
+    context.start("gloo")
+    example = _example()
+    return example.train(example.parsed([*QUICK, *arguments]))
+
+
+def one_object(context: RankContext) -> dict[str, Any]:
+    dist = context.start("gloo")
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    whole = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    config = {"comms_logger": {"enabled": True, "prof_all": True}, "ringway": {"timeout": 77}}
+    plan = {"0": "column", "2": "row"}
+    runtime = ringway.initialize(config, model, plan=plan, model_parallel_size=2, verbose=False)
+    try:
+        assert runtime.config.timeout == 77
+        assert runtime.mesh.shape == (context.world_size // 2, 2)
+        assert model[0].weight.shape == (4, 4)
+        with runtime.no_sync():
+            model(torch.ones(1, 4)).sum().backward()
+        alone = model[0].weight.grad.clone()
+        model.zero_grad()
+        model(torch.full((1, 4), 1.0 + ringway.get_rank(runtime.data_group))).sum().backward()
+        assert {name: tuple(value.shape) for name, value in runtime.full_state_dict().items()} == whole
+        torch.testing.assert_close(model[0].weight.grad.sign(), alone.sign())
+        logged = ringway.get_logged_comm_ops()
+    finally:
+        runtime.close()
+        runtime.close()
+        ringway.configure(enabled=False)
+        ringway.reset_log()
+    assert dist.is_initialized()  # it was there before, so it stays
+    with pytest.raises(UsageError, match="does not divide"):
+        ringway.initialize(None, model, plan={"0": "column"}, model_parallel_size=3, verbose=False)
+    return {"logged": logged}
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_the_example_learns_alike_on_any_ranks(pool: RankPool, codec: str | None) -> None:
+    extra = [] if codec is None else ["--codec", codec]
+    (alone,) = pool.run(trained, world_size=1)
+    assert alone[-1] < alone[0]
+    layouts: list[tuple[int, list[str]]] = [(2, [])]
+    if codec is None:
+        layouts += [(2, ["--model-parallel", "2"]), (4, ["--model-parallel", "2", "--sequence"])]
+    for size, arguments in layouts:
+        for losses in pool.run(trained, *arguments, *extra, world_size=size):
+            assert losses == pytest.approx(alone, rel=1e-4 if codec is None else 1e-2)
+
+
+def test_the_example_runs_as_it_is() -> None:
+    command = [sys.executable, "-m", "ringway.cli", "run", "-n", "2", str(EXAMPLE), *QUICK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert "step    3  loss" in done.stdout
+    assert "Comm. Op" in done.stdout
+    assert "gradients 0" in done.stdout
+
+
+def test_one_object_to_close(pool: RankPool) -> None:
+    for result in pool.run(one_object, world_size=4):
+        assert {"reduce_from_group", "model digest", "gradients 0"} <= set(result["logged"])
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(UsageError, match="pass model="):
+        ringway.initialize(plan={"0": "column"})
+    with pytest.raises(UsageError, match="needs a plan"):
+        ringway.initialize(model=nn.Linear(1, 1), model_parallel_size=2)
+    with pytest.raises(ConfigError, match="did you mean 'timeout'"):
+        ringway.initialize({"ringway": {"timeuot": 3}})
+    assert not ringway.is_initialized()
+
+
+def alone(context: RankContext) -> None:
+    ringway.destroy_process_group()
+    with ringway.initialize(verbose=False) as runtime:
+        assert ringway.get_world_size() == 1
+        assert runtime.mesh is None
+        assert runtime.data_group is None
+        with pytest.raises(UsageError, match="no model"):
+            runtime.full_state_dict()
+    assert not ringway.is_initialized()
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="names no module"):
+        ringway.initialize(None, model, plan={"nothing": "row"}, verbose=False)
+    assert not ringway.is_initialized()  # what it had started, it ended
+
+
+def test_a_world_of_one(pool: RankPool) -> None:
+    pool.run(alone, world_size=1)
