@@ -1,0 +1,123 @@
+"""Object collectives: what cannot be trusted is an error that names the sender, and the group stays usable."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringway as dist
+from ringway import _core, objects
+from ringway.call import premul_sum
+from ringway.errors import ObjectError, UsageError
+from ringway.testing import RankContext, RankPool
+from ringway.world import world
+
+LIMIT = 1 << 20
+Point = namedtuple("Point", "x y")
+
+
+def test_checksum_is_crc32c() -> None:
+    assert _core.crc32c(b"123456789") == 0xE3069283
+    assert _core.crc32c(b"") == 0
+    assert _core.crc32c(b"56789", _core.crc32c(b"1234")) == 0xE3069283
+
+
+@given(st.recursive(st.none() | st.integers() | st.text() | st.binary(max_size=300), st.lists, max_leaves=20))
+def test_what_is_encoded_is_decoded(obj: Any) -> None:
+    header, body, error = objects._encode(obj, LIMIT)
+    assert error is None
+    assert objects._Header.unpack(header.pack(), 0) == header
+    assert objects._decode(header, body, 0) == obj
+
+
+@given(st.integers(min_value=0), st.integers(0, 7))
+def test_a_flipped_bit_is_noticed(place: int, bit: int) -> None:
+    header, body, _ = objects._encode({"numbers": np.arange(20), "word": "abc"}, LIMIT)
+    damaged = body.clone()
+    damaged[place % len(body)] ^= 1 << bit
+    with pytest.raises(ObjectError, match="rank 3 arrived damaged"):
+        objects._decode(header, damaged, 3)
+    packed = header.pack().clone()
+    packed[place % 24] ^= 1 << bit
+    with pytest.raises(ObjectError, match="rank 3 is corrupt"):
+        objects._Header.unpack(packed, 3)
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_noise_is_no_header(noise: bytes) -> None:
+    with pytest.raises(ObjectError, match="rank 1 is corrupt"):
+        objects._Header.unpack(torch.frombuffer(bytearray(noise), dtype=torch.uint8), 1)
+
+
+def test_large_buffers_are_not_copied_into_the_pickle() -> None:
+    array = np.zeros(1 << 16)
+    _, body, _ = objects._encode(array, LIMIT)
+    assert body.numel() < array.nbytes + 1024
+    assert len(pickle.dumps(array, protocol=5)) >= array.nbytes
+
+
+class _Unpicklable:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def _failures(context: RankContext, backend: str) -> None:
+    """One sender at a time sends what cannot be sent; every rank is told, and the next call works."""
+    context.start(backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world.max_object_bytes = LIMIT
+    large = "x" * (2 * LIMIT)
+    for sender in range(size):
+        mine: Any = large if rank == sender else rank
+        with pytest.raises(ObjectError, match=f"object of rank {sender} has .* the limit is {LIMIT}"):
+            dist.allgather_object(mine)
+        with pytest.raises(ObjectError) as caught:
+            dist.broadcast_object(large if rank == sender else None, src=sender)
+        assert caught.value.sender == sender
+        with pytest.raises(ObjectError, match=f"rank {sender} could not pickle"):
+            dist.gather_object(_Unpicklable() if rank == sender else 1, [None] * size if rank == 0 else None, dst=0)
+        inputs = [_Unpicklable()] * size if rank == sender else None
+        with pytest.raises(ObjectError, match=f"rank {sender} could not pickle"):
+            dist.scatter_object_list([None], inputs, src=sender)
+        assert dist.allgather_object(rank) == list(range(size)), "the group stays usable"
+    # A receiver with a smaller limit than the sender's refuses alone, and stays in step.
+    world.max_object_bytes = 100 if rank == size - 1 else LIMIT
+    try:
+        assert dist.broadcast_object("y" * 5000, src=0) == "y" * 5000
+        assert rank != size - 1
+    except ObjectError as error:
+        assert rank == size - 1
+        assert "RINGWAY_MAX_OBJECT_BYTES" in str(error)
+    world.max_object_bytes = LIMIT
+    assert dist.broadcast_object(rank, src=1) == 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_failures_reach_every_rank(pool: RankPool, backend: str) -> None:
+    pool.run(_failures, backend, world_size=3)
+
+
+def test_reducing_objects() -> None:
+    each = [{"a": i, "b": [torch.tensor([i, 1]), (np.array(2.0 * i), Point(i, -i))]} for i in range(1, 4)]
+    total = objects.reduce_objects(each, [0, 1, 2])
+    assert total["a"] == 6
+    assert total["b"][0].tolist() == [6, 3]
+    assert total["b"][1][0] == 12
+    assert total["b"][1][1] == Point(6, -6)
+    assert objects.reduce_objects(each, [0, 1, 2], dist.ReduceOp.AVG)["a"] == 2
+    assert objects.reduce_objects(each, [0, 1, 2], dist.ReduceOp.MAX)["b"][0].tolist() == [3, 1]
+    assert objects.reduce_objects([1, 2, 3], [0, 1, 2], premul_sum(0.5)) == 3
+    assert objects.reduce_objects([6, 3], [0, 1], dist.ReduceOp.BXOR) == 5
+    assert objects.reduce_objects(["a", "b"], [0, 1], lambda a, b: a + b) == "ab"
+    with pytest.raises(UsageError, match=r"the keys of the object\['x'\] differ on rank 5: q"):
+        objects.reduce_objects([{"x": {"p": 1}}, {"x": {"p": 1, "q": 2}}], [0, 5])
+    with pytest.raises(UsageError, match=r"the object\[0\] is str"):
+        objects.reduce_objects([["a"], ["b"]], [0, 1])

@@ -1,0 +1,106 @@
+"""The recorder: a fixed ring that is always on, and safe to read while it is written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+import ringway as dist
+from ringway import _core
+from ringway.call import ALL_REDUCE, SEND
+from ringway.testing import RankContext, RankPool
+
+
+def _here(lane: _core.Lane) -> int:
+    return lane.begin(ALL_REDUCE.code, 64, 0, 0, -1, 0)
+
+
+def test_the_ring_keeps_the_latest() -> None:
+    recorder = _core.Recorder(16)
+    lane = _core.Lane(recorder, "g")
+    first = _here(lane)
+    for _ in range(40):
+        lane.end(_here(lane), True)
+    assert recorder.total == 41
+    kept = recorder.recent(1000)
+    assert [row[0] for row in kept] == list(range(25, 41))
+    lane.end(first, True)  # the ring has come round: nothing of another call is touched
+    assert recorder.find(first) is None
+    assert all(row[11] == 1 for row in recorder.recent(16))
+
+
+def test_the_call_site_is_the_users_line() -> None:
+    recorder = _core.Recorder(16)
+    lane = _core.Lane(recorder, "g")
+    _here(lane)
+    file, line, function = recorder.recent(1)[0][8]
+    assert (Path(file).name, function) == ("test_recorder.py", "_here")
+    assert "lane.begin" in Path(file).read_text().splitlines()[line - 1]
+
+
+def test_messages_are_counted_apart() -> None:
+    lane = _core.Lane(_core.Recorder(16), "g")
+    _here(lane)
+    lane.begin(SEND.code, 4, 0, 0, 1, 0)
+    lane.begin(SEND.code, 4, 0, 0, 1, 0)
+    assert (lane.collectives, lane.messages, lane.completed) == (1, 2, 0)
+
+
+def test_reading_while_threads_write() -> None:
+    recorder = _core.Recorder(64)
+    stop = threading.Event()
+
+    def write(number: int) -> None:
+        lane = _core.Lane(recorder, f"group {number}")
+        while not stop.is_set():
+            lane.end(lane.begin(ALL_REDUCE.code, number, number, 0, -1, 0), True)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(300):
+            for row in recorder.recent(64):
+                assert row[6] == f"group {row[2]}", "a record is one call's, never two halves"
+                assert row[2] == row[3]
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+
+
+def _status(context: RankContext, backend: str) -> None:
+    context.start(backend)
+    dist.all_reduce(torch.ones(4), log_name="step loss")
+    last = dist.recent_calls(1)[0]
+    assert (last.op, last.nbytes, last.dtype, last.label) == ("all_reduce", 16, torch.float32, "step loss")
+    assert last.reduce == "SUM"
+    assert last.state == "completed"
+    assert last.duration is not None
+    assert last.duration > 0
+    assert last.site is not None
+    assert last.site[2] == "_status"
+    dist.broadcast(torch.ones(2), src=1)
+    assert dist.recent_calls(1)[0].peer == 1
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.empty(1), src=1)
+        under_way = dist.status()["under_way"]
+        assert [call["op"] for call in under_way] == ["recv"]
+        dist.barrier()
+        assert work is not None
+        work.wait()
+        assert dist.status()["under_way"] == []
+    else:
+        dist.barrier()
+        dist.send(torch.ones(1), dst=0)
+    group = dist.status()["groups"][0]
+    assert group["backend"] == backend
+    assert group["ranks"] == [0, 1]
+    assert group["fault"] is None
+
+
+def test_status_and_recent_calls(pool: RankPool) -> None:
+    for backend in ("gloo", "shm"):
+        pool.run(_status, backend, world_size=2)
