@@ -93,14 +93,27 @@ def _part(info: GroupInfo, name: str, members: Sequence[int]) -> GroupInfo:
     )
 
 
-def over_gloo(info: GroupInfo) -> HierarchicalBackend:
-    return HierarchicalBackend(info, "hierarchical", GlooBackend)
+def over_gloo(info: GroupInfo) -> Backend:
+    return _fitting(info, "hierarchical", GlooBackend)
 
 
-def over_mpi(info: GroupInfo) -> HierarchicalBackend:
+def over_mpi(info: GroupInfo) -> Backend:
     from ringway.backends.mpi import part_of_world
 
-    return HierarchicalBackend(info, "hierarchical_mpi", part_of_world)
+    return _fitting(info, "hierarchical_mpi", part_of_world)
+
+
+def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend]) -> Backend:
+    """The world must fit. A group made later may have ranks of one host only, or unequally many: those get
+    shared memory, or what runs between the hosts, alone."""
+    identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
+    try:
+        layout = Layout.of(identities, info.rank)
+    except BackendUnavailable:
+        if not c10d.is_initialized():
+            raise
+        return ShmBackend(info) if len(set(identities)) == 1 else across(info)
+    return HierarchicalBackend(info, layout, name, across)
 
 
 class HierarchicalBackend(Backend):
@@ -117,11 +130,10 @@ class HierarchicalBackend(Backend):
         ),
     }
 
-    def __init__(self, info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend]) -> None:
+    def __init__(self, info: GroupInfo, layout: Layout, name: str, across: Callable[[GroupInfo], Backend]) -> None:
         super().__init__(info)
         self.name = name  # type: ignore[misc]
-        identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
-        self._layout = layout = Layout.of(identities, info.rank)
+        self._layout = layout
         self._flat = GlooBackend(replace(info, store=c10d.PrefixStore("ringway/flat", info.store)))
         self.torch_group = self._flat.torch_group
         self._local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))

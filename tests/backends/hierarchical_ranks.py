@@ -1,0 +1,74 @@
+"""What the tests run on the ranks of two hosts: `python hierarchical_ranks.py SCENARIO`; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from launched import run_cases, training
+
+import ringway as dist
+from ringway.testing.conformance import Setting
+
+LIMIT = timedelta(seconds=90)
+ELEMENTS = 16 << 20
+
+
+def sent() -> int:
+    """What this host has put on its link: all interfaces but the loopback."""
+    total = 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        if name.strip() != "lo":
+            total += int(counts.split()[8])
+    return total
+
+
+def conformance() -> dict[str, Any]:
+    dist.init_distributed("hierarchical", timeout=LIMIT, verbose=False)
+    findings: list[str] = []
+    seconds: dict[str, float] = {}
+    setting = Setting("hierarchical", dist.get_world_size())
+    run_cases(setting, None, findings, seconds, lambda found: print(json.dumps(found), flush=True))
+    return {"findings": findings, "cases": len(seconds), **training()}
+
+
+def speed() -> dict[str, Any]:
+    """64 MB of fp32 through both, turn by turn: seconds, bytes on the wire, and whether the sums are equal."""
+    dist.init_distributed("gloo", timeout=LIMIT, verbose=False)
+    rank = dist.get_rank()
+    groups = {"gloo": None, "hierarchical": dist.new_group(backend="hierarchical")}
+    values = torch.randint(-1000, 1000, (ELEMENTS,), generator=torch.Generator().manual_seed(rank)).float()
+    times: dict[str, list[float]] = {name: [] for name in groups}
+    wire: dict[str, int] = {}
+    results = {}
+    for turn in range(4):
+        for name, group in groups.items():
+            tensor = values.clone()
+            dist.barrier()
+            before, began = sent(), time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            spent = torch.tensor(time.perf_counter() - began)
+            dist.barrier()
+            wire[name] = sent() - before
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            if turn:
+                times[name].append(spent.item())
+            results[name] = tensor
+    return {
+        "seconds": {name: min(taken) for name, taken in times.items()},
+        "wire": wire,
+        "equal": bool(torch.equal(results["gloo"], results["hierarchical"])),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scenario = {"conformance": conformance, "speed": speed}[sys.argv[1]]
+    print(json.dumps(scenario()), flush=True)
+    dist.destroy_process_group()
