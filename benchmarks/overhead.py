@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def recorder_cost(rounds: int) -> Estimate:
         rounds=rounds,
         sample_seconds=0.005,
         most_calls=20_000,
+        clock_ns=time.thread_time_ns,
     )
     (site,) = (row[8] for row in recorder.recent(1))
     if site is None or Path(site[0]).name != "runner.py":

@@ -74,6 +74,12 @@ def test_times_are_of_the_call_and_not_of_its_preparation() -> None:
     assert second.calls_per_sample > 1
 
 
+def test_the_clock_may_be_the_threads_own() -> None:
+    sleeper = Candidate("sleeper", run=lambda: time.sleep(0.01))
+    (measured,) = measure([sleeper], rounds=5, warmup_rounds=0, clock_ns=time.thread_time_ns, most_calls=3)
+    assert measured.seconds.median < 0.005
+
+
 def test_finish_is_timed() -> None:
     (measured,) = measure(
         [Candidate("asynchronous", run=lambda: None, finish=lambda: time.sleep(0.004))],

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,16 +95,22 @@ def measure(
     warmup_rounds: int = 3,
     sample_seconds: float = 0.002,
     most_calls: int = 1000,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> list[Measured]:
-    """Time the candidates in turns. Every rank calls this and gets the same result."""
+    """Time the candidates in turns. Every rank calls this and gets the same result.
+
+    What only computes, and waits for nobody, may be timed by `time.thread_time_ns`, which stands still while
+    another program has the core.
+    """
     together = ranks or Ranks()
     verified = [_verified(candidate) for candidate in candidates]
-    calls = [_calls_per_sample(candidate, together, sample_seconds, most_calls) for candidate in candidates]
+    take = partial(_sample, ranks=together, clock_ns=clock_ns)
+    calls = [_calls_per_sample(candidate, take, together, sample_seconds, most_calls) for candidate in candidates]
     times: list[list[float]] = [[] for _ in candidates]
     with _no_garbage_collection():
         for number in range(-warmup_rounds, rounds):
             for place in _turn(len(candidates), number):
-                seconds = _sample(candidates[place], calls[place], together)
+                seconds = take(candidates[place], calls[place])
                 if number >= 0:
                     times[place].append(seconds)
     slowest = [together.slowest(samples) for samples in times]
@@ -146,24 +153,26 @@ def _verified(candidate: Candidate) -> bool:
     return True
 
 
-def _calls_per_sample(candidate: Candidate, ranks: Ranks, seconds: float, most: int) -> int:
+def _calls_per_sample(
+    candidate: Candidate, take: Callable[[Candidate, int], float], ranks: Ranks, seconds: float, most: int
+) -> int:
     """So many calls that a sample lasts about `seconds`; the same on every rank."""
-    trials = [_sample(candidate, 3, ranks) for _ in range(3)]
+    trials = [take(candidate, 3) for _ in range(3)]
     (longest,) = ranks.slowest([min(trials)])
     return max(1, min(most, round(seconds / longest)))
 
 
-def _sample(candidate: Candidate, calls: int, ranks: Ranks) -> float:
+def _sample(candidate: Candidate, calls: int, ranks: Ranks, clock_ns: Callable[[], int]) -> float:
     if candidate.prepare is not None:
         candidate.prepare()
     run = candidate.run
     ranks.align()
-    begun = time.perf_counter_ns()
+    begun = clock_ns()
     for _ in range(calls):
         run()
     if candidate.finish is not None:
         candidate.finish()
-    return max(1, time.perf_counter_ns() - begun) / calls / 1e9
+    return max(1, clock_ns() - begun) / calls / 1e9
 
 
 def _turn(count: int, number: int) -> list[int]:
