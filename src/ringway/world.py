@@ -19,7 +19,9 @@ import torch.distributed.distributed_c10d as c10d_module
 from ringway import _core, signatures
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.c10d import GlooBackend, adopt, announcements, make_gloo
+from ringway.backends.c10d import GlooBackend, adopt, make_gloo
+from ringway.backends.c10d_work import announcements
+from ringway.backends.policy import Policy, mixed
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
 from ringway.errors import UsageError
@@ -46,6 +48,7 @@ class World:
         """Called with each communicator that is made."""
         self.next_backend: str | None = None
         self.local_rank: int | None = None
+        self.policy: Policy | None = None
         self.max_object_bytes = int(os.environ.get("RINGWAY_MAX_OBJECT_BYTES", MAX_OBJECT_BYTES))
         self._adopted: weakref.WeakKeyDictionary[c10d.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
         self._all: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -163,7 +166,7 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         options=extra,
     )
     offered = None if registration.one_host else signatures.offer(info)
-    backend = registry.make(registration, info)
+    backend = mixed(world.policy, registry.make(registration, info), info)
     corner = GroupInfo(**{**info.__dict__, "store": c10d.PrefixStore("ringway/inner", info.store)})
     inner = backend.torch_group or make_gloo(corner, loopback=registration.one_host)
     backends: dict[str, Any] = dict.fromkeys(registration.devices, backend)
