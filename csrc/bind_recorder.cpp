@@ -3,6 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "callsite.h"
 #include "checksum.h"
 #include "recorder.h"
@@ -82,6 +85,48 @@ nb::list arrivals(Recorder& recorder) {
         rows.append(nb::make_tuple(recorder.text(a.group), a.sequence, static_cast<int>(a.op), a.bytes, a.issued_ns,
                                    a.completed_ns, place(a.site), recorder.text(a.label), a.size));
     return rows;
+}
+
+// What a process left in its recorder's file, with the same rows as Recorder.recent.
+nb::dict read_record_file(const std::string& path) {
+    const RecordFile file(path);
+    const RecordHeader& header = file.header();
+    std::unordered_map<uint32_t, std::string> texts;
+    std::unordered_map<uint32_t, nb::object> sites;
+    const uint64_t used = std::min<uint64_t>(header.text_used.load(std::memory_order_acquire), header.text_bytes);
+    for (uint64_t at = 0; at + sizeof(TextEntry) <= used;) {
+        TextEntry entry;
+        std::memcpy(&entry, file.texts() + at, sizeof(entry));
+        at += sizeof(entry);
+        if (entry.length > used - at) break;
+        const std::string text(file.texts() + at, entry.length);
+        at += (entry.length + 7) / 8 * 8;
+        if (entry.kind == TextKind::Text) {
+            texts[entry.id] = text;
+        } else {
+            const size_t cut = text.find('\n');
+            sites[entry.id] = nb::make_tuple(text.substr(0, cut), entry.line, text.substr(cut + 1));
+        }
+    }
+    nb::list calls;
+    const uint64_t last = header.next.load(std::memory_order_acquire) - 1;
+    Entry entry;
+    for (uint64_t token = last - std::min<uint64_t>(last, file.capacity()) + 1; token <= last; ++token) {
+        if (!read_slot(file.slot(token), token, entry)) continue;
+        const auto place = sites.find(entry.site);
+        calls.append(nb::make_tuple(entry.sequence, static_cast<int>(entry.op), entry.bytes,
+                                    static_cast<int>(entry.dtype), static_cast<int>(entry.reduce), entry.peer,
+                                    texts[entry.group], texts[entry.label],
+                                    place == sites.end() ? nb::none() : place->second, entry.issued_ns,
+                                    entry.completed_ns, static_cast<int>(entry.state), entry.size));
+    }
+    nb::dict story;
+    story["pid"] = header.pid;
+    story["started_unix_ns"] = header.started_unix_ns;
+    story["started_ns"] = header.started_ns;
+    story["total"] = last;
+    story["calls"] = calls;
+    return story;
 }
 
 uint32_t checksum(nb::handle buffer, uint32_t crc) {
@@ -190,6 +235,7 @@ void bind_recorder(nb::module_& m) {
         "set_tensor_types",
         [](nb::tuple types, nb::object exchange) { set_tensor_types(types.ptr(), exchange.ptr()); },
         nb::arg("types"), nb::arg("exchange").none());
+    m.def("read_record_file", &read_record_file, nb::arg("path"));
     m.def("set_quiet", &set_quiet, nb::arg("quiet"));
     m.def("is_quiet", &is_quiet);
     m.def("monotonic_ns", &monotonic_ns);

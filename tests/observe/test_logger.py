@@ -68,13 +68,9 @@ def test_what_was_called_is_logged_by_name_and_size(pool: RankPool) -> None:
         assert result["metadata"]["rank"] == rank
         assert bool(printed) == (rank == 0)
     printed = results[0][1]
-    assert (
-        printed.splitlines()[0].split()
-        == (
-            "Comm. Op Message Size Count Total Latency(ms) Avg Latency(ms) tput_avg (Gbps) busbw_avg (Gbps) "
-            "p50(ms) p99(ms) max(ms)"
-        ).split()
-    )
+    heads = printed.splitlines()[0]
+    assert heads.startswith(f"{'Comm. Op': <20}{'Message Size': <20}{'Count': <20}{'Total Latency(ms)': <20}")
+    assert heads.split()[-3:] == ["p50(ms)", "p99(ms)", "max(ms)"]
     assert re.search(r"^all_reduce\n +1\.0 KB +3 ", printed, re.MULTILINE)
 
 

@@ -7,7 +7,6 @@ it through the store a few times and trusting the quickest answer: it is off by 
 from __future__ import annotations
 
 import os
-import struct
 from datetime import timedelta
 
 import torch.distributed as c10d
@@ -15,7 +14,6 @@ import torch.distributed as c10d
 from ringway import _core
 
 _ROUNDS = 8
-_NS = struct.Struct("<q")
 
 
 def clock_id() -> str:
@@ -41,28 +39,27 @@ def offset_from_rank_0(store: c10d.Store, rank: int, size: int, corner: str, tim
         for asker in askers:
             _answer(room, asker, patience)
     elif rank in askers:
-        room.set(f"offset/{rank}", _NS.pack(_ask(room, rank, patience)))
+        room.set(f"offset/{rank}", str(_ask(room, rank, patience)))
     spokesman = clocks.index(clocks[rank])
     if spokesman == 0:
         return 0
     room.wait([f"offset/{spokesman}"], patience)
-    offset: int = _NS.unpack(room.get(f"offset/{spokesman}"))[0]
-    return offset
+    return int(room.get(f"offset/{spokesman}"))
 
 
 def _answer(room: c10d.Store, asker: int, patience: timedelta) -> None:
     for number in range(_ROUNDS):
         room.wait([f"ask/{asker}/{number}"], patience)
-        room.set(f"tell/{asker}/{number}", _NS.pack(_core.monotonic_ns()))
+        room.set(f"tell/{asker}/{number}", str(_core.monotonic_ns()))
 
 
 def _ask(room: c10d.Store, rank: int, patience: timedelta) -> int:
     best: tuple[int, int] | None = None
     for number in range(_ROUNDS):
         before = _core.monotonic_ns()
-        room.set(f"ask/{rank}/{number}", b"?")
+        room.set(f"ask/{rank}/{number}", "?")
         room.wait([f"tell/{rank}/{number}"], patience)
-        theirs: int = _NS.unpack(room.get(f"tell/{rank}/{number}"))[0]
+        theirs = int(room.get(f"tell/{rank}/{number}"))
         after = _core.monotonic_ns()
         took = after - before
         if best is None or took < best[0]:

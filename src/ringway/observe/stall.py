@@ -69,7 +69,7 @@ class Job:
         """A connection that is not the program's: its thread may be inside a wait on that one."""
         with self._lock:
             if self._own_store is None:
-                self._own_store = self._store.clone()
+                self._own_store = self._store.clone()  # type: ignore[attr-defined]
             return self._own_store
 
     def learn(self) -> bool:
