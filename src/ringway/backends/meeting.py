@@ -16,7 +16,7 @@ _POLL_MOST = 0.05
 def exchange(info: GroupInfo, topic: str, mine: bytes) -> list[bytes]:
     """What every rank of the group says, in rank order. At the group's timeout, who said nothing is named."""
     keys = [f"ringway/{topic}/{rank}" for rank in range(info.size)]
-    info.store.set(keys[info.rank], mine)
+    info.store.set(keys[info.rank], mine)  # type: ignore[arg-type] # bytes are taken as they are
     await_keys(info, topic, keys)
     return [bytes(value) for value in info.store.multi_get(keys)]
 
@@ -25,7 +25,7 @@ def announced(info: GroupInfo, topic: str, mine: bytes | None) -> bytes:
     """What rank 0 of the group says; it alone passes something."""
     key = f"ringway/{topic}"
     if mine is not None:
-        info.store.set(key, mine)
+        info.store.set(key, mine)  # type: ignore[arg-type]
         return mine
     await_keys(info, topic, [key])
     return bytes(info.store.get(key))

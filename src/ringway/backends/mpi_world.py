@@ -35,6 +35,8 @@ except RuntimeError as error:  # mpi4py is there, but the MPI library it was bui
         "mpiexec",
     ) from error
 
+__all__ = ["LOCK", "MPI", "abandon", "anything_abandoned", "connect", "cuda_aware", "finish", "mapped", "pause"]
+
 LOCK = threading.RLock()
 
 _SPIN_SECONDS = 0.002

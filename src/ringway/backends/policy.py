@@ -1,0 +1,302 @@
+"""Which backend does what: one group may use several, by op, size, dtype and device.
+
+A policy is a table of rules; the first that fits a call names its backend, and where none fits the group's own
+backend does it. `ringway tune` measures and writes one; a user may write one in the configuration. Every rank
+must take the same decision, so ranks compare their tables when a group is made, and a rule may only look at
+what all ranks of a call agree about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+
+from ringway import _core
+from ringway.backends import registry
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import Plan, plan
+from ringway.backends.meeting import exchange
+from ringway.call import DTYPES, OP_BY_NAME, OPS, Call, Op, Reduce, reduces
+from ringway.errors import ConfigError, nearest
+from ringway.work import Handle
+
+VERSION = 1
+ANY = "*"
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_MIXED = {op.name: op for op in OPS if op.collective}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table. What is None fits everything; `up_to` bytes are nccl-tests' count of the message,
+    `ranks` the size of the group (else the world's)."""
+
+    backend: str
+    op: str = ANY
+    up_to: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    ranks: int | None = None
+
+    def fits(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> bool:
+        return (
+            self.op in (ANY, op.name)
+            and (self.up_to is None or nbytes <= self.up_to)
+            and (self.dtype is None or _DTYPES[self.dtype] is dtype)
+            and (self.device is None or self.device == device)
+        )
+
+    def in_words(self) -> str:
+        limits = [
+            "" if self.up_to is None else f"up to {self.up_to} B",
+            "" if self.dtype is None else f"of {self.dtype}",
+            "" if self.device is None else f"on {self.device}",
+        ]
+        return " ".join([self.backend, *filter(None, limits)])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A table, as it was written for a world of `world_size` ranks. `source` says where it came from."""
+
+    world_size: int
+    rules: tuple[Rule, ...]
+    measured: Mapping[str, Any]
+    source: str
+
+    @property
+    def digest(self) -> str:
+        """The same on two ranks if and only if they decide the same."""
+        table = [self.world_size, [asdict(rule) for rule in self.rules]]
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+    def rules_for(self, size: int) -> list[Rule]:
+        """The rules of a group with so many ranks."""
+        return [rule for rule in self.rules if (rule.ranks or self.world_size) == size]
+
+    def document(self) -> dict[str, Any]:
+        """The table as a file holds it."""
+        rules = [{key: value for key, value in asdict(rule).items() if value is not None} for rule in self.rules]
+        return {
+            "version": VERSION,
+            "world_size": self.world_size,
+            "rules": rules,
+            "measured": dict(self.measured),
+        }
+
+
+def load(given: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None) -> Policy:
+    """A policy from a file or a table. With `world_size`, one that was made for another world is refused."""
+    if isinstance(given, Mapping):
+        return _parsed(given, "the configuration", world_size)
+    path = Path(given)
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the policy {path}: {error.strerror or error}", source=str(path)) from error
+    except ValueError as error:
+        raise ConfigError(f"the policy {path} is not JSON: {error}", source=str(path)) from error
+    return _parsed(table, str(path), world_size)
+
+
+def _parsed(table: Any, source: str, world_size: int | None) -> Policy:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"the policy in {source} is not a table", source=source)
+    known = ("version", "world_size", "rules", "measured")
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in the policy of {source}{nearest(str(key), known)}", source=source)
+    if table.get("version", VERSION) != VERSION:
+        raise ConfigError(
+            f"the policy in {source} has version {table['version']}, and this ringway reads {VERSION}; "
+            "make a new one with ringway tune",
+            source=source,
+        )
+    written_for = table.get("world_size", world_size)
+    if not isinstance(written_for, int) or isinstance(written_for, bool) or written_for < 1:
+        raise ConfigError(
+            f"the policy in {source} says world_size {written_for!r}, not a number of ranks", source=source
+        )
+    if world_size is not None and written_for != world_size:
+        raise ConfigError(
+            f"the policy in {source} was made for {written_for} ranks, and this job has {world_size}; "
+            "make one for it with ringway tune",
+            key="world_size",
+            source=source,
+        )
+    rules = table.get("rules", [])
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise ConfigError(f"'rules' of the policy in {source} is not a list", source=source)
+    parsed = tuple(_rule(rule, f"rule {number} of {source}") for number, rule in enumerate(rules))
+    return Policy(written_for, parsed, dict(table.get("measured") or {}), source)
+
+
+def _rule(given: Any, where: str) -> Rule:
+    keys = [field.name for field in fields(Rule)]
+    if not isinstance(given, Mapping) or "backend" not in given:
+        raise ConfigError(f"{where} names no backend: {given!r}", source=where)
+    for key in given:
+        if key not in keys:
+            raise ConfigError(f"unknown key {key!r} in {where}{nearest(str(key), keys)}", key=str(key), source=where)
+    rule = Rule(**given)
+    _check_names(rule, where)
+    for key in ("up_to", "ranks"):
+        value = getattr(rule, key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ConfigError(f"{key} is {value!r} in {where}; expected a whole number", key=key, source=where)
+    if rule.up_to is not None and (rule.op == ANY or "bytes" not in OP_BY_NAME[rule.op].agree):
+        raise ConfigError(
+            f"{where} decides about {rule.op} by its size, on which the ranks of a call need not agree; "
+            "give it a backend for all sizes",
+            key="up_to",
+            source=where,
+        )
+    return rule
+
+
+def _check_names(rule: Rule, where: str) -> None:
+    if registry.own(rule.backend) is None:
+        known = [registration.name for registration in registry.registrations()]
+        raise ConfigError(
+            f"{where} names the backend {rule.backend!r}{nearest(str(rule.backend), known)}; a policy can mix "
+            f"{', '.join(sorted(known))}",
+            key="backend",
+            source=where,
+        )
+    if rule.op != ANY and rule.op not in _MIXED:
+        raise ConfigError(
+            f"{where} names the op {rule.op!r}{nearest(str(rule.op), _MIXED)}; a policy decides about "
+            f"{', '.join(_MIXED)} (messages always go through the group's own backend)",
+            key="op",
+            source=where,
+        )
+    if rule.dtype is not None and rule.dtype not in _DTYPES:
+        raise ConfigError(
+            f"{where} names the dtype {rule.dtype!r}{nearest(str(rule.dtype), _DTYPES)}", key="dtype", source=where
+        )
+
+
+def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
+    """The group's backend, or where rules of the policy are about groups like it, several as one."""
+    rules = policy.rules_for(info.size) if policy is not None else []
+    if policy is None or not rules:
+        return backend
+    said = [digest.decode() for digest in exchange(info, "policy", policy.digest.encode())]
+    if len(set(said)) > 1:
+        different = [info.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
+        raise ConfigError(
+            f"rank {', '.join(map(str, different))} loaded another policy than rank {info.ranks[0]} "
+            f"(this rank has {policy.source}); all ranks must decide alike",
+            key="policy",
+            source=policy.source,
+        )
+    return MixedBackend(info, backend, rules)
+
+
+class _Quick:
+    """The short cuts of the backends that the rules give the small calls to."""
+
+    def __init__(self, takes: Mapping[str, tuple[Any, int | None]]) -> None:
+        for name, (short_cut, up_to) in takes.items():
+            setattr(self, name, short_cut if up_to is None else _limited(short_cut, up_to))
+
+
+def _limited(short_cut: Callable[..., int], up_to: int) -> Callable[..., int]:
+    def run(tensor: torch.Tensor, *rest: Any) -> int:
+        return short_cut(tensor, *rest) if tensor.nbytes <= up_to else 1
+
+    return run
+
+
+class MixedBackend(Backend):
+    """Several backends of one group, chosen call by call. Each converts what it does not take, by its own plan."""
+
+    needs_contiguous = False
+
+    def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
+        super().__init__(info)
+        self.name = own.name  # type: ignore[misc]
+        self.devices = own.devices  # type: ignore[misc]
+        self.torch_group = own.torch_group
+        self._own = own
+        self._rules = [rule for rule in rules if rule.device is None or rule.device in own.devices]
+        self._backends = {own.name: own}
+        for name in sorted({rule.backend for rule in self._rules} - {own.name}):
+            registration = registry.own(name)
+            assert registration is not None
+            corner = replace(info, store=c10d.PrefixStore(f"ringway/policy/{name}", info.store))
+            self._backends[name] = registry.make(registration, corner)
+        self._plans = {name: plan(backend) for name, backend in self._backends.items()}
+        self.origins = {op.name: self._in_words(op) for op in OPS}  # type: ignore[misc]
+        for op in OPS:
+            setattr(self, op.name, self._runner(op))
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        return reduces(dtype, reduce)
+
+    def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
+        """The name of the backend of such a call."""
+        return next((rule.backend for rule in self._rules if rule.fits(op, nbytes, dtype, device)), self._own.name)
+
+    def _runner(self, op: Op) -> Callable[[Call], Handle]:
+        plans: dict[str, Plan] = self._plans
+        only = self._only(op)
+        if only is not None:
+            return plans[only].runners[op.name]
+
+        def run(call: Call) -> Handle:
+            tensors = call.inputs or call.outputs
+            device = tensors[0].device.type if tensors else self.devices[0]
+            return plans[self.choose(op, call.nbytes, call.dtype, device)].runners[op.name](call)
+
+        return run
+
+    def _about(self, op: Op) -> list[Rule]:
+        return [rule for rule in self._rules if op.collective and rule.op in (ANY, op.name)]
+
+    def _only(self, op: Op) -> str | None:
+        """The backend that does the op whatever the call, if one does."""
+        about = self._about(op)
+        certain = [rule for rule in about if rule.up_to is None and rule.dtype is None and rule.device is None]
+        last = certain[0].backend if certain else self._own.name
+        before = about[: about.index(certain[0])] if certain else about
+        return last if all(rule.backend == last for rule in before) else None
+
+    def _in_words(self, op: Op) -> str:
+        if not op.collective:
+            return self._own.name
+        return ", else ".join([rule.in_words() for rule in self._about(op)] + [self._own.name])
+
+    def quick(self, lane: _core.Lane) -> Any:
+        takes: dict[str, tuple[Any, int | None]] = {}
+        short_cuts = {name: backend.quick(lane) for name, backend in self._backends.items()}
+        for op in OPS:
+            only = self._only(op)
+            about = self._about(op)
+            first = about[0] if about else None
+            if only is not None:
+                short_cut, up_to = getattr(short_cuts[only], op.name, None), None
+            elif first is not None and first.dtype is None and first.device is None and op.name == "all_reduce":
+                short_cut, up_to = getattr(short_cuts[first.backend], op.name, None), first.up_to
+            else:
+                continue
+            if short_cut is not None:
+                takes[op.name] = (short_cut, up_to)
+        return _Quick(takes) if takes else None
+
+    def close(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+    def abort(self) -> None:
+        for backend in self._backends.values():
+            backend.abort()
