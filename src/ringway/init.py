@@ -13,12 +13,15 @@ from typing import Any
 import torch.distributed as c10d
 
 from ringway import _core, groups
+from ringway.backends import policy
 from ringway.backends.select import MPI_LAUNCHERS, Choice, select
-from ringway.config import MAX_SECONDS, Config, resolve
+from ringway.config import MAX_SECONDS, SETTINGS, Config, resolve
 from ringway.errors import UsageError
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
+from ringway.observe.logger import configure
+from ringway.observe import start as watching
 from ringway.world import world
 
 DEFAULT_PORT = 29500
@@ -66,6 +69,7 @@ def init_distributed(
         rank=info.rank,
         store=store,
     )
+    watching.begin(settings)
     if verbose and info.rank == 0:
         _say(_summary(info, choice, limit, limit_source))
     for note in settings.notes:
@@ -100,8 +104,12 @@ def _prepare(settings: Config, info: LaunchInfo) -> None:
     """What the world takes over from the configuration before the first group is made."""
     world.local_rank = info.local_rank
     world.max_object_bytes = settings.max_object_bytes
-    if settings.recorder_size != world.recorder.capacity:
-        world.recorder = _core.Recorder(settings.recorder_size)
+    world.policy = None if settings.policy is None else policy.load(settings.policy, info.size)
+    watching.prepare(settings, info.rank)
+    if any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger.")):
+        configure(settings)
+    else:
+        configure()  # what the user chose before this holds for the recorder made here
 
 
 def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str) -> str:

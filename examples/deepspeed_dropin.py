@@ -1,0 +1,43 @@
+"""A program for deepspeed.comm in which only the import has changed; deepspeed itself is not needed.
+
+python examples/deepspeed_dropin.py
+ringway run -n 2 examples/deepspeed_dropin.py
+mpiexec -n 2 python examples/deepspeed_dropin.py
+"""
+
+import os
+
+import torch
+
+import ringway.compat.deepspeed as dist  # was: from deepspeed import comm as dist
+
+CONFIG = {
+    "train_batch_size": 8,
+    "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["broadcast"], "verbose": False},
+}
+
+
+def main() -> None:
+    dist.init_distributed(config=CONFIG, verbose=False)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert int(os.environ["RANK"]) == rank  # deepspeed leaves torch's variables behind, and programs rely on it
+
+    tensor = torch.full((1 << 16,), rank + 1.0)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)  # not logged: neither chosen by the configuration ...
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, prof=True, log_name="gradients")  # ... nor asked for, as here
+    dist.broadcast(tensor, src=0)
+
+    everyone = torch.empty(size * 4)
+    dist.all_gather_into_tensor(everyone, torch.full((4,), float(rank)))
+    work = dist.all_reduce(everyone, async_op=True)
+    work.wait()
+
+    stats = dist.log_summary(return_dict=True)
+    if rank == 0:
+        print(f"sum {tensor[0].item():.0f}, logged {sorted(stats['summary'])} on {size} ranks")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Faces that other libraries' programs know."""

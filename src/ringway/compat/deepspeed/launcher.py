@@ -1,0 +1,213 @@
+"""Starting as deepspeed.comm starts, and its habit of leaving torch's variables in the environment.
+
+This is the one room that writes `os.environ`: programs written for deepspeed read RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT there after `init_distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as c10d
+
+from ringway import groups, init
+from ringway.backends.select import MPI_LAUNCHERS
+from ringway.compat.deepspeed.backend import CCLBackend
+from ringway.compat.deepspeed.constants import (
+    CCL_BACKEND,
+    DEFAULT_AML_MASTER_PORT,
+    DEFAULT_AML_NCCL_SOCKET_IFNAME,
+    TORCH_DISTRIBUTED_DEFAULT_PORT,
+    default_pg_timeout,
+)
+from ringway.compat.deepspeed.logging import as_config, configure
+from ringway.config import resolve
+from ringway.errors import DiscoveryError
+from ringway.launch import ports
+from ringway.launch.discover import discover
+from ringway.launch.info import LaunchInfo, Variables
+from ringway.launch.sources import LOOPBACK, SOURCES
+from ringway.world import world
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """`ringway.init_distributed`, with deepspeed's default timeout and its variables left behind."""
+    settings = None if config is None else as_config(config)
+    if settings is not None:
+        configure(settings)
+    limit: timedelta | None = timeout
+    if timeout is default_pg_timeout and resolve(settings).source("timeout") != "default":
+        limit = None  # said in ringway's own configuration, which is more than a default
+    init.init_distributed(
+        dist_backend,
+        auto_mpi_discovery,
+        distributed_port,
+        verbose,
+        limit,
+        init_method,
+        dist_init_required,
+        settings,
+        rank,
+        world_size,
+    )
+    _leave_variables(distributed_port)
+
+
+def _leave_variables(port: int) -> None:
+    host, port = _store_address(port)
+    local_rank = world.local_rank
+    found = {
+        "RANK": str(groups.get_rank()),
+        "WORLD_SIZE": str(groups.get_world_size()),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+    if local_rank is not None:
+        found["LOCAL_RANK"] = str(local_rank)
+    for name, value in found.items():
+        os.environ.setdefault(name, value)
+
+
+def _store_address(port: int) -> tuple[str, int]:
+    """Where the job's store is; a world of one has none, and says what deepspeed would."""
+    store = c10d.distributed_c10d._get_default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, c10d.TCPStore):
+        return store.host, store.port
+    return LOOPBACK, port
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """Reads the place in the job from an MPI launcher's variables, and sets torch's. mpi4py is asked only for
+    rank 0's address, where the ranks are on several hosts."""
+    others = [source.name for source in SOURCES if source.name not in MPI_LAUNCHERS]
+    info = discover(ignored=others)
+    address = info.address or _first_address(info)
+    os.environ["RANK"] = str(info.rank)
+    os.environ["WORLD_SIZE"] = str(info.size)
+    os.environ["LOCAL_RANK"] = str(info.local_rank or 0)
+    os.environ["MASTER_ADDR"] = address
+    os.environ["MASTER_PORT"] = str(info.port or distributed_port)
+    _tell("MPI", verbose)
+    if groups.is_initialized() and (groups.get_rank(), groups.get_world_size()) != (info.rank, info.size):
+        raise DiscoveryError(
+            f"{info.source} says rank {info.rank} of {info.size}, but torch.distributed was initialized as rank "
+            f"{groups.get_rank()} of {groups.get_world_size()}",
+            source=info.source,
+        )
+
+
+def _first_address(info: LaunchInfo) -> str:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise DiscoveryError(
+            f"{info.source} started ranks on several hosts and names no address; set MASTER_ADDR or install mpi4py",
+            source=info.source,
+        ) from None
+    address: str = MPI.COMM_WORLD.bcast(ports.own_address() if info.rank == 0 else None, root=0)
+    return address
+
+
+def in_aml() -> bool:
+    """Whether this is a job of AzureML."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether this is a job of SageMaker."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    """Whether this is a job of DLTS."""
+    return "DLTS_JOB_ID" in os.environ
+
+
+def _place_by_open_mpi(who: str) -> tuple[Variables, int]:
+    """Sets rank, size and local rank from Open MPI's variables; returns the ranks on this host."""
+    found = Variables(os.environ, who)
+    prefix = "OMPI_COMM_WORLD_"
+    rank, size, local_rank, local_size = (
+        found.needed(found.number(prefix + name), prefix + name)
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(size)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    return found, local_size
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """AzureML's variables as torch's."""
+    found, local_size = _place_by_open_mpi("AzureML")
+    if local_size == int(os.environ["WORLD_SIZE"]):
+        node = found.text("AZ_BATCHAI_MPI_MASTER_NODE")
+        os.environ["MASTER_PORT"] = DEFAULT_AML_MASTER_PORT
+    else:
+        node = (found.text("AZ_BATCH_MASTER_NODE") or "").partition(":")[0]
+        os.environ.setdefault("MASTER_PORT", str(master_port))
+    if not node:
+        raise found.error("no variable names the first node")
+    os.environ["MASTER_ADDR"] = node
+    os.environ["NCCL_SOCKET_IFNAME"] = DEFAULT_AML_NCCL_SOCKET_IFNAME
+    _tell("AzureML", verbose)
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """SageMaker's variables as torch's; it sets the address itself."""
+    _place_by_open_mpi("SageMaker")
+    _tell("SageMaker", verbose)
+
+
+def _tell(who: str, verbose: bool) -> None:
+    if verbose and os.environ.get("RANK") == "0":
+        names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        facts = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        print(f"ringway: discovered from {who}: {facts}", file=sys.stderr, flush=True)
+
+
+def get_local_rank_from_launcher() -> int:
+    return _from_launcher("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
+
+
+def get_world_rank_from_launcher() -> int:
+    return _from_launcher("RANK", "OMPI_COMM_WORLD_RANK", 0)
+
+
+def get_world_size_from_launcher() -> int:
+    return _from_launcher("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
+
+
+def _from_launcher(name: str, open_mpi_name: str, alone: int) -> int:
+    found = Variables(os.environ, "environment").number(name, open_mpi_name)
+    return alone if found is None else found
+
+
+def init_deepspeed_backend(ds_backend: str, timeout: Any, init_method: str | None) -> CCLBackend | None:
+    """deepspeed's own backends: oneCCL is the only one it has; for others there is nothing to do."""
+    if ds_backend != CCL_BACKEND:
+        return None
+    rank = os.environ.get("RANK")
+    size = os.environ.get("WORLD_SIZE")
+    return CCLBackend(
+        rank=int(rank) if rank else -1,
+        world_size=int(size) if size else -1,
+        timeout=timeout,
+        init_method=init_method,
+    )

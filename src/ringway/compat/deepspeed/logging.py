@@ -1,0 +1,242 @@
+"""deepspeed's CommsLogger and its functions, over ringway's logger."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from ringway import _core
+from ringway.call import OP_BY_NAME
+from ringway.compat.deepspeed.sizes import get_msg_size_from_args
+from ringway.groups import get_world_size, is_initialized
+from ringway.observe import logger as log
+from ringway.observe.books import USER_OP, table_text
+from ringway.observe.timed import timed_op as _timed_op
+from ringway.work import Work
+from ringway.world import world
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The tensor argument of these is one rank's part of the message that nccl-tests counts.
+_PARTS = ("all_gather", "all_gather_into_tensor", "gather", "scatter")
+
+
+class CommsLogger:
+    """deepspeed's logger object. A process has one logger, so all objects of this class show that one.
+
+    ringway keeps histograms, not every latency: where deepspeed lists all, there is one entry, the mean.
+    """
+
+    enabled: bool
+    verbose: bool
+    debug: bool
+    prof_all: bool
+    prof_ops: list[str]
+
+    def __init__(self) -> None:
+        """Nothing of its own to keep."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "comms_dict":
+            return self.get_raw_data()
+        value = getattr(log.logger.settings, name)
+        return list(value) if name == "prof_ops" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        log.configure(**{name: value})
+
+    def configure(self, comms_config: Any) -> None:
+        """Takes a DeepSpeedCommsConfig, or anything that `ringway.configure` takes."""
+        log.configure(as_config(comms_config))
+
+    def start_profiling_comms(self) -> None:
+        log.configure(prof_all=True)
+
+    def stop_profiling_comms(self) -> None:
+        log.configure(prof_all=False)
+
+    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        log.configure(prof_ops=sorted({*self.prof_ops, *op_name_list}))
+
+    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        stopped = set(op_name_list)
+        log.configure(prof_ops=[name for name in self.prof_ops if name not in stopped])
+
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Logs a call that somebody else timed, `latency` in milliseconds."""
+        op = OP_BY_NAME.get(raw_name)
+        code = USER_OP if op is None else op.code
+        size = get_world_size() if is_initialized() else 1
+        _log(code, record_name, size, msg_size, int(latency * 1e6))
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        return {
+            name: {
+                size: [line.count, [line.mean_ms], [line.algorithm_gbps], [line.bus_gbps]]
+                for size, line in sizes.items()
+            }
+            for name, sizes in log.logger.table().items()
+        }
+
+    def has_data(self) -> bool:
+        return log.has_comm_data()
+
+    def reset_data(self) -> None:
+        log.reset_log()
+
+    def get_operation_names(self) -> list[str]:
+        return log.get_logged_comm_ops()
+
+    def get_total_operations(self) -> int:
+        return log.get_comm_operation_count()
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        found = log.logger.table().get(operation_name)
+        return None if found is None else {size: line.as_dict() for size, line in found.items()}
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """As `log_summary`, but printed on every rank that asks for it."""
+        if show_straggler:
+            return log.log_summary(show_straggler=True, return_dict=return_dict)
+        if print_log:
+            print(table_text(log.logger.table()), flush=True)
+        if not return_dict:
+            return None
+        summary = {name: self.get_operation_summary(name) for name in self.get_operation_names()}
+        ranks = {"world_size": get_world_size(), "rank": world.communicator(None).rank} if is_initialized() else {}
+        metadata = {"world_size": 1, "rank": 0, "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S")} | ranks
+        return {"summary": summary, "straggler_analysis": None, "metadata": metadata}
+
+
+comms_logger = CommsLogger()
+
+
+def as_config(config: Any) -> Any:
+    """A configuration as `ringway.config.resolve` takes it, out of deepspeed's objects."""
+    whole = getattr(config, "_param_dict", None)  # DeepSpeedConfig
+    if isinstance(whole, Mapping):
+        return whole
+    config = getattr(config, "comms_config", config)
+    block = getattr(config, "comms_logger", None)  # DeepSpeedCommsConfig, of deepspeed's configuration object
+    if block is None:
+        return {} if hasattr(config, "comms_logger_enabled") else config
+    keys = ("enabled", "verbose", "prof_all", "debug", "prof_ops")
+    return {"comms_logger": {key: getattr(block, key) for key in keys}}
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """What the logger logs; `deepspeed_config` may be deepspeed's object, a dictionary or a file."""
+    config = None if deepspeed_config is None else as_config(deepspeed_config)
+    log.configure(config, enabled, prof_all, prof_ops, verbose, debug)
+
+
+def timed_op(func: F) -> F:
+    """Logs a function that communicates; see `ringway.timed_op`."""
+    return _timed_op(func)
+
+
+def _log(code: int, name: str, size: int, nbytes: int, nanoseconds: int) -> None:
+    """Logs one call, chosen or not: the books take only names that are chosen, so this one is while it is written."""
+    settings = log.logger.settings
+    log.configure(enabled=True, prof_ops=[*settings.prof_ops, name])
+    try:
+        world.recorder.log(code, name, size, nbytes, nanoseconds)
+    finally:
+        log.logger.choose(settings)
+
+
+def profiled(function: F) -> F:
+    """Adds deepspeed's `prof=True`: this one call is logged even where its op is not chosen."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        settings = log.logger.settings
+        if not settings.enabled or settings.prof_all or _core.is_quiet():
+            return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        name = str(given["log_name"])
+        if not given["prof"] or name in settings.prof_ops or function.__name__ in settings.prof_ops:
+            return function(*args, **kwargs)
+        op = OP_BY_NAME.get(function.__name__)
+        size = max(get_world_size(given.get("group")), 1)
+        nbytes = get_msg_size_from_args(function, *args, **kwargs) * (size if function.__name__ in _PARTS else 1)
+        began = _core.monotonic_ns()
+
+        def ended(error: BaseException | None = None) -> None:
+            if error is None:
+                code = USER_OP if op is None else op.code
+                _log(code, name, size, nbytes, _core.monotonic_ns() - began)
+
+        result = function(*args, **kwargs)
+        if isinstance(result, Work):
+            result.on_complete(ended)
+        else:
+            ended()
+        return result
+
+    return call  # type: ignore[return-value]
+
+
+class Timer:
+    """One stopwatch, in milliseconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = False
+        self._began = 0.0
+        self._spans: list[float] = []
+
+    def start(self) -> None:
+        self._began, self.started = time.perf_counter(), True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        if reset:
+            self._spans.clear()
+        if self.started:
+            self._spans.append((time.perf_counter() - self._began) * 1e3)
+            self.started = False
+
+    def reset(self) -> None:
+        self.started = False
+        self._spans.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        total = sum(self._spans)
+        if reset:
+            self.reset()
+        return total
+
+    def mean(self) -> float:
+        return sum(self._spans) / len(self._spans) if self._spans else 0.0
+
+
+class Timers:
+    """Stopwatches by name. ringway's own timing is native; these are for programs that used deepspeed's."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name))
+
+    def get_timers(self) -> dict[str, Timer]:
+        return self.timers
+
+
+timers = Timers()
+timer_summary: dict[str, Any] = {}

@@ -1,0 +1,403 @@
+"""deepspeed.comm's collectives: its parameters, ringway's functions.
+
+`prof=True` logs one call, `log_name` is its label, and `debug` is accepted as deepspeed accepts it (its logger's
+own `debug` setting names the callers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group as _enable_symm_mem
+
+from ringway import api, api_objects, groups
+from ringway.compat.deepspeed.constants import ReduceOp, torch_op
+from ringway.compat.deepspeed.logging import profiled
+from ringway.errors import UsageError
+
+
+class ProcessGroup:
+    """deepspeed's description of a group: its members and its number. Not a group that `group=` takes."""
+
+    def __init__(self, comm_id: int, ranks: Sequence[int] = ()) -> None:
+        self.comm_id = comm_id
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+
+
+def _label(function: Callable[..., Any], log_name: str) -> str | None:
+    """A label, unless it only repeats the op's name."""
+    return None if log_name == function.__name__ else log_name
+
+
+@profiled
+def broadcast(
+    tensor: Tensor,
+    src: int,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "broadcast",
+    debug: Any = None,
+) -> Any:
+    return api.broadcast(tensor, src, group, async_op, log_name=_label(broadcast, log_name))
+
+
+@profiled
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int,
+    group: Any = None,
+    device: Any = None,
+    prof: bool = False,
+    log_name: str = "broadcast_object_list",
+    debug: Any = None,
+) -> None:
+    api_objects.broadcast_object_list(object_list, src, group, device)
+
+
+@profiled
+def all_gather(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather",
+    debug: Any = None,
+) -> Any:
+    return api.all_gather(tensor_list, tensor, group, async_op, log_name=_label(all_gather, log_name))
+
+
+@profiled
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: Any = None,
+    prof: bool = False,
+    log_name: str = "all_gather_object",
+    debug: Any = None,
+) -> None:
+    api_objects.all_gather_object(object_list, obj, group)
+
+
+@profiled
+def reduce_scatter_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter_tensor",
+    debug: Any = None,
+) -> Any:
+    label = _label(reduce_scatter_tensor, log_name)
+    return api.reduce_scatter_tensor(output_tensor, tensor, torch_op(op), group, async_op, log_name=label)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: Any = None,
+) -> Any:
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof, debug=debug)
+
+
+@profiled
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: Any = None,
+) -> Any:
+    label = _label(all_gather_into_tensor, log_name)
+    return api.all_gather_into_tensor(output_tensor, tensor, group, async_op, log_name=label)
+
+
+def allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, debug: Any = None
+) -> Any:
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, debug=debug)
+
+
+@profiled
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_to_all_single",
+    debug: Any = None,
+) -> Any:
+    label = _label(all_to_all_single, log_name)
+    return api.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op, log_name=label)
+
+
+@profiled
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_to_all",
+    debug: Any = None,
+) -> Any:
+    label = _label(all_to_all, log_name)
+    return api.all_to_all(output_tensor_list, input_tensor_list, group, async_op, log_name=label)
+
+
+@profiled
+def send(
+    tensor: Tensor,
+    dst: int,
+    group: Any = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "send",
+    debug: Any = None,
+) -> None:
+    api.send(tensor, dst, group, tag, log_name=_label(send, log_name))
+
+
+@profiled
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "recv",
+    debug: Any = None,
+) -> int:
+    return api.recv(tensor, src, group, tag, log_name=_label(recv, log_name))
+
+
+@profiled
+def isend(
+    tensor: Tensor,
+    dst: int,
+    group: Any = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "isend",
+    debug: Any = None,
+) -> Any:
+    return api.isend(tensor, dst, group, tag, log_name=_label(isend, log_name))
+
+
+@profiled
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "irecv",
+    debug: Any = None,
+) -> Any:
+    return api.irecv(tensor, src, group, tag, log_name=_label(irecv, log_name))
+
+
+class P2POp:
+    """One message of `batch_isend_irecv`; `op` is this module's isend or irecv, `peer` a global rank."""
+
+    def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
+        if op not in (isend, irecv):
+            raise UsageError("P2POp takes ringway.compat.deepspeed.isend or irecv")
+        self.op = "isend" if op is isend else "irecv"
+        self.tensor = tensor
+        self.peer = peer
+        self.group = group
+        self.tag = tag
+
+
+@profiled
+def batch_isend_irecv(
+    p2p_op_list: list[P2POp], prof: bool = False, log_name: str = "batch_isend_irecv", debug: Any = None
+) -> Any:
+    starts = {"isend": api.isend, "irecv": api.irecv}
+    return api.batch_isend_irecv(
+        [api.P2POp(starts[entry.op], entry.tensor, entry.peer, entry.group, entry.tag) for entry in p2p_op_list]
+    )
+
+
+@profiled
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "gather",
+    debug: Any = None,
+) -> Any:
+    return api.gather(tensor, gather_list, dst, group, async_op, log_name=_label(gather, log_name))
+
+
+@profiled
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "scatter",
+    debug: Any = None,
+) -> Any:
+    return api.scatter(tensor, scatter_list, src, group, async_op, log_name=_label(scatter, log_name))
+
+
+@profiled
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: Any = None,
+) -> Any:
+    return api.barrier(group, async_op, device_ids, log_name=_label(barrier, log_name))
+
+
+@profiled
+def monitored_barrier(
+    group: Any = None,
+    timeout: Any = None,
+    wait_all_ranks: bool = False,
+    prof: bool = False,
+    log_name: str = "monitored_barrier",
+    debug: Any = None,
+) -> None:
+    api.monitored_barrier(group, timeout, wait_all_ranks, log_name=_label(monitored_barrier, log_name))
+
+
+@profiled
+def reduce(
+    tensor: Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce",
+    debug: Any = None,
+) -> Any:
+    return api.reduce(tensor, dst, torch_op(op), group, async_op, log_name=_label(reduce, log_name))
+
+
+@profiled
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter",
+    debug: Any = None,
+) -> Any:
+    label = _label(reduce_scatter, log_name)
+    return api.reduce_scatter(output, input_list, torch_op(op), group, async_op, log_name=label)
+
+
+@profiled
+def all_reduce(
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: Any = None,
+) -> Any:
+    return api.all_reduce(tensor, torch_op(op), group, async_op, log_name=_label(all_reduce, log_name))
+
+
+@profiled
+def inference_all_reduce(
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: Any = None,
+) -> Tensor:
+    """Reduces in place at the lowest latency there is, and returns the tensor; never asynchronous."""
+    api.inference_all_reduce(tensor, torch_op(op), group)
+    return tensor
+
+
+@profiled
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: Any = None,
+) -> Any:
+    label = None if log_name == "all_reduce" else log_name
+    return api.all_reduce_coalesced(tensors, torch_op(op), group, async_op, log_name=label)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
+    """deepspeed's form: output i receives every rank's input i, one after the other, as all_gather_into_tensor."""
+    if len(output_tensors) != len(input_tensors):
+        raise UsageError(
+            f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; each needs one"
+        )
+    member = api.communicator(group)
+    parts = [list(output.view(-1).chunk(member.size)) for output in output_tensors]
+    inputs = [tensor.reshape(-1) for tensor in input_tensors]
+    return member.all_gather_coalesced(parts, inputs, async_op)
+
+
+def enable_symm_mem_for_group(group_name: Any) -> None:
+    """torch's symmetric memory for a group of torch's own (nccl)."""
+    _require_initialized()
+    _enable_symm_mem(group_name)
+
+
+def _require_initialized() -> None:
+    if not groups.is_initialized():
+        raise UsageError("deepspeed's backend is not set yet: call init_distributed() first")
+
+
+def has_all_gather_into_tensor() -> bool:
+    _require_initialized()
+    return api.has_all_gather_into_tensor()
+
+
+def has_reduce_scatter_tensor() -> bool:
+    _require_initialized()
+    return api.has_reduce_scatter_tensor()
+
+
+def has_all_reduce_coalesced() -> bool:
+    _require_initialized()
+    return api.has_all_reduce_coalesced()
+
+
+def has_coalescing_manager() -> bool:
+    _require_initialized()
+    return api.has_coalescing_manager()
