@@ -160,6 +160,15 @@ class Config:
     )
     max_object_bytes: int = field(default=1 << 30, metadata=_about(_COUNT, "largest object message that is accepted"))
     recorder_size: int = field(default=4096, metadata=_about(_COUNT, "calls that the recorder remembers"))
+    recorder_file: str | None = field(
+        default=None, metadata=_about(_NAME, "file that keeps the recorder when the process is gone, {rank} filled in")
+    )
+    dump_file: str | None = field(
+        default=None, metadata=_about(_NAME, "where the recorder is written on an error, {rank} and {pid} filled in")
+    )
+    dump_signal: str | None = field(
+        default=None, metadata=_about(_NAME, "signal that writes the recorder, as in SIGUSR2")
+    )
     check: str = field(
         default="always", metadata=_about(_CHECK, "when calls of different ranks are compared across hosts")
     )

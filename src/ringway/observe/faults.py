@@ -7,26 +7,38 @@ first rank that knows why a group failed leaves it in the store, so that all rai
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from typing import Any
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
+from ringway.observe.flight import dump
 from ringway.observe.peers import Answer
 from ringway.observe.recorder import RecordedCall, recent_calls
 from ringway.observe.stall import StallWatch, watch
 from ringway.observe.verdict import Verdict
 from ringway.world import world
 
+_dump_path: str | None = None
+
+
+def dump_errors_to(path: str | None) -> None:
+    """From now on the recorder is written there when a call fails; `{rank}` and `{pid}` are filled in."""
+    global _dump_path
+    _dump_path = path
+
 
 def explain(issuer: Issuer, error: BaseException) -> BaseException:
     """The error to raise instead; the same where nothing more is known."""
     if not isinstance(error, (PeerLost, CommTimeout)) or watch.job is None or issuer.size == 1:
         return error
-    try:
-        return _explained(watch, issuer, error)
-    except Exception:  # the explanation may fail, the error itself must not be lost
-        return error
+    explained: BaseException = error
+    with suppress(Exception):  # the explanation may fail, the error itself must not be lost
+        explained = _explained(watch, issuer, error)
+        if _dump_path is not None:
+            dump(_dump_path.format(rank=watch.job.rank, pid=os.getpid()))
+    return explained
 
 
 def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout) -> BaseException:

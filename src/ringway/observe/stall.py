@@ -28,6 +28,7 @@ import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
 from ringway import _core
+from ringway.config import resolve
 from ringway.issuer import Issuer
 from ringway.observe.peers import Address, Answer, ask_all
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
@@ -96,6 +97,7 @@ class StallWatch:
 
     def __init__(self) -> None:
         self.seconds = STALL_AFTER
+        self.configured = False
         self.job: Job | None = None
         self.verdicts: deque[str] = deque(maxlen=_KEPT_VERDICTS)
         self.responder: _core.Responder | None = None
@@ -118,6 +120,9 @@ class StallWatch:
             self._start(Job(issuer, size, store))
 
     def _start(self, job: Job) -> None:
+        if not self.configured:  # a program that knows torch's init_process_group only
+            self.configured = True
+            self.seconds = resolve().stall_after
         ip = _own_ip(job._store)
         if self.responder is None:
             facts = json.dumps({"rank": job.rank, "size": job.size, "host": socket.gethostname()})
