@@ -1,0 +1,180 @@
+"""One call that starts a job, and what it does when there is one already."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import ringway as dist
+from ringway.errors import ConfigError, RendezvousError, UsageError
+from ringway.testing import RankContext, RankPool
+from ringway.world import world
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(context: RankContext, port: int | None, config: Any = None, **arguments: Any) -> None:
+    """A fresh start in a rank of the pool, which may hold the group of an earlier test."""
+    dist.destroy_process_group()
+    where = {} if port is None else {"init_method": f"tcp://127.0.0.1:{port}"}
+    dist.init_distributed(config=config, rank=context.rank, world_size=context.world_size, **where, **arguments)
+
+
+def _sum(context: RankContext) -> float:
+    tensor = torch.full((4,), context.rank + 1.0)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    return tensor[0].item()
+
+
+def _by_address(context: RankContext, port: int) -> float:
+    _start(context, port)
+    try:
+        return _sum(context)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_by_address_and_again_on_the_same_port(pool: RankPool) -> None:
+    port = _free_port()
+    assert pool.run(_by_address, port, world_size=3) == [6.0] * 3
+    assert pool.run(_by_address, port, world_size=3) == [6.0] * 3
+
+
+def _by_file(context: RankContext, path: str) -> float:
+    _start(context, None, init_method=f"file://{path}")
+    try:
+        return _sum(context)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_by_file(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_by_file, str(tmp_path / "store"), world_size=2) == [3.0] * 2
+
+
+def _twice(context: RankContext, port: int) -> str:
+    _start(context, port, verbose=False)
+    first = c10d.group.WORLD
+    dist.init_distributed()  # says so, and changes nothing
+    assert c10d.group.WORLD is first
+    dist.init_distributed(dist_init_required=False, verbose=False)
+    try:
+        return dist.get_backend()
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_second_call_is_a_no_op_that_says_so(pool: RankPool) -> None:
+    first, second = pool.try_run(_twice, _free_port(), world_size=2)
+    assert first.ok, first
+    assert second.ok, second
+    assert "torch.distributed is initialized (2 ranks" in first.output
+    assert "is initialized" not in second.output
+
+
+def _adopts(context: RankContext, port: int) -> float:
+    dist.destroy_process_group()
+    c10d.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=context.rank, world_size=context.world_size
+    )
+    theirs = c10d.group.WORLD
+    dist.init_distributed()
+    assert c10d.group.WORLD is theirs
+    try:
+        return _sum(context)
+    finally:
+        c10d.destroy_process_group()
+
+
+def test_torchs_own_group_is_adopted(pool: RankPool) -> None:
+    assert pool.run(_adopts, _free_port(), world_size=2) == [3.0] * 2
+
+
+def _configured(context: RankContext, port: int, config: dict[str, Any], timeout: float | None) -> dict[str, Any]:
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    _start(context, port, config, timeout=limit)
+    facts = {
+        "backend": dist.get_backend(),
+        "timeout": dist.communicator().info.timeout,
+        "recorder": world.recorder.capacity,
+        "objects": world.max_object_bytes,
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    return facts
+
+
+def test_configuration_takes_effect_and_the_timeout_is_told_with_its_source(pool: RankPool) -> None:
+    config = {"ringway": {"backend": "gloo", "timeout": 77, "recorder_size": 512, "max_object_bytes": 4096}}
+    expected = {"backend": "gloo", "timeout": 77.0, "recorder": 512, "objects": 4096}
+    first, second = pool.try_run(_configured, _free_port(), config, None, world_size=2)
+    assert first.ok, first
+    assert (first.value, second.value) == (expected, expected)
+    assert "timeout 77 s (config argument)" in first.output
+    assert "backend gloo (chosen by config argument)" in first.output
+
+    outcome, _ = pool.try_run(_configured, _free_port(), config, 66.0, world_size=2)
+    assert outcome.ok, outcome
+    assert outcome.value["timeout"] == 66.0
+    assert "timeout 66 s (argument)" in outcome.output
+
+    environment: dict[str, str | None] = {"RINGWAY_TIMEOUT": "55"}
+    outcome, _ = pool.try_run(_configured, _free_port(), config, None, world_size=2, environment=environment)
+    assert outcome.ok, outcome
+    assert "timeout 55 s (RINGWAY_TIMEOUT)" in outcome.output
+    pool.replace()  # these ranks keep a small recorder and a small limit
+
+
+def _too_few(context: RankContext, port: int) -> tuple[float, list[int]]:
+    dist.destroy_process_group()
+    began = time.monotonic()
+    with pytest.raises(RendezvousError) as caught:
+        dist.init_distributed(
+            rank=context.rank, world_size=3, init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=3)
+        )
+    assert not dist.is_initialized()
+    return time.monotonic() - began, caught.value.missing
+
+
+def test_the_timeout_that_was_set_is_the_one_that_ends_the_wait(pool: RankPool) -> None:
+    for waited, missing in pool.run(_too_few, _free_port(), world_size=2, timeout=100):
+        assert missing == [2]
+        assert 2.0 < waited < 40
+
+
+def test_wrong_arguments_are_refused_before_anything_is_opened() -> None:
+    with pytest.raises(UsageError, match="not initialized"):
+        dist.init_distributed(dist_init_required=False)
+    with pytest.raises(UsageError, match="timeout"):
+        dist.init_distributed(timeout=timedelta(seconds=-1))
+    with pytest.raises(UsageError, match="world_size"):
+        dist.init_distributed(rank=2, world_size=2)
+    with pytest.raises(ConfigError, match="did you mean 'timeout'"):
+        dist.init_distributed(config={"ringway": {"timeot": 1}})
+    assert not dist.is_initialized()
+
+
+def _mpi_ignored(context: RankContext) -> int:
+    dist.destroy_process_group()
+    dist.init_distributed(auto_mpi_discovery=False, verbose=False)
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    return size
+
+
+def test_mpi_launchers_are_ignored_when_asked(pool: RankPool) -> None:
+    environment: dict[str, str | None] = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert pool.run(_mpi_ignored, world_size=1, environment=environment) == [1]
