@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from ringway.cli import demo, env, run
+from ringway.cli import demo, env, run, tune
 from ringway.errors import RingwayError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run.run)
 app.command(name="env")(env.env)
 app.command(name="demo")(demo.demo)
+app.command(name="tune")(tune.tune)
 
 
 def main() -> None:

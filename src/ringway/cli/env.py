@@ -42,6 +42,8 @@ def report() -> dict[str, Any]:
         "notes": list(settings.notes),
         "backends": {},
     }
+    if settings.policy is not None:
+        document["policy"] = _policy(settings.policy)
     for name in CONSIDERED:
         what = obstacle(name)
         document["backends"][name] = {"available": what is None, **(asdict(what) if what else {})}
@@ -72,6 +74,19 @@ def report() -> dict[str, Any]:
     return document
 
 
+def _policy(given: Any) -> dict[str, Any]:
+    """The table that mixes backends, or what is wrong with it."""
+    from ringway.backends import policy
+    from ringway.errors import ConfigError
+
+    try:
+        table = policy.load(given)
+    except ConfigError as error:
+        return {"error": str(error)}
+    rules = [{"op": rule.op, "backend": rule.in_words()} for rule in table.rules]
+    return {"source": table.source, "world_size": table.world_size, "rules": rules}
+
+
 def _print(document: dict[str, Any]) -> None:
     from rich.console import Console
 
@@ -82,6 +97,8 @@ def _print(document: dict[str, Any]) -> None:
         console.print(_launcher_table(document))
     console.print(_backend_table(document))
     console.print(_config_table(document))
+    if document.get("policy"):
+        console.print(_policy_table(document["policy"]))
     if document.get("choice"):
         choice = document["choice"]
         console.print(f"Would pick: {choice['backend'] or 'nothing'} ({choice['reason']})")
@@ -121,6 +138,17 @@ def _backend_table(document: dict[str, Any]) -> Table:
     for name, facts in document["backends"].items():
         why = ". ".join(filter(None, (facts.get("reason"), facts.get("remedy"))))
         table.add_row(*map(Text, (name, "yes" if facts["available"] else "no", why)))
+    return table
+
+
+def _policy_table(policy: dict[str, Any]) -> Table | str:
+    from rich.text import Text
+
+    if "error" in policy:
+        return f"Policy: {policy['error']}"
+    table = _table(f"Policy for {policy['world_size']} ranks, from {policy['source']}", "op", "backend")
+    for rule in policy["rules"]:
+        table.add_row(Text(rule["op"]), Text(rule["backend"]))
     return table
 
 

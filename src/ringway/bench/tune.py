@@ -1,0 +1,139 @@
+"""Measures the backends of the running job against each other and writes the winners down as a policy."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+import ringway
+from ringway.backends.policy import Policy, Rule
+from ringway.backends.select import obstacle
+from ringway.bench.cases import CASES, Place
+from ringway.bench.runner import Ranks, measure
+from ringway.call import OP_BY_NAME
+from ringway.errors import BackendUnavailable, UsageError
+
+CANDIDATES = ("shm", "mpi", "ccl", "gloo", "hierarchical")
+OPS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "all_gather",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all_single",
+    "barrier",
+)
+SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20)
+_CLEARLY = 0.97
+"""A backend takes over from the one that won the size before only if it needs less than this share of its time."""
+
+Medians = dict[str, dict[int, dict[str, float]]]
+"""Seconds by op, by bytes, by backend."""
+Progress = Callable[[str, int], None]
+
+
+def groups_of(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A group of all ranks on each backend that every rank can use; and why not the others."""
+    made: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        lacking = obstacle(name)
+        reasons = ringway.allgather_object(None if lacking is None else lacking.reason)
+        if not any(reasons):
+            reasons = ringway.allgather_object(_made(name, made))
+        if any(reasons):
+            if name in made:
+                ringway.destroy_process_group(made.pop(name))
+            left_out[name] = next(reason for reason in reasons if reason)
+    return made, left_out
+
+
+def _made(name: str, into: dict[str, Any]) -> str | None:
+    """Makes a group on the backend; returns why it is no candidate, if it is none."""
+    try:
+        group = into[name] = ringway.new_group(backend=name)
+    except BackendUnavailable as error:
+        return error.reason
+    actual = ringway.communicator(group).backend.name
+    return None if actual == name else f"on these hosts it is {actual}"
+
+
+def medians(
+    groups: Mapping[str, Any], ops: Sequence[str], sizes: Sequence[int], rounds: int, progress: Progress
+) -> Medians:
+    """Times every op at every size on every group. All ranks get the same numbers."""
+    rank, size = ringway.get_rank(), ringway.get_world_size()
+    control = Ranks(ringway.get_world_group())
+    found: Medians = {}
+    for op in ops:
+        for nbytes in sizes if op != "barrier" else (0,):
+            progress(op, nbytes)
+            candidates = [
+                CASES[op].candidate(name, ringway, Place(rank, size, nbytes, group)) for name, group in groups.items()
+            ]
+            times = measure(candidates, control, rounds=rounds, warmup_rounds=2)
+            found.setdefault(op, {})[nbytes] = {result.name: result.seconds.median for result in times}
+    return found
+
+
+def winners(found: Medians) -> tuple[Rule, ...]:
+    """The rules that send every call to what was fastest at its size, with bounds between the measured sizes."""
+    rules: list[Rule] = []
+    for op, by_size in found.items():
+        if "bytes" not in OP_BY_NAME[op].agree:
+            rules.append(Rule(_best_overall(by_size), op))
+            continue
+        sizes = sorted(by_size)
+        best = _best_by_size(by_size, sizes)
+        for place, size in enumerate(sizes):
+            last = place == len(sizes) - 1
+            if last:
+                rules.append(Rule(best[place], op))
+            elif best[place] != best[place + 1]:
+                rules.append(Rule(best[place], op, up_to=math.isqrt(size * sizes[place + 1])))
+    return tuple(rules)
+
+
+def _best_by_size(by_size: Mapping[int, Mapping[str, float]], sizes: Sequence[int]) -> list[str]:
+    best: list[str] = []
+    for size in sizes:
+        times = by_size[size]
+        fastest = min(times, key=lambda name: times[name])
+        if best and times[fastest] > _CLEARLY * times[best[-1]]:
+            fastest = best[-1]
+        best.append(fastest)
+    return best
+
+
+def _best_overall(by_size: Mapping[int, Mapping[str, float]]) -> str:
+    """The least product of times, which weighs small and large calls alike."""
+    names = next(iter(by_size.values()))
+    return min(names, key=lambda name: sum(math.log(times[name]) for times in by_size.values()))
+
+
+def tuned(found: Medians, source: str) -> Policy:
+    """The policy of this job, with what it was made from."""
+    facts = {
+        "at": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        "host": f"{platform.machine()}, torch {torch.__version__}",
+        "microseconds": {
+            op: {str(size): {name: round(1e6 * t, 2) for name, t in times.items()} for size, times in by_size.items()}
+            for op, by_size in found.items()
+        },
+    }
+    return Policy(ringway.get_world_size(), winners(found), facts, source)
+
+
+def check_ops(ops: Sequence[str]) -> None:
+    for op in ops:
+        if op not in CASES or not OP_BY_NAME[op].collective:
+            raise UsageError(f"'{op}' cannot be tuned; choose from {', '.join(OPS)}")
