@@ -105,3 +105,28 @@ def test_slurms_variables(expected: str) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     _check(outputs[0], expected)
+
+
+_SEVERAL_HOSTS = """
+from dataclasses import replace
+from ringway.launch.discover import discover
+from ringway.launch.rendezvous import rendezvous
+# As on several hosts: the launcher tells rank and size, and nobody an address.
+info = replace(discover(), address=None, local_size=1)
+store = rendezvous(info, 60)
+store.set(f"from {info.rank}", info.source)
+store.wait(["from 0", "from 1"])
+store.add("done", 1)
+while info.rank == 0 and store.add("done", 0) < 2:
+    pass
+print(f"rank {info.rank} met by {info.source}", flush=True)
+"""
+
+
+def test_mpi_itself_carries_the_address_where_nobody_names_one(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_SEVERAL_HOSTS)
+    folder = mpi_env("mpich")
+    output = _run([folder / "bin" / "mpiexec", "-n", "2", folder / "bin" / "python", program])
+    for rank in range(2):
+        assert f"rank {rank} met by PMI" in output
