@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from ringway import _core, groups
+from ringway import groups
 from ringway.backends import policy
 from ringway.backends.select import MPI_LAUNCHERS, Choice, select
 from ringway.config import MAX_SECONDS, SETTINGS, Config, resolve
@@ -20,8 +20,8 @@ from ringway.errors import UsageError
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
-from ringway.observe.logger import configure
 from ringway.observe import start as watching
+from ringway.observe.logger import configure
 from ringway.world import world
 
 DEFAULT_PORT = 29500
