@@ -171,6 +171,14 @@ void bind_recorder(nb::module_& m) {
                      calls.append(nb::make_tuple(entry.token, as_tuple(self, entry)));
                  return calls;
              })
+        .def("start_trace", &Recorder::start_trace, nb::arg("limit"))
+        .def("stop_trace",
+             [](Recorder& self) {
+                 const Recorder::Trace trace = self.stop_trace();
+                 nb::list calls;
+                 for (const Entry& entry : trace.calls) calls.append(as_tuple(self, entry));
+                 return nb::make_tuple(calls, trace.dropped);
+             })
         .def("choose", &choose, nb::arg("enabled"), nb::arg("all"), nb::arg("by_caller"), nb::arg("ops"),
              nb::arg("labels"))
         .def_prop_ro("logging", [](Recorder& self) { return self.ledger().enabled(); })
@@ -205,8 +213,7 @@ void bind_recorder(nb::module_& m) {
                     return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype),
                                       static_cast<Reduce>(reduce), peer, label, current_site());
                 });
-            },
-            nb::arg("op"), nb::arg("bytes"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("peer"), nb::arg("label"))
+            })  // no argument names on these three: they make nanobind take its slower way in
         .def(
             "begin_plain",
             // For the common call: a dense CPU tensor of one of the dtypes (a bit for each code). 0 when it is
@@ -219,11 +226,8 @@ void bind_recorder(nb::module_& m) {
                     return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
                                       0, current_site());
                 });
-            },
-            nb::arg("op"), nb::arg("tensor"), nb::arg("reduce"), nb::arg("peer"), nb::arg("dtypes"))
-        .def(
-            "end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); },
-            nb::arg("token"), nb::arg("ok"))
+            })
+        .def("end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
         .def("compare", &Lane::compare, nb::arg("signatures"))
         .def("check", [](Lane& self) { if (!fault_of(self).is_none()) raise_parted(self); })
         .def_prop_ro("collectives", &Lane::collectives)
