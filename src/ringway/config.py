@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -93,7 +94,7 @@ def _policy(value: object) -> str | dict[str, Any]:
 
 def _parse_flag(text: str) -> object:
     return {"1": True, "true": True, "yes": True, "on": True}.get(
-        text.lower(), False if text.lower() in ("0", "false", "no", "off", "") else text
+        text.lower(), False if text.lower() in ("0", "false", "no", "off") else text
     )
 
 
@@ -275,17 +276,20 @@ def _take_blocks(blocks: Mapping[str, Any], source: str, values: dict[str, Any],
 
 def _take_variables(environ: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> list[str]:
     by_variable = {setting.variable: setting for setting in SETTINGS.values()}
+    bare = {variable.removeprefix(_PREFIX): variable for variable in by_variable}
     notes = []
     for variable in sorted(name for name in environ if name.startswith(_PREFIX)):
         setting = by_variable.get(variable)
+        if not environ[variable].strip():
+            continue  # how a shell says "not set"
         if setting is not None:
             values[setting.key] = _checked(setting, environ[variable], variable, text=True)
             sources[setting.key] = variable
         elif variable not in _OTHER_VARIABLES:
             # A variable may belong to a tool of the user's, so it is told, not refused.
-            close = nearest(variable, by_variable)
+            close = get_close_matches(variable.removeprefix(_PREFIX), bare, n=1)
             if close:
-                notes.append(f"{variable} is not a setting{close}")
+                notes.append(f"{variable} is not a setting; did you mean {bare[close[0]]}?")
     return notes
 
 

@@ -56,7 +56,7 @@ def test_env_as_a_table() -> None:
     for words in ("torchrun", "used: local rank 1", "address node1", "port 29400", "comms_logger.enabled"):
         assert words in text
     assert "Would pick:" in text
-    assert "RINGWAY_TIMEOT is not a setting; did you mean 'RINGWAY_TIMEOUT'?" in text
+    assert "RINGWAY_TIMEOT is not a setting; did you mean RINGWAY_TIMEOUT?" in text
 
 
 def test_env_of_a_launcher_that_contradicts_itself() -> None:
