@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "callsite.h"
 
@@ -49,9 +50,30 @@ void Recorder::end(uint64_t token, State state) {
     const int64_t now = monotonic_ns();
     slot.completed_ns.store(now, std::memory_order_relaxed);
     slot.state.store(static_cast<uint8_t>(state), std::memory_order_release);
-    if (!ledger_.enabled() || state != State::Completed) return;
+    const bool logged = ledger_.enabled() && state == State::Completed;
+    const bool traced = tracing_.load(std::memory_order_relaxed);
     Entry entry;
-    if (read_slot(slot, token, entry) && !entry.quiet) ledger_.add(entry);
+    if ((!logged && !traced) || !read_slot(slot, token, entry) || entry.quiet) return;
+    if (logged) ledger_.add(entry);
+    if (!traced) return;
+    std::lock_guard<std::mutex> guard(trace_lock_);
+    if (trace_.calls.size() < trace_limit_)
+        trace_.calls.push_back(entry);
+    else
+        ++trace_.dropped;
+}
+
+void Recorder::start_trace(size_t limit) {
+    std::lock_guard<std::mutex> guard(trace_lock_);
+    trace_ = Trace{};
+    trace_limit_ = limit;
+    tracing_.store(true, std::memory_order_relaxed);
+}
+
+Recorder::Trace Recorder::stop_trace() {
+    std::lock_guard<std::mutex> guard(trace_lock_);
+    tracing_.store(false, std::memory_order_relaxed);
+    return std::exchange(trace_, Trace{});
 }
 
 bool Recorder::find(uint64_t token, Entry& out) const { return read_slot(file_.slot(token), token, out); }

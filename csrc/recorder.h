@@ -49,6 +49,14 @@ class Recorder {
 
     Ledger& ledger() { return ledger_; }
 
+    // While a trace is kept, every call that ends is added to it, up to `limit`.
+    void start_trace(size_t limit);
+    struct Trace {
+        std::vector<Entry> calls;
+        uint64_t dropped = 0;
+    };
+    Trace stop_trace();
+
   private:
     Slot& slot(uint64_t token) const { return file_.slot(token); }
     void keep_site(uint32_t id);
@@ -64,6 +72,10 @@ class Recorder {
     };
     std::unordered_map<std::string, Life> groups_;
     std::atomic<uint32_t> sites_kept_{1};
+    std::atomic<bool> tracing_{false};
+    std::mutex trace_lock_;
+    size_t trace_limit_ = 0;
+    Trace trace_;
 };
 
 // While a thread is quiet, what it issues is recorded but not logged: the logger's own traffic.

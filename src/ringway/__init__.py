@@ -161,6 +161,8 @@ __all__ = [
     "get_comm_operation_count",
     "get_logged_comm_ops",
     "timed_op",
+    "trace",
+    "stall_after",
     "recent_calls",
     "status",
     # errors
@@ -177,6 +179,8 @@ _LAZY: dict[str, str] = {
     "get_comm_operation_count": "ringway.observe.logger",
     "get_logged_comm_ops": "ringway.observe.logger",
     "timed_op": "ringway.observe.timed",
+    "trace": "ringway.observe.trace",
+    "stall_after": "ringway.observe.stall",
 }
 """Names whose room is entered only when they are used, so that `import ringway` stays quick."""
 

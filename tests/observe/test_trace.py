@@ -1,0 +1,138 @@
+"""The trace and the page made from it: real ranks, and a real browser."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import Browser, find_chromium
+
+from ringway.errors import RingwayError, UsageError
+from ringway.observe.report import report
+from ringway.observe.report.page import as_data
+from ringway.testing import RankContext, RankPool
+
+NASTY = "</script><img src=x onerror=alert(1)> & 'loss' \"π\""
+
+
+def traced(context: RankContext, path: str) -> None:
+    dist = context.start("gloo")
+    halves = [dist.new_group([0, 1]), dist.new_group([2])]
+    dist.barrier()
+    with dist.trace(path):
+        for number in range(10):
+            if context.rank == 1:
+                time.sleep(0.02)
+            dist.all_reduce(torch.ones(256 << number % 3), log_name=NASTY if number == 4 else None)
+        if context.rank < 2:
+            dist.broadcast(torch.ones(8), 0, group=halves[0])
+        works = [dist.all_reduce(torch.ones(64), async_op=True) for _ in range(4)]
+        for work in works:
+            work.wait()
+    dist.all_reduce(torch.ones(3))
+
+
+@pytest.fixture(scope="module")
+def trace_file(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    pool.run(traced, str(path), world_size=3)
+    return path
+
+
+def test_all_ranks_are_in_one_file_on_one_clock(trace_file: Path) -> None:
+    trace = json.loads(trace_file.read_text())
+    calls = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {call["pid"] for call in calls} == {0, 1, 2}
+    by_rank = {rank: [call for call in calls if call["pid"] == rank] for rank in range(3)}
+    assert [len(by_rank[rank]) for rank in range(3)] == [15, 15, 14]
+    first = [next(call for call in by_rank[rank] if call["args"]["op"] == "all_reduce") for rank in range(3)]
+    # One call: its ranks overlap in time, and rank 1 came 20 ms after the others.
+    assert max(call["ts"] for call in first) < min(call["ts"] + call["dur"] for call in first)
+    assert first[1]["ts"] - first[0]["ts"] > 10_000
+    assert first[0]["args"]["site"].startswith(__file__)
+    assert first[0]["args"]["group_size"] == 3
+    assert {call["name"] for call in calls} >= {NASTY, "all_reduce", "broadcast"}
+    for rank in range(3):
+        for tid in {call["tid"] for call in by_rank[rank]}:
+            track = sorted((c for c in by_rank[rank] if c["tid"] == tid), key=lambda c: c["ts"])
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.001 for a, b in itertools.pairwise(track))
+    assert trace["otherData"] == {"made_by": "ringway", "ranks": 3, "dropped": 0}
+
+
+def limited_and_broken(context: RankContext, path: str) -> Any:
+    dist = context.start("gloo")
+    with dist.trace(path, limit=5):
+        for _ in range(9):
+            dist.all_reduce(torch.ones(2))
+    try:
+        with dist.trace(path + ".second"):
+            dist.all_reduce(torch.ones(2))
+            raise LookupError("of the program's own")
+    except LookupError as error:
+        return str(error)
+
+
+def test_a_trace_is_bounded_and_survives_an_error(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    assert pool.run(limited_and_broken, str(path), world_size=2) == ["of the program's own"] * 2
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["dropped"] == 8
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 10
+    for rank in range(2):
+        own = json.loads((tmp_path / f"t.json.second.rank{rank}").read_text())
+        assert sum(event["ph"] == "X" for event in own["traceEvents"]) == 1
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_path: Path) -> None:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no chromium on this machine: apt install chromium, or set RINGWAY_TEST_BROWSER")
+    page = tmp_path / "report.html"
+    report(trace_file, page)
+    browser = Browser(program, tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        assert browser.requests() == [page.as_uri()]
+        count = lambda selector: browser.evaluate(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
+        assert count("#timeline rect.bar") == 44
+        assert count("#bandwidth polyline.series") == 2
+        assert count("#bandwidth circle.point") >= 4
+        assert count("#lateness rect.cell") > 10
+        assert count("#table tr") >= 6
+        assert browser.evaluate("document.querySelector('#timeline svg').getBoundingClientRect().height") > 50
+        # What users wrote is shown, not obeyed.
+        assert count("img") == 0
+        assert NASTY in browser.evaluate("document.querySelector('#table').textContent")
+        # Rank 1 slept, and is the reddest row of the heat map.
+        assert "waited for" in browser.evaluate("document.querySelector('#lateness').textContent")
+        browser.evaluate(
+            "document.querySelector('#timeline rect.bar').dispatchEvent(new MouseEvent('mousemove', {clientX: 5}))"
+        )
+        assert "rank" in browser.evaluate("document.getElementById('tip').textContent")
+        assert browser.complaints() == []
+    finally:
+        browser.close()
+
+
+def test_data_cannot_leave_its_element() -> None:
+    text = as_data({"a": "</script><!-- & \u2028"})
+    assert "<" not in text
+    assert ">" not in text
+    assert json.loads(text) == {"a": "</script><!-- & \u2028"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": []}'])
+def test_what_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    with pytest.raises(UsageError):
+        report(path, tmp_path / "out.html")
+    with pytest.raises(RingwayError, match="cannot read"):
+        report(tmp_path / "absent", tmp_path / "out.html")
+    assert not (tmp_path / "out.html").exists()
