@@ -14,6 +14,7 @@ namespace ringway::pack::PACK_NAMESPACE {
 namespace {
 
 constexpr int64_t kHeld = 4096;
+constexpr int64_t kFetched = 256;            // elements encoded between two looks ahead
 constexpr int64_t kTile = 32768;             // elements a thread takes at a time
 constexpr int64_t kWorthAThread = 1 << 17;   // elements below which starting a thread costs more than it saves
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -39,10 +40,16 @@ void in_tiles(int64_t count, int64_t block, int threads, Work work) {
     for (std::thread& helper : helpers) helper.join();
 }
 
-// Calls work(offset, n) for strips of [begin, end).
+// Calls work(offset, n) for strips of [begin, end), each of `length` at most.
 template <class Work>
-void in_strips(int64_t begin, int64_t end, Work work) {
-    for (; begin < end; begin += kStrip) work(begin, static_cast<int>(std::min<int64_t>(kStrip, end - begin)));
+void in_strips(int64_t begin, int64_t end, int64_t length, Work work) {
+    for (; begin < end; begin += length) work(begin, static_cast<int>(std::min(length, end - begin)));
+}
+
+template <class Element>
+void prefetch(const Element* from, int64_t n) {
+    const char* byte = reinterpret_cast<const char*>(from);
+    for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(Element)); i += 64) __builtin_prefetch(byte + i);
 }
 
 // --- frames -----------------------------------------------------------------------------------------------
@@ -78,6 +85,7 @@ template <class Element>
 struct FromArray {
     const Element* data;
     void load(int64_t begin, int n, float* strip) const { load_strip(data + begin, n, strip); }
+    void fetch(int64_t begin, int64_t n) const { prefetch(data + begin, n); }
 };
 
 template <Kind K>
@@ -94,35 +102,21 @@ struct FromFrames {
             Codec<K>::add(frame.payload() + Codec<K>::payload_offset(begin), n, frame.scale(begin) * factor, strip);
         }
     }
+    void fetch(int64_t, int64_t) const {}  // few bytes, read one after the other: the processor sees to it
 };
-
-template <class Source, class Residual>
-inline void load_compensated(const Source& source, const Residual* residual, int64_t begin, int n, float* strip) {
-    source.load(begin, n, strip);
-    if constexpr (!std::is_same_v<Residual, NoResidual>) add_strip(residual + begin, n, strip);
-}
-
-template <class Element>
-inline void load_compensated(const FromArray<Element>& source, const float* residual, int64_t begin, int n,
-                             float* strip) {
-    load_sum_strip(source.data + begin, residual + begin, n, strip);
-}
 
 // --- statistics -------------------------------------------------------------------------------------------
 
+// Of a block or a tensor, from its strips: sums in double precision.
 template <Kind K>
 struct Statistic {
     double sum = 0;
     uint32_t peak = 0;
 
-    void take_for_block(const float* strip, int n) {
-        if constexpr (Codec<K>::kPeak) peak = std::max(peak, peak_bits(strip, n));
-        else sum += sum_of_magnitudes(strip, n);
-    }
-    void take_for_tensor(const float* strip, int n) {
-        if constexpr (Codec<K>::kPeak) peak = std::max(peak, peak_bits(strip, n));
-        else sum += sum_of_squares(strip, n);
-    }
+    void add(const Peak& taken) { peak = std::max(peak, taken.bits()); }
+    template <class Sum>
+    void add(const Sum& taken) { sum += taken.sum(); }
+
     float block_scale(int64_t n) const {
         float scale;
         if constexpr (Codec<K>::kPeak) {
@@ -139,15 +133,39 @@ struct Statistic {
     }
 };
 
+template <Kind K>
+using ForBlock = std::conditional_t<Codec<K>::kPeak, Peak, SumOfMagnitudes>;
+template <Kind K>
+using ForTensor = std::conditional_t<Codec<K>::kPeak, Peak, SumOfSquares>;
+
+// A strip of the source plus the residual, and what is taken of it.
+template <class Taker, class Source, class Residual>
+Taker load_compensated(const Source& source, const Residual* residual, int64_t at, int n, float* strip) {
+    Taker taker;
+    const float* values = strip;
+    if constexpr (std::is_same_v<Source, FromArray<float>>) values = source.data + at;
+    else source.load(at, n, strip);
+    if constexpr (std::is_same_v<Residual, NoResidual>) {
+        add_and_take(values, nullptr, n, strip, taker);
+    } else if constexpr (std::is_same_v<Residual, float>) {
+        add_and_take(values, residual + at, n, strip, taker);
+    } else {
+        float more[kStrip] = {};
+        load_strip(residual + at, n, more);
+        add_and_take(values, more, n, strip, taker);
+    }
+    return taker;
+}
+
 template <Kind K, class Source, class Residual>
 double measure_source(const Source& source, const Residual* residual, int64_t count, int threads) {
     const int64_t tiles = (count + kTile - 1) / kTile;
     std::vector<Statistic<K>> parts(static_cast<size_t>(tiles));
     in_tiles(count, 0, threads, [&](int64_t begin, int64_t end) {
         float strip[kStrip];
-        in_strips(begin, end, [&](int64_t at, int n) {
-            load_compensated(source, residual, at, n, strip);
-            parts[static_cast<size_t>(begin / kTile)].take_for_tensor(strip, n);
+        in_strips(begin, end, kStrip, [&](int64_t at, int n) {
+            parts[static_cast<size_t>(begin / kTile)].add(
+                load_compensated<ForTensor<K>>(source, residual, at, n, strip));
         });
     });
     Statistic<K> whole;
@@ -168,10 +186,24 @@ struct Encoder {
     const Source& source;
     Residual* residual;
     Frame frame;
+    uint8_t* payload = frame.payload();
 
-    void emit(float* strip, int64_t at, int n, float scale, float inverse) const {
-        Codec<K>::encode(strip, n, scale, inverse, frame.payload() + Codec<K>::payload_offset(at));
-        if constexpr (!std::is_same_v<Residual, NoResidual>) store_strip(strip, n, residual + at);
+    void emit(const float* strip, int64_t at, int n, float scale, float inverse) const {
+        uint8_t* codes = payload + Codec<K>::payload_offset(at);
+        if constexpr (std::is_same_v<Residual, float>) {
+            Codec<K>::encode(strip, n, scale, inverse, codes, residual + at);
+        } else {
+            float lost[kStrip];
+            Codec<K>::encode(strip, n, scale, inverse, codes, lost);
+            if constexpr (!std::is_same_v<Residual, NoResidual>) store_strip(lost, n, residual + at);
+        }
+    }
+
+    // What the next block will read. Encoding touches no new memory, so without this the bus idles meanwhile.
+    void fetch(int64_t at, int64_t n) const {
+        if (at + n > frame.count) return;
+        if constexpr (!std::is_same_v<Residual, NoResidual>) prefetch(residual + at, n);
+        source.fetch(at, n);
     }
 
     // One block; false where a value is not finite.
@@ -179,18 +211,18 @@ struct Encoder {
         float held[kHeld];
         const bool fits = end - begin <= kHeld;
         Statistic<K> statistic;
-        in_strips(begin, end, [&](int64_t at, int n) {
+        in_strips(begin, end, kStrip, [&](int64_t at, int n) {
             float* strip = fits ? held + (at - begin) : held;
-            load_compensated(source, residual, at, n, strip);
-            statistic.take_for_block(strip, n);
+            statistic.add(load_compensated<ForBlock<K>>(source, residual, at, n, strip));
         });
         const float scale = usable(statistic.block_scale(end - begin));
         frame.set_scale(begin, scale);
         if (std::isnan(scale)) return false;
         const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        in_strips(begin, end, [&](int64_t at, int n) {
+        in_strips(begin, end, kFetched, [&](int64_t at, int n) {
+            fetch(at + (end - begin), n);
             float* strip = fits ? held + (at - begin) : held;
-            if (!fits) load_compensated(source, residual, at, n, strip);
+            if (!fits) load_compensated<Nothing>(source, residual, at, n, strip);
             emit(strip, at, n, scale, inverse);
         });
         return true;
@@ -200,8 +232,8 @@ struct Encoder {
     void stretch(int64_t begin, int64_t end, float scale) const {
         float strip[kStrip];
         const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        in_strips(begin, end, [&](int64_t at, int n) {
-            load_compensated(source, residual, at, n, strip);
+        in_strips(begin, end, kFetched, [&](int64_t at, int n) {
+            load_compensated<Nothing>(source, residual, at, n, strip);
             emit(strip, at, n, scale, inverse);
         });
     }
@@ -333,7 +365,7 @@ void decode_source(const FromFrames<K>& source, Element* to, int64_t count, int 
     in_tiles(count, source.block, threads, [&](int64_t begin, int64_t end) {
         float strip[kStrip];
         for (int64_t at = begin; at < end; at += block)
-            in_strips(at, std::min(end, at + block), [&](int64_t from, int n) {
+            in_strips(at, std::min(end, at + block), kStrip, [&](int64_t from, int n) {
                 source.load(from, n, strip);
                 store_strip(strip, n, to + from);
             });

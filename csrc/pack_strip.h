@@ -5,6 +5,7 @@
 // anonymous namespace: nothing here may be merged across them by the linker.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -22,14 +23,24 @@ namespace {
 
 constexpr int kStrip = 1024;
 
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef uint32_t u32x8 __attribute__((vector_size(32)));
+// Vectors as wide as the registers: what is wider, compilers take apart element by element.
+#if defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
-inline f32x8 load8(const float* from) {
-    f32x8 out;
+inline Floats load(const float* from) {
+    Floats out;
     std::memcpy(&out, from, sizeof out);
     return out;
 }
+
+inline void store(Floats value, float* to) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats magnitudes(Floats value) { return (Floats)((Words)value & 0x7fffffffu); }
 
 inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -79,80 +90,92 @@ inline void narrow(float value, BFloat16& out) {
     out.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
+// Pointers into different memory: without the promise a byte may alias anything, and no loop becomes vector code.
+#define PACK_APART __restrict__
+
 template <class Element>
-void load_strip(const Element* from, int n, float* strip) {
+void load_strip(const Element* PACK_APART from, int n, float* PACK_APART strip) {
     for (int i = 0; i < n; ++i) strip[i] = widen(from[i]);
 }
 
 template <class Element>
-void add_strip(const Element* from, int n, float* strip) {
-    for (int i = 0; i < n; ++i) strip[i] += widen(from[i]);
-}
-
-template <class Element>
-void load_sum_strip(const Element* from, const float* more, int n, float* strip) {
-    for (int i = 0; i < n; ++i) strip[i] = widen(from[i]) + more[i];
-}
-
-template <class Element>
-void store_strip(const float* strip, int n, Element* to) {
+void store_strip(const float* PACK_APART strip, int n, Element* PACK_APART to) {
     for (int i = 0; i < n; ++i) narrow(strip[i], to[i]);
 }
 
 // --- statistics ---------------------------------------------------------------------------------------
 
-inline double sum_lanes(f32x8 lanes) {
+// What is taken from the numbers on their way: a sum of magnitudes or of squares, or the largest magnitude. Two
+// sets of lanes, so that one addition need not wait for the last.
+
+inline double sum_lanes(Floats lanes) {
     double sum = 0;
-    for (int i = 0; i < 8; ++i) sum += lanes[i];
+    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
     return sum;
 }
 
-inline double sum_of_magnitudes(const float* strip, int n) {
-    f32x8 first{}, second{};
-    const u32x8 magnitude = u32x8{} + 0x7fffffffu;
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        first += (f32x8)((u32x8)load8(strip + i) & magnitude);
-        second += (f32x8)((u32x8)load8(strip + i + 8) & magnitude);
-    }
-    double sum = sum_lanes(first) + sum_lanes(second);
-    for (; i < n; ++i) sum += std::fabs(strip[i]);
-    return sum;
-}
+struct Nothing {
+    void take(int, Floats) {}
+    void take(float) {}
+};
 
-inline double sum_of_squares(const float* strip, int n) {
-    f32x8 first{}, second{};
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const f32x8 a = load8(strip + i), b = load8(strip + i + 8);
-        first += a * a;
-        second += b * b;
-    }
-    double sum = sum_lanes(first) + sum_lanes(second);
-    for (; i < n; ++i) sum += static_cast<double>(strip[i]) * strip[i];
-    return sum;
-}
+struct SumOfMagnitudes {
+    Floats lanes[2] = {};
+    double rest = 0;
+    void take(int set, Floats value) { lanes[set] += magnitudes(value); }
+    void take(float value) { rest += std::fabs(value); }
+    double sum() const { return sum_lanes(lanes[0]) + sum_lanes(lanes[1]) + rest; }
+};
+
+struct SumOfSquares {
+    Floats lanes[2] = {};
+    double rest = 0;
+    void take(int set, Floats value) { lanes[set] += value * value; }
+    void take(float value) { rest += static_cast<double>(value) * value; }
+    double sum() const { return sum_lanes(lanes[0]) + sum_lanes(lanes[1]) + rest; }
+};
 
 // As bits: magnitudes are in the order of their bits, and NaN and infinity are above every number.
-inline uint32_t peak_bits(const float* strip, int n) {
-    u32x8 peak{};
-    const u32x8 magnitude = u32x8{} + 0x7fffffffu;
+struct Peak {
+    Words lanes[2] = {};
+    uint32_t rest = 0;
+    void take(int set, Floats value) {
+        const Words next = (Words)magnitudes(value);
+        lanes[set] = next > lanes[set] ? next : lanes[set];
+    }
+    void take(float value) { rest = std::max(rest, bits_of(value) & 0x7fffffffu); }
+    uint32_t bits() const {
+        uint32_t highest = rest;
+        for (int i = 0; i < kLanes; ++i) highest = std::max({highest, lanes[0][i], lanes[1][i]});
+        return highest;
+    }
+};
+
+// strip = values + more, and what is taken of it. `values` may be the strip; `more` is null where there is nothing.
+template <class Taker>
+void add_and_take(const float* values, const float* PACK_APART more, int n, float* strip, Taker& taker) {
+    Taker local;
     int i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const u32x8 next = (u32x8)load8(strip + i) & magnitude;
-        peak = next > peak ? next : peak;
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        Floats a = load(values + i), b = load(values + i + kLanes);
+        if (more != nullptr) {
+            a += load(more + i);
+            b += load(more + i + kLanes);
+        }
+        store(a, strip + i);
+        store(b, strip + i + kLanes);
+        local.take(0, a);
+        local.take(1, b);
     }
-    uint32_t highest = 0;
-    for (int lane = 0; lane < 8; ++lane) highest = peak[lane] > highest ? peak[lane] : highest;
     for (; i < n; ++i) {
-        const uint32_t next = bits_of(strip[i]) & 0x7fffffffu;
-        highest = next > highest ? next : highest;
+        strip[i] = more != nullptr ? values[i] + more[i] : values[i];
+        local.take(strip[i]);
     }
-    return highest;
+    taker = local;
 }
 
 // --- codecs -------------------------------------------------------------------------------------------
-// encode: the codes of a strip into the payload, and what they lose into the strip.
+// encode: the codes of a strip into the payload, and what they lose into `lost`.
 // add: codes times the scale, added to a strip.
 
 // Adding and taking away 1.5 * 2^23 rounds to an integer, ties to even, where |value| < 2^22.
@@ -166,71 +189,75 @@ struct Codec<Kind::OneBit> {
     static constexpr bool kPeak = false;
     static int64_t payload_offset(int64_t element) { return element / 8; }
 
-    static void encode(float* strip, int n, float scale, float, uint8_t* payload) {
-        const int whole = n / 8;
-        signs(strip, whole, payload);
-        if (n % 8) {
-            unsigned byte = 0;
-            for (int i = whole * 8; i < n; ++i) byte |= (strip[i] >= 0 ? 128u : 0u) >> (i - whole * 8);
-            payload[whole] = static_cast<uint8_t>(byte);
-        }
-        for (int i = 0; i < n; ++i) strip[i] -= strip[i] >= 0 ? scale : -scale;
-    }
-
-    static void add(const uint8_t* payload, int n, float scale, float* strip) {
-        const int whole = n / 8;
-        const u32x8 places = {24, 25, 26, 27, 28, 29, 30, 31};
-        const u32x8 magnitude = u32x8{} + bits_of(scale);
-        for (int byte = 0; byte < whole; ++byte) {
-            const uint32_t below_zero = ~static_cast<uint32_t>(payload[byte]);
-            const u32x8 sign = ((u32x8{} + below_zero) << places) & 0x80000000u;
-            const f32x8 sum = load8(strip + byte * 8) + (f32x8)(magnitude ^ sign);
-            std::memcpy(strip + byte * 8, &sum, sizeof sum);
-        }
-        for (int i = whole * 8; i < n; ++i)
-            strip[i] += (payload[whole] << (i - whole * 8)) & 128 ? scale : -scale;
-    }
-
-   private:
-    static void signs(const float* strip, int bytes, uint8_t* payload) {
-        int byte = 0;
+    static void encode(const float* PACK_APART strip, int n, float scale, float, uint8_t* PACK_APART payload,
+                       float* PACK_APART lost) {
+        int i = 0;
 #if defined(__ARM_NEON)
         const uint8x16_t weights = {128, 64, 32, 16, 8, 4, 2, 1, 128, 64, 32, 16, 8, 4, 2, 1};
-        const auto sixteen = [&](const float* from) {
-            const uint16x8_t low = vcombine_u16(vmovn_u32(vcgezq_f32(vld1q_f32(from))),
-                                                vmovn_u32(vcgezq_f32(vld1q_f32(from + 4))));
-            const uint16x8_t high = vcombine_u16(vmovn_u32(vcgezq_f32(vld1q_f32(from + 8))),
-                                                 vmovn_u32(vcgezq_f32(vld1q_f32(from + 12))));
-            return vandq_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)), weights);
+        const float32x4_t up = vdupq_n_f32(scale), down = vdupq_n_f32(-scale);
+        const auto four = [&](int at) {
+            const float32x4_t value = vld1q_f32(strip + at);
+            const uint32x4_t at_least_zero = vcgezq_f32(value);
+            vst1q_f32(lost + at, vsubq_f32(value, vbslq_f32(at_least_zero, up, down)));
+            return vreinterpretq_u16_u32(at_least_zero);
         };
-        for (; byte + 8 <= bytes; byte += 8) {
-            const float* from = strip + byte * 8;
-            const uint8x16_t left = vpaddq_u8(sixteen(from), sixteen(from + 16));
-            const uint8x16_t right = vpaddq_u8(sixteen(from + 32), sixteen(from + 48));
-            const uint8x16_t both = vpaddq_u8(left, right);
-            vst1_u8(payload + byte, vget_low_u8(vpaddq_u8(both, both)));
+        const auto sixteen = [&](int at) {
+            const uint16x8_t low = vuzp1q_u16(four(at), four(at + 4));
+            const uint16x8_t high = vuzp1q_u16(four(at + 8), four(at + 12));
+            return vandq_u8(vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high)), weights);
+        };
+        for (; i + 32 <= n; i += 32) {
+            const uint8x16_t pairs = vpaddq_u8(sixteen(i), sixteen(i + 16));
+            const uint8x16_t fours = vpaddq_u8(pairs, pairs);
+            const uint32_t bytes = vgetq_lane_u32(vreinterpretq_u32_u8(vpaddq_u8(fours, fours)), 0);
+            std::memcpy(payload + i / 8, &bytes, sizeof bytes);
         }
 #elif defined(__AVX2__)
         // movemask makes the first lane the lowest bit; turning the lanes around first makes it the highest.
         const __m256i backwards = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-        for (; byte < bytes; ++byte) {
-            const __m256 at_least_zero =
-                _mm256_cmp_ps(_mm256_loadu_ps(strip + byte * 8), _mm256_setzero_ps(), _CMP_GE_OQ);
-            payload[byte] =
+        const __m256 up = _mm256_set1_ps(scale), down = _mm256_set1_ps(-scale);
+        for (; i + 8 <= n; i += 8) {
+            const __m256 value = _mm256_loadu_ps(strip + i);
+            const __m256 at_least_zero = _mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_GE_OQ);
+            _mm256_storeu_ps(lost + i, _mm256_sub_ps(value, _mm256_blendv_ps(down, up, at_least_zero)));
+            payload[i / 8] =
                 static_cast<uint8_t>(_mm256_movemask_ps(_mm256_permutevar8x32_ps(at_least_zero, backwards)));
         }
 #endif
-        for (; byte < bytes; ++byte) {
-            unsigned packed = 0;
-            for (int i = 0; i < 8; ++i) packed |= (strip[byte * 8 + i] >= 0 ? 128u : 0u) >> i;
-            payload[byte] = static_cast<uint8_t>(packed);
+        for (; i < n; i += 8) {
+            unsigned byte = 0;
+            for (int j = i; j < n && j < i + 8; ++j) {
+                const bool at_least_zero = strip[j] >= 0;
+                byte |= (at_least_zero ? 128u : 0u) >> (j - i);
+                lost[j] = strip[j] - (at_least_zero ? scale : -scale);
+            }
+            payload[i / 8] = static_cast<uint8_t>(byte);
         }
+    }
+
+    static void add(const uint8_t* PACK_APART payload, int n, float scale, float* PACK_APART strip) {
+        const Words magnitude = Words{} + bits_of(scale);
+        Words places;
+        for (int lane = 0; lane < kLanes; ++lane) places[lane] = 24u + static_cast<uint32_t>(lane);
+        const int whole = n / 8;
+        for (int byte = 0; byte < whole; ++byte) {
+            const Words below_zero = Words{} + ~static_cast<uint32_t>(payload[byte]);
+            for (int half = 0; half < 8; half += kLanes) {
+                float* to = strip + byte * 8 + half;
+                const Words sign = (below_zero << (places + static_cast<uint32_t>(half))) & 0x80000000u;
+                store(load(to) + (Floats)(magnitude ^ sign), to);
+            }
+        }
+        for (int i = whole * 8; i < n; ++i)
+            strip[i] += (payload[whole] << (i - whole * 8)) & 128 ? scale : -scale;
     }
 };
 
-inline float clamped(float value, float limit) {
-    value = value < -limit ? -limit : value;
-    return value > limit ? limit : value;
+// The nearest integer of a value in units of the scale. The scale comes from the largest magnitude, so no value
+// lies beyond the limit by more than a rounding error; integers are clamped all the same, as that costs nothing.
+inline int32_t rounded(float value, int32_t limit) {
+    const int32_t code = static_cast<int32_t>((value + kRounder) - kRounder);
+    return std::min(std::max(code, -limit), limit);
 }
 
 template <>
@@ -239,15 +266,17 @@ struct Codec<Kind::Int8> {
     static constexpr float kLargest = 127.0f;
     static int64_t payload_offset(int64_t element) { return element; }
 
-    static void encode(float* strip, int n, float scale, float inverse, uint8_t* payload) {
+    static void encode(const float* PACK_APART strip, int n, float scale, float inverse, uint8_t* PACK_APART payload,
+                       float* PACK_APART lost) {
+        int32_t codes[kStrip];
         for (int i = 0; i < n; ++i) {
-            const float code = (clamped(strip[i] * inverse, kLargest) + kRounder) - kRounder;
-            payload[i] = static_cast<uint8_t>(static_cast<int32_t>(code));
-            strip[i] -= code * scale;
+            codes[i] = rounded(strip[i] * inverse, 127);
+            lost[i] = strip[i] - static_cast<float>(codes[i]) * scale;
         }
+        for (int i = 0; i < n; ++i) payload[i] = static_cast<uint8_t>(codes[i]);
     }
 
-    static void add(const uint8_t* payload, int n, float scale, float* strip) {
+    static void add(const uint8_t* PACK_APART payload, int n, float scale, float* PACK_APART strip) {
         for (int i = 0; i < n; ++i) strip[i] += static_cast<float>(static_cast<int8_t>(payload[i])) * scale;
     }
 };
@@ -258,19 +287,19 @@ struct Codec<Kind::Int4> {
     static constexpr float kLargest = 7.0f;
     static int64_t payload_offset(int64_t element) { return element / 2; }
 
-    static void encode(float* strip, int n, float scale, float inverse, uint8_t* payload) {
-        uint8_t halves[kStrip + 1];
+    static void encode(const float* PACK_APART strip, int n, float scale, float inverse, uint8_t* PACK_APART payload,
+                       float* PACK_APART lost) {
+        uint32_t codes[kStrip + 1];
         for (int i = 0; i < n; ++i) {
-            const float code = (clamped(strip[i] * inverse, kLargest) + kRounder) - kRounder;
-            halves[i] = static_cast<uint8_t>(static_cast<int32_t>(code) + 8);
-            strip[i] -= code * scale;
+            const int32_t code = rounded(strip[i] * inverse, 7);
+            codes[i] = static_cast<uint32_t>(code + 8);
+            lost[i] = strip[i] - static_cast<float>(code) * scale;
         }
-        halves[n] = 0;  // the padding of an odd length
-        for (int i = 0; i < (n + 1) / 2; ++i)
-            payload[i] = static_cast<uint8_t>(halves[2 * i] << 4 | halves[2 * i + 1]);
+        codes[n] = 0;  // the padding of an odd length
+        for (int i = 0; i < (n + 1) / 2; ++i) payload[i] = static_cast<uint8_t>(codes[2 * i] << 4 | codes[2 * i + 1]);
     }
 
-    static void add(const uint8_t* payload, int n, float scale, float* strip) {
+    static void add(const uint8_t* PACK_APART payload, int n, float scale, float* PACK_APART strip) {
         for (int i = 0; i < n / 2; ++i) {
             strip[2 * i] += static_cast<float>(static_cast<int32_t>(payload[i] >> 4) - 8) * scale;
             strip[2 * i + 1] += static_cast<float>(static_cast<int32_t>(payload[i] & 15) - 8) * scale;
@@ -286,22 +315,24 @@ struct Codec<Kind::Fp8> {
     static int64_t payload_offset(int64_t element) { return element; }
 
     // e4m3 has 3 mantissa bits, a bias of 7, and steps of 2^-9 below 2^-6. Adding 2^14 rounds to those steps.
-    static void encode(float* strip, int n, float scale, float inverse, uint8_t* payload) {
+    static void encode(const float* PACK_APART strip, int n, float scale, float inverse, uint8_t* PACK_APART payload,
+                       float* PACK_APART lost) {
+        uint32_t codes[kStrip];
         for (int i = 0; i < n; ++i) {
-            const float value = clamped(strip[i] * inverse, kLargest);
-            const uint32_t bits = bits_of(value);
-            const uint32_t magnitude = bits & 0x7fffffffu;
+            const uint32_t bits = bits_of(strip[i] * inverse);
+            const uint32_t magnitude = std::min(bits & 0x7fffffffu, 0x43e00000u);  // 448
             const uint32_t rounded = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) & 0xfff00000u;
             const float small = float_of(magnitude) + 16384.0f;
             const bool is_small = magnitude < 0x3c800000u;  // 2^-6
             const uint32_t code = is_small ? bits_of(small) - 0x46800000u : (rounded >> 20) - (120u << 3);
             const float kept = is_small ? small - 16384.0f : float_of(rounded);
-            payload[i] = static_cast<uint8_t>(code | (bits >> 31) << 7);
-            strip[i] -= float_of(bits_of(kept) | (bits & 0x80000000u)) * scale;
+            codes[i] = code | (bits >> 31) << 7;
+            lost[i] = strip[i] - float_of(bits_of(kept) | (bits & 0x80000000u)) * scale;
         }
+        for (int i = 0; i < n; ++i) payload[i] = static_cast<uint8_t>(codes[i]);
     }
 
-    static void add(const uint8_t* payload, int n, float scale, float* strip) {
+    static void add(const uint8_t* PACK_APART payload, int n, float scale, float* PACK_APART strip) {
         for (int i = 0; i < n; ++i) {
             const uint32_t code = payload[i] & 127u;
             const float normal = float_of((code << 20) + (120u << 23));

@@ -50,7 +50,7 @@ def train_ddp(context: RankContext, codec: str | None, warmup: int, steps: int) 
     if codec is not None:
         hook = ddp_hook(codec, warmup_steps=warmup)
         model.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.004, momentum=0.9)
     losses = []
     for step in range(steps):
         inputs, targets = batch_of(context.rank, step)
