@@ -118,6 +118,8 @@ def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
         return
     if group is not None and group not in c10d.distributed_c10d._world.pg_map:
         return
+    for communicator in world.adopted(group):
+        communicator.close()
     c10d.destroy_process_group(group)
 
 

@@ -175,6 +175,9 @@ class Issuer:
                 handle.wait()
         except BaseException as error:
             raise self._ended(call, token, error, observed) or error from None
+        if handle.on_device:
+            handle.when_finished(lambda error: _discard(self._ended(call, token, error, observed)))
+            return Work(handle, call.outputs, _as_it_is) if call.async_op else None
         if call.async_op:
             return self._work(call, token, handle, observed)
         self._ended(call, token, None, observed)
@@ -260,3 +263,12 @@ class Issuer:
                     backend.abort()
         self._plans.clear()
         self._quick = self.quick_all_reduce = None
+
+
+def _as_it_is(error: BaseException | None) -> BaseException | None:
+    """For a Work whose end somebody else records."""
+    return error
+
+
+def _discard(_: object) -> None:
+    """For a callback that must return nothing."""

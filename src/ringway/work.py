@@ -25,6 +25,10 @@ class Handle(abc.ABC):
     """Whether completion is noticed without anybody waiting. If not, `when_done` costs a thread, and a Work
     asks for it only when its user does."""
 
+    on_device = False
+    """Whether `wait` only orders the device's work, as a collective on a CUDA stream does. Then the end is told
+    by `when_finished`."""
+
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> None:
         """Block until done, at most `timeout` seconds where given; raise what went wrong."""
@@ -36,6 +40,10 @@ class Handle(abc.ABC):
     @abc.abstractmethod
     def when_done(self, completion: Completion) -> None:
         """Call `completion` once, on whichever thread finishes the work, or now if it has finished."""
+
+    def when_finished(self, completion: Completion) -> None:
+        """As `when_done`, but at the end of the work itself where that comes after the wait's."""
+        self.when_done(completion)
 
 
 class _Done(Handle):
@@ -65,6 +73,7 @@ class Finishing(Handle):
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self.notifies = inner.notifies
+        self.on_device = inner.on_device
 
     @property
     def source(self) -> int:  # type: ignore[override]
@@ -99,6 +108,9 @@ class Finishing(Handle):
 
         self._inner.when_done(finished)
 
+    def when_finished(self, completion: Completion) -> None:
+        self._inner.when_finished(completion)
+
 
 class Together(Handle):
     """Several handles that count as one."""
@@ -106,6 +118,7 @@ class Together(Handle):
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
         self.notifies = all(handle.notifies for handle in handles)
+        self.on_device = any(handle.on_device for handle in handles)
 
     def wait(self, timeout: float | None = None) -> None:
         for handle in self._handles:
@@ -115,11 +128,17 @@ class Together(Handle):
         return all(handle.done() for handle in self._handles)
 
     def when_done(self, completion: Completion) -> None:
-        if not self._handles:
+        self._when_all(completion, [handle.when_done for handle in self._handles])
+
+    def when_finished(self, completion: Completion) -> None:
+        self._when_all(completion, [handle.when_finished for handle in self._handles])
+
+    def _when_all(self, completion: Completion, tellers: Sequence[Callable[[Completion], None]]) -> None:
+        if not tellers:
             completion(None)
             return
         lock = threading.Lock()
-        left = len(self._handles)
+        left = len(tellers)
         first: BaseException | None = None
 
         def one_done(error: BaseException | None) -> None:
@@ -131,8 +150,8 @@ class Together(Handle):
             if last:
                 completion(first)
 
-        for handle in self._handles:
-            handle.when_done(one_done)
+        for tell in tellers:
+            tell(one_done)
 
 
 def seconds(timeout: timedelta | float | None) -> float | None:

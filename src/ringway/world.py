@@ -79,6 +79,11 @@ class World:
             known = self._adopted[group] = self._adopt(group)
         return known
 
+    def adopted(self, group: c10d.ProcessGroup | None) -> list[Communicator]:
+        """The communicators of a group that torch made, or with None of all such groups; only those in use."""
+        known = self._adopted.values() if group is None else [self._adopted.get(group)]
+        return [communicator for communicator in known if communicator is not None]
+
     def _adopt(self, group: c10d.ProcessGroup) -> Communicator:
         entry = c10d_module._world.pg_map.get(group)
         if entry is None:

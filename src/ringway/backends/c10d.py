@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
@@ -161,7 +161,7 @@ class GlooBackend(C10dBackend):
     """gloo. It takes some dtypes only, has no list all_to_all, and its reduce_scatter is an allreduce a rank."""
 
     name = "gloo"
-    devices = ("cpu", "cuda")
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     announced_messages = False
 
     _REDUCED = frozenset(
@@ -200,7 +200,7 @@ class GlooBackend(C10dBackend):
 class TorchBackend(C10dBackend):
     """Any other group of torch's (nccl, ucc, torch's own mpi, a third party's): every op is its own."""
 
-    devices = ("cpu", "cuda")
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def all_to_all(self, call: Call) -> Handle:
         options = _options(c10d.AllToAllOptions, call)
@@ -247,6 +247,10 @@ def adopt(info: GroupInfo, group: Any, backend: str) -> C10dBackend:
     """The backend of a group that torch made, from torch's backend object for a device; nothing is sent."""
     if backend == "gloo":
         return GlooBackend(info, group)
+    if backend == "nccl":
+        from ringway.backends.nccl import NcclBackend
+
+        return NcclBackend(info, group)
     adopted = TorchBackend(info, group)
     adopted.name = backend  # type: ignore[misc]
     return adopted

@@ -1,0 +1,204 @@
+"""nccl: torch's own group, with what its users miss.
+
+torch runs it, on its own streams; here its calls get their names, their errors and an end. What NCCL cannot
+reduce is exchanged and reduced on the device. A wait only orders the stream, as torch's does; that a collective
+has finished is learnt from the device by a thread that looks, so nothing is synchronized. With torch's blocking
+wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits and can be caught there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringway.backends.base import GroupInfo
+from ringway.backends.c10d import TorchBackend
+from ringway.backends.c10d_work import Announced, mapped
+from ringway.backends.compose import reduce_rows
+from ringway.call import Call, Reduce
+from ringway.work import DONE, Completion, Handle
+
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
+_MOVED = _REDUCED | {torch.bool}
+_BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
+_LOOK_SOON = 0.0002
+_LOOK_LATE = 0.002
+_SOON = 0.005
+_LEAVE_SECONDS = 10.0
+
+
+class NcclHandle(Announced):
+    """A collective on NCCL's stream."""
+
+    on_device = True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Orders the current stream behind the collective; blocks only where torch's blocking wait is on."""
+        try:
+            if timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout))
+        except Exception as error:
+            raise self._error(error) from None
+
+    def when_done(self, completion: Completion) -> None:
+        _device_watch.add(self, completion)
+
+    when_finished = when_done
+
+    def outcome(self) -> BaseException | None:
+        """What went wrong with a finished collective, if anything."""
+        error = self._work.exception()
+        return None if error is None else self._error(error)
+
+
+class _DeviceWatch:
+    """Looks which collectives have finished. NCCL finishes them in the order of a stream, so it looks at the
+    oldest of each group only."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: dict[str, deque[tuple[NcclHandle, Completion, float]]] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, handle: NcclHandle, completion: Completion) -> None:
+        with self._changed:
+            self._pending.setdefault(handle.group, deque()).append((handle, completion, time.monotonic()))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="ringway-device-watch", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending)
+                ended = self._take_finished()
+                ages = [time.monotonic() - queue[0][2] for queue in self._pending.values()]
+            for handle, completion, _ in ended:
+                completion(handle.outcome())
+            if ages:
+                time.sleep(_LOOK_SOON if min(ages) < _SOON else _LOOK_LATE)
+
+    def _take_finished(self) -> list[tuple[NcclHandle, Completion, float]]:
+        ended = []
+        for group, queue in list(self._pending.items()):
+            while queue and queue[0][0].done():
+                ended.append(queue.popleft())
+            if not queue:
+                del self._pending[group]
+        return ended
+
+
+_device_watch = _DeviceWatch()
+
+
+class NcclBackend(TorchBackend):
+    """One group of torch's ProcessGroupNCCL."""
+
+    name = "nccl"
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def __init__(self, info: GroupInfo, group: Any) -> None:
+        super().__init__(info, group)
+        self._last: Any = None
+        self._closed = False
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        if reduce in _BITWISE:
+            return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        if reduce in (Reduce.AVG, Reduce.PREMUL_SUM):
+            return dtype in _FLOATS
+        return dtype in _REDUCED
+
+    def can_move(self, dtype: torch.dtype) -> bool:
+        return dtype in _MOVED
+
+    def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
+        try:
+            work = self._last = method(*arguments)
+        except RuntimeError as error:
+            raise mapped(error, call, 0.0) from error
+        return NcclHandle(work, call)
+
+    # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
+
+    def _shares(self, call: Call) -> Tensor:
+        flat = call.inputs[0].reshape(-1)
+        short = -flat.numel() % self.size
+        if short:
+            flat = torch.cat([flat, flat.new_zeros(short)])
+        received = torch.empty_like(flat)
+        plain = replace(call, input_splits=None, output_splits=None)
+        super().all_to_all_single(replace(plain, inputs=[_bytes(flat)], outputs=[_bytes(received)])).wait()
+        return reduce_rows(list(received.view(self.size, -1)), call.reduce)
+
+    def _reduced(self, call: Call) -> Tensor:
+        share = self._shares(call)
+        whole = share.new_empty(share.numel() * self.size)
+        super().all_gather_into_tensor(replace(call, inputs=[_bytes(share)], outputs=[_bytes(whole)])).wait()
+        return whole[: call.inputs[0].numel()].view(call.inputs[0].shape)
+
+    def all_reduce(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().all_reduce(call)
+        call.outputs[0].copy_(self._reduced(call))
+        return DONE
+
+    def reduce(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().reduce(call)
+        total = self._reduced(call)
+        if self.rank == call.peer:
+            call.outputs[0].copy_(total)
+        return DONE
+
+    def reduce_scatter(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().reduce_scatter(call)
+        joined = replace(call, inputs=[torch.cat([t.reshape(-1) for t in call.inputs])])
+        return self.reduce_scatter_tensor(joined)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().reduce_scatter_tensor(call)
+        call.outputs[0].copy_(self._shares(call).view(call.outputs[0].shape))
+        return DONE
+
+    # The end
+
+    def close(self) -> None:
+        """torch's shutdown waits for what is under way, for ever if a rank is gone: what has not finished after a
+        while is aborted instead."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._last is not None and not self._last.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if self._last is not None and not self._last.is_completed():
+            self._abort_group()
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._abort_group()
+
+    def _abort_group(self) -> None:
+        with suppress(RuntimeError):  # a group that never connected has nothing to abort
+            self._group.abort()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
