@@ -29,7 +29,7 @@ namespace {
 
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kMaxStackBytes = 32768;
-constexpr size_t kOfGroup = 64, kOfAll = 16;
+constexpr size_t kOfGroup = 64, kOfAll = 64;
 constexpr auto kPatience = std::chrono::milliseconds(1000);  // for the GIL
 constexpr int64_t kStacksStayTrue = 2000000000;
 constexpr int kMaxSignals = 65;

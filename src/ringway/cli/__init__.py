@@ -8,6 +8,7 @@ import typer
 
 from ringway.cli import demo, env, run, tune
 from ringway.errors import RingwayError
+from ringway.observe import commands as watching
 
 app = typer.Typer(
     name="ringway",
@@ -20,6 +21,8 @@ app.command(name="run", context_settings={"allow_interspersed_args": False})(run
 app.command(name="env")(env.env)
 app.command(name="demo")(demo.demo)
 app.command(name="tune")(tune.tune)
+app.command(name="top")(watching.top)
+app.command(name="report")(watching.report)
 
 
 def main() -> None:

@@ -1,0 +1,46 @@
+"""The commands `ringway top` and `ringway report`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def top(
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option(help="Look once and end.")] = False,
+) -> None:
+    """Show the ranks that run on this host: what each is in, since when, how fast, and who is behind."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from ringway.observe.top import snapshot, table
+
+    console = Console()
+    ranks = snapshot()
+    if once:
+        console.print(table(ranks))
+        return
+    try:
+        with Live(table(ranks), console=console, auto_refresh=False) as live:
+            while True:
+                before = {status.pid: (status.now_ns, status.total) for status in ranks}
+                time.sleep(interval)
+                ranks = snapshot()
+                live.update(table(ranks, before), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def report(
+    trace: Annotated[Path, typer.Argument(help="A file that ringway.trace wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Turn a trace into one page: timeline, bandwidth by size, who is waited for, and a table."""
+    from ringway.observe.report import report as write
+
+    write(trace, output)
+    typer.echo(f"{output}: open it in a browser; it needs no network")

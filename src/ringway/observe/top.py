@@ -1,0 +1,151 @@
+"""`ringway top`: the ranks of this host that run now, what each is in, and who waits for whom.
+
+Every rank listens on an abstract unix socket named by its pid, for its own user only, so nothing has to be
+configured and nothing is left behind. A rank answers without the GIL, so one that is stuck is shown too.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group as Lines
+from rich.table import Table
+from rich.text import Text
+
+from ringway.observe.books import size_text
+from ringway.observe.peers import request
+from ringway.observe.recorder import RecordedCall, recorded
+
+_NO_TOKEN = "-" * 32
+_SECONDS = 2.0
+_CREDENTIALS = struct.Struct("iII")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank says of itself."""
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    now_ns: int
+    total: int
+    calls: tuple[RecordedCall, ...]
+    leaving: str
+
+    @property
+    def current(self) -> RecordedCall | None:
+        return next((call for call in self.calls if call.state == "issued"), None)
+
+    @property
+    def gigabytes_a_second(self) -> float | None:
+        """The bytes of its latest calls over the time they took."""
+        done = [call for call in self.calls if call.state == "completed" and call.nbytes]
+        took = sum(call.completed_ns - call.issued_ns for call in done)
+        return sum(call.nbytes for call in done) / took if took else None
+
+
+def pids() -> list[int]:
+    """Processes on this host, and in this network namespace, that have such a socket."""
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+            found = re.findall(r"@ringway/(\d+)$", file.read(), re.MULTILINE)
+    except OSError:
+        return []
+    return sorted({int(pid) for pid in found})
+
+
+def ask_pid(pid: int) -> RankStatus | None:
+    """None where the process is gone, another user's, or does not answer."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_SECONDS)
+            connection.connect(f"\0ringway/{pid}")
+            reply = request(connection, _NO_TOKEN, "C", "")
+    except (OSError, ValueError):
+        return None
+    return None if reply is None else _status(reply)
+
+
+def _status(reply: dict[str, Any]) -> RankStatus:
+    facts = reply["facts"]
+    calls = tuple(recorded(row) for row in reply["calls"])
+    return RankStatus(
+        facts["rank"], facts["size"], facts["host"], reply["pid"], reply["now"], reply["total"], calls, reply["leaving"]
+    )
+
+
+def snapshot() -> list[RankStatus]:
+    found = [status for status in map(ask_pid, pids()) if status is not None]
+    return sorted(found, key=lambda status: (status.rank, status.pid))
+
+
+def skews(ranks: list[RankStatus]) -> dict[int, float]:
+    """How long the first rank waited for each, on average over the calls that several of them know, in seconds; by
+    pid. Ranks of one host share a clock."""
+    meetings: dict[tuple[str, int, str], dict[int, int]] = defaultdict(dict)
+    for status in ranks:
+        for call in status.calls:
+            if call.op not in ("send", "recv"):
+                meetings[call.group, call.sequence, call.op][status.pid] = call.issued_ns
+    late: dict[int, list[float]] = defaultdict(list)
+    for came in meetings.values():
+        if len(came) > 1:
+            first = min(came.values())
+            for pid, at in came.items():
+                late[pid].append((at - first) / 1e9)
+    return {pid: sum(values) / len(values) for pid, values in late.items()}
+
+
+def printable(text: str, most: int = 60) -> str:
+    """What users wrote, as one line: no control characters, which a terminal would obey."""
+    plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
+
+
+def table(ranks: list[RankStatus], before: dict[int, tuple[int, int]] | None = None) -> Any:
+    """The picture. `before` are (time, calls) of the last one by pid, for the rate of calls."""
+    if not ranks:
+        return Text("No rank of ringway's runs on this host (in this network namespace, as this user).")
+    view = Table(box=None, pad_edge=False)
+    for name in ("Rank", "PID", "In", "Since", "Calls", "Calls/s", "GB/s", "Behind"):
+        view.add_column(name, justify="left" if name == "In" else "right", no_wrap=True)
+    late = skews(ranks)
+    for status in ranks:
+        view.add_row(*_row(status, late.get(status.pid), (before or {}).get(status.pid)))
+    jobs = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {printable(ranks[0].host)}"
+    return Lines(Text(f"{jobs}, {time.strftime('%H:%M:%S')}"), view)
+
+
+def _row(status: RankStatus, late: float | None, before: tuple[int, int] | None) -> list[Text]:
+    call = status.current
+    if status.leaving:
+        doing = f"leaving: {status.leaving}"
+    elif call is None:
+        doing = "the program's own code"
+    else:
+        label = f" '{call.label}'" if call.label else ""
+        doing = f"{call.op}{label} #{call.sequence}, group {call.group}, {size_text(call.nbytes)}"
+    since = "" if call is None else f"{(status.now_ns - call.issued_ns) / 1e9:.1f} s"
+    stalled = call is not None and status.now_ns - call.issued_ns > 10e9
+    rate = ""
+    if before is not None and status.now_ns > before[0]:
+        rate = f"{(status.total - before[1]) / ((status.now_ns - before[0]) / 1e9):.0f}"
+    speed = status.gigabytes_a_second
+    return [
+        Text(f"{status.rank}/{status.size}"),
+        Text(str(status.pid)),
+        Text(printable(doing, 70), style="red" if stalled else ""),
+        Text(since, style="red" if stalled else ""),
+        Text(str(status.total)),
+        Text(rate),
+        Text("" if speed is None else f"{speed:.3g}"),
+        Text("" if late is None else f"{late * 1e3:.1f} ms"),
+    ]

@@ -1,0 +1,86 @@
+"""`ringway top` and `ringway report`: what they show of a running job, and that nobody's text is obeyed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ringway.cli import app
+from ringway.observe.top import ask_pid, pids, printable, snapshot, table
+from ringway.testing import RankContext, RankPool
+
+EVIL = "\x1b[31m[bold]loss[/bold]\x07"
+
+
+def busy(context: RankContext) -> None:
+    dist = context.start("gloo")
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1024))
+    if context.rank == 1:
+        context.store.get("looked")
+    dist.all_reduce(torch.ones(1024), log_name=EVIL)
+
+
+def look(pool: RankPool) -> tuple[list[Any], Any]:
+    """Snapshots while the ranks run, until rank 0 waits for rank 1."""
+    host, port = pool._store_address()
+    for _ in range(300):
+        ranks = [status for status in snapshot() if status.pid in pool.pids().values()]
+        waiting = [status for status in ranks if status.rank == 0 and status.current is not None]
+        if len(ranks) == 2 and waiting and waiting[0].current.label == EVIL:
+            break
+        time.sleep(0.05)
+    time.sleep(0.3)
+    ranks = [status for status in snapshot() if status.pid in pool.pids().values()]
+    result = CliRunner().invoke(app, ["top", "--once"], env={"COLUMNS": "200"})
+    store = c10d.TCPStore(host, port, is_master=False)
+    c10d.PrefixStore(f"run{pool._runs}", store).set("looked", "1")
+    return ranks, result
+
+
+def test_top_shows_what_each_rank_is_in(pool: RankPool) -> None:
+    seen: list[Any] = []
+    watcher = threading.Thread(target=lambda: seen.append(look(pool)))
+    watcher.start()
+    pool.run(busy, world_size=2, timeout=60)
+    watcher.join()
+    ranks, result = seen[0]
+    assert [status.rank for status in ranks] == [0, 1]
+    current = ranks[0].current
+    assert current is not None
+    assert (current.op, current.label) == ("all_reduce", EVIL)
+    assert ranks[1].current is None
+    assert ranks[0].gigabytes_a_second
+    assert result.exit_code == 0, result.output
+    assert "all_reduce" in result.output
+    assert "the program's own code" in result.output
+    assert "\x1b[31m[bold]" not in result.output
+    assert "\x07" not in result.output
+    assert "[bold]loss" in result.output  # shown as it was written
+
+
+def test_nobody_there_is_said() -> None:
+    console = Console(record=True, width=120)
+    console.print(table([]))
+    assert "No rank of ringway's" in console.export_text()
+    assert ask_pid(1) is None
+    assert 1 not in pids()
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b]0;x\x07\nb") == "a�]0;x��b"
+    assert printable("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_the_report_command_refuses_what_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("{}")
+    result = CliRunner().invoke(app, ["report", str(path), "-o", str(tmp_path / "r.html")])
+    assert result.exit_code != 0
