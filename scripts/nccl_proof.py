@@ -1,0 +1,234 @@
+"""nccl on one GPU, with a report for docs/proofs/nccl.md.
+
+NCCL refuses two ranks on one GPU, so NCCL itself is proven at world size 1, and what ringway does around it
+(routing, objects, barriers, teardown) there too; several ranks share the GPU through gloo with CUDA tensors.
+With --mpi WHEELS, a folder with the wheels of mpich and mpi4py, the mpi backend is proven on CUDA tensors too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import proofs
+import torch
+from cuda_ranks import check_all, train
+
+from ringway.errors import CommTimeout, RingwayError
+from ringway.testing import RankContext, RankPool
+from ringway.testing.conformance import Report, Setting, run_setting
+
+PROVES = (
+    "src/ringway/backends/nccl.py",
+    "src/ringway/backends/c10d.py",
+    "src/ringway/backends/c10d_work.py",
+    "src/ringway/backends/mpi.py",
+)
+WAITS = """What still waits for two GPUs: NCCL between two ranks (bandwidth, and a peer that dies in the middle of a
+collective), a timeout inside a running NCCL kernel, and the abort of a communicator that hangs there."""
+
+Checked = tuple[bool, str]
+
+
+def objects_open_no_context(context: RankContext) -> Checked:
+    """In a process that has not touched the GPU, object collectives on an nccl group leave it untouched."""
+    dist = context.start("nccl")
+    before = torch.cuda.is_initialized()
+    gathered: list[Any] = [None]
+    dist.all_gather_object(gathered, {"rank": context.rank})
+    objects = [b"x" * 100_000]
+    dist.broadcast_object_list(objects, 0)
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    after = torch.cuda.is_initialized()
+    return (not before and not after and gathered == [{"rank": 0}]), f"CUDA initialized before {before}, after {after}"
+
+
+def every_op(context: RankContext) -> Checked:
+    context.start("nccl")
+    checks, wrong = check_all(context.rank, context.world_size)
+    return not wrong, f"{checks} checks, wrong: {wrong[:5]}"
+
+
+def completion_from_the_device(context: RankContext) -> Checked:
+    """A call is complete, for whoever watches, when the device has finished it and not when it was issued."""
+    dist = context.start("nccl")
+    from ringway.world import world
+
+    seen: list[tuple[float, float]] = []
+
+    class Watcher:
+        def issued(self, call: Any) -> None:
+            pass
+
+        def completed(self, call: Any, error: Any) -> None:
+            seen.append((call.issued / 1e9, call.completed / 1e9))
+
+    torch.cuda.set_device(0)
+    tensor = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    watcher = Watcher()
+    world.watch(watcher)
+    try:
+        torch.cuda._sleep(600_000_000)
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        issued_in = time.perf_counter() - began
+        torch.cuda.synchronize()
+        busy = time.perf_counter() - began
+        deadline = time.monotonic() + 5
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.001)
+    finally:
+        world.unwatch(watcher)
+    if not seen:
+        return False, "the end was never told"
+    told = seen[0][1] - seen[0][0]
+    fine = issued_in < busy / 2 and abs(told - busy) < 0.2 * busy + 0.02
+    return (
+        fine,
+        f"issued in {1e3 * issued_in:.2f} ms, device busy {1e3 * busy:.1f} ms, end told after {1e3 * told:.1f} ms",
+    )
+
+
+def teardown_is_bounded(context: RankContext) -> Checked:
+    dist = context.start("nccl", group_name="teardown")
+    torch.cuda.set_device(0)
+    dist.all_reduce(torch.ones(4, device="cuda"))
+    torch.cuda._sleep(2_000_000_000)
+    dist.all_reduce(torch.ones(4, device="cuda"), async_op=True)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    dist.destroy_process_group()
+    spent = time.monotonic() - began
+    return spent < 20, f"destroyed with a collective under way, twice, in {spent:.2f} s"
+
+
+def absent_rank(context: RankContext) -> Checked:
+    """Rank 0 never comes to the first collective; rank 1 catches the timeout, and goes on with gloo."""
+    dist = context.start("nccl", group_name="absent", timeout=timedelta(seconds=8))
+    rest = dist.new_group(backend="gloo", timeout=timedelta(seconds=90))
+    told = ""
+    if context.rank == 1:
+        torch.cuda.set_device(0)
+        try:
+            dist.all_reduce(torch.ones(4, device="cuda"))
+        except (CommTimeout, RingwayError) as error:
+            told = f"{type(error).__name__}: {error}"
+    total = torch.ones(1)
+    dist.all_reduce(total, group=rest)
+    return (context.rank == 0 or "CommTimeout" in told) and total.item() == 2.0, told[:300] or "(the absent rank)"
+
+
+def shared_gpu(context: RankContext) -> Checked:
+    context.start("gloo")
+    checks, wrong = check_all(context.rank, context.world_size)
+    return not wrong, f"{checks} checks, wrong: {wrong[:5]}"
+
+
+def shared_gpu_training(context: RankContext) -> Checked:
+    context.start("gloo")
+    torch.cuda.set_device(0)
+    single, parallel = train(context.rank, context.world_size)
+    close = all(abs(a - b) < 1e-4 for a, b in zip(single, parallel, strict=True))
+    return close, f"one process {single[-1]:.6f}, DDP {parallel[-1]:.6f} after 5 steps"
+
+
+def mpi_on_cuda(wheels: Path) -> list[tuple[str, Checked]]:
+    """mpi with CUDA tensors through pinned memory, under the mpiexec of the wheel."""
+    home = proofs.ROOT / ".cache" / "mpi-unpacked"
+    for wheel in sorted(wheels.glob("*.whl")):
+        zipfile.ZipFile(wheel).extractall(home)
+    (data,) = home.glob("mpich-*.data/data")
+    for program in (data / "bin").iterdir():
+        program.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")]),
+        "LD_LIBRARY_PATH": os.pathsep.join([str(data / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]),
+    }
+    results = []
+    for ranks in (2, 4):
+        program = proofs.ROOT / "scripts" / "cuda_ranks.py"
+        command = [str(data / "bin" / "mpiexec"), "-n", str(ranks), sys.executable, "-W", "ignore", str(program), "mpi"]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        said = run.stdout.strip() or run.stderr.strip()[-600:]
+        results.append((f"mpi (MPICH), CUDA tensors through pinned memory, {ranks} ranks", (run.returncode == 0, said)))
+    return results
+
+
+SECTIONS: tuple[tuple[str, Callable[[RankContext], Checked], int, dict[str, str | None]], ...] = (
+    ("nccl: objects, CPU tensors and monitored_barrier without a CUDA context", objects_open_no_context, 1, {}),
+    ("nccl: every op, every reduction, world size 1", every_op, 1, {}),
+    ("nccl: the end of a call is the device's", completion_from_the_device, 1, {}),
+    ("nccl: bounded teardown", teardown_is_bounded, 1, {}),
+    (
+        "nccl: a rank that does not come, with blocking wait",
+        absent_rank,
+        2,
+        {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+    ),
+    ("gloo, CUDA tensors, one GPU shared: every op, 2 ranks", shared_gpu, 2, {}),
+    ("gloo, CUDA tensors, one GPU shared: every op, 4 ranks", shared_gpu, 4, {}),
+    ("gloo, CUDA tensors, one GPU shared: DDP, 2 ranks", shared_gpu_training, 2, {}),
+)
+
+
+def run_sections() -> list[tuple[str, Checked]]:
+    results: list[tuple[str, Checked]] = []
+    for title, function, size, environment in SECTIONS:
+        # Ranks of their own for each: what one does to the GPU must not help or hurt the next.
+        with RankPool(size) as pool:
+            outcomes = pool.try_run(function, world_size=size, timeout=150, environment=environment)
+        values = [outcome.value if outcome.ok else (False, str(outcome)[-1200:]) for outcome in outcomes]
+        said = "; ".join(dict.fromkeys(text for _, text in values))
+        results.append((title, (all(fine for fine, _ in values), said)))
+        print(title, results[-1][1], flush=True)
+    report = Report()
+    with RankPool(1) as pool:
+        run_setting(pool, Setting("nccl", 1), ("*",), report)
+    broken = {finding.case for _, finding in report.findings}
+    said = f"{len(report.seconds) - len(broken)} of {len(report.seconds)} conformance cases passed {sorted(broken)[:8]}"
+    results.append(("nccl: conformance with CPU tensors, routed to gloo", (not broken, said)))
+    for setting, finding in report.findings[:10]:
+        print(setting, finding, flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, default=proofs.FOLDER / "nccl.md")
+    parser.add_argument("--commit")
+    parser.add_argument("--mpi", type=Path)
+    arguments = parser.parse_args()
+    results = run_sections()
+    if arguments.mpi is not None:
+        results += mpi_on_cuda(arguments.mpi)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    lines = [
+        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, NCCL {version}.",
+        "",
+        "| what | holds | seen |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {title} | {'yes' if fine else 'NO'} | {said.replace(chr(10), ' ').replace('|', '/')} |"
+        for title, (fine, said) in results
+    ]
+    lines += ["", WAITS]
+    proofs.write(arguments.output, "nccl and CUDA tensors on one GPU", PROVES, "\n".join(lines), arguments.commit)
+    return 0 if all(fine for _, (fine, _) in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
