@@ -251,6 +251,12 @@ def test_a_rank_that_arrives_twice_is_told(pool: RankPool) -> None:
     assert sum("Missing: rank 2" in (text or "") for text in texts) == 2
 
 
+def test_address_that_does_not_lead_to_rank_0_is_named() -> None:
+    with pytest.raises(RendezvousError, match=r"cannot reach it as no-such-host\.invalid") as caught:
+        rendezvous(_info(0, 2, _free_port(), address="no-such-host.invalid"), 5.0)
+    assert "set MASTER_ADDR to an address of rank 0's host" in str(caught.value)
+
+
 def test_ctrl_c_ends_the_wait() -> None:
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

@@ -93,6 +93,25 @@ def test_store_outlives_rank_0(pool: RankPool, tmp_path: Path) -> None:
     assert output.count("the store lives") == 2
 
 
+_PLAIN_TORCH = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print(f"plain torch sees {tensor[0].item():.0f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_program_of_plain_torch_runs_too(pool: RankPool, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PLAIN_TORCH)
+    (code, _), output = _try(pool, [sys.executable, str(program)], 2)
+    assert code == 0, output
+    assert output.count("plain torch sees 2") == 2
+
+
 def _signal_when_ready(context: RankContext, number: int, script: str, ready: str) -> Ended:
     """Sends the launcher, which is this process, a signal once both ranks have written their file."""
 

@@ -150,9 +150,21 @@ def _host(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, 
             if info.port is not None:
                 raise RendezvousError(_taken(info.port, error, owner)) from error
             continue
+        _check_way_back(info.address, port)
         store = host_store(listener, info.address, identity, info.size, deadline.seconds)
         return store, _Place(info.address, port, _signature())
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free one")
+
+
+def _check_way_back(address: str, port: int) -> None:
+    """The others will come by this address; if rank 0 itself cannot, it is not rank 0's, or leads nowhere."""
+    try:
+        socket.create_connection((address, port), timeout=_PROBE).close()
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as {address}:{port} ({error}); "
+            f"set MASTER_ADDR to an address of rank 0's host, such as {ports.own_address()}"
+        ) from error
 
 
 def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:

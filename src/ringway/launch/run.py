@@ -18,7 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    Std,
+    start_processes,
+)
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from ringway.launch import ports
@@ -58,6 +64,8 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
+    context: PContext | None = None
+    pass_on = _PassOn()
     try:
         context = start_processes(
             name="rank",
@@ -68,7 +76,13 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
             log_line_prefixes={rank: f"[rank {rank}] " for rank in range(ranks)},
         )
         assert isinstance(context, SubprocessContext)
+        pass_on.to(context)
         return _attend(context, on_death, grace, started)
+    except SignalException as caught:  # start_processes has ended its ranks itself if it came in there
+        if context is not None:
+            _close_on_signal(context, caught.sigval, grace)
+        name = _signal_name(caught.sigval)
+        return Outcome(128 + caught.sigval, f"ended by {name} after {_seconds(started)}")
     finally:
         del store
         for number, handler in handlers.items():
@@ -96,42 +110,47 @@ def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str
 
 
 def _attend(context: SubprocessContext, on_death: str, grace: int, started: float) -> Outcome:
-    """Wait for the ranks. A signal to the launcher goes to all of them and ends the run."""
-    _pass_on_signals(context)
+    """Wait for the ranks, and end those that are left."""
     failed: list[int] = []
-    try:
-        running = set(context.subprocess_handlers)
-        while running and not (failed and on_death == "stop"):
-            time.sleep(_POLL)
-            ended = [rank for rank in sorted(running) if _code(context, rank) is not None]
-            running.difference_update(ended)
-            failed += [rank for rank in ended if _code(context, rank) != 0]
-        stopped = sorted(running)
-        context.close(signal.SIGTERM, timeout=grace)
-    except SignalException as caught:
-        _close_on_signal(context, caught.sigval, grace)
-        name = _signal_name(caught.sigval)
-        return Outcome(128 + caught.sigval, f"ended by {name} after {_seconds(started)}")
-    return _outcome(context, failed, stopped, started)
+    running = set(context.subprocess_handlers)
+    while running and not (failed and on_death == "stop"):
+        time.sleep(_POLL)
+        ended = [rank for rank in sorted(running) if _code(context, rank) is not None]
+        running.difference_update(ended)
+        failed += [rank for rank in ended if _code(context, rank) != 0]
+    context.close(signal.SIGTERM, timeout=grace)
+    return _outcome(context, failed, sorted(running), started)
 
 
-def _close_on_signal(context: SubprocessContext, number: signal.Signals, grace: int) -> None:
+def _close_on_signal(context: PContext, number: signal.Signals, grace: int) -> None:
     try:
         context.close(number, timeout=grace)
     except SignalException:  # the user insists
         context.close(signal.SIGKILL, timeout=grace)
 
 
-def _pass_on_signals(context: SubprocessContext) -> None:
-    """Signals that programs use among themselves, to save a checkpoint for one, go to every rank."""
+class _PassOn:
+    """Signals that programs use among themselves, to save a checkpoint for one, go to every rank; those that come
+    while the ranks are still being started go to them after that."""
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for handler in context.subprocess_handlers.values():
+    def __init__(self) -> None:
+        self._context: SubprocessContext | None = None
+        self._early: list[int] = []
+        for number in _PASSED_ON:
+            signal.signal(number, self._caught)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self._context is None:
+            self._early.append(number)
+            return
+        for handler in self._context.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 handler.proc.send_signal(number)
 
-    for number in _PASSED_ON:
-        signal.signal(number, forward)
+    def to(self, context: SubprocessContext) -> None:
+        self._context = context
+        for number in self._early:
+            self._caught(number, None)
 
 
 def _code(context: SubprocessContext, rank: int) -> int | None:
