@@ -11,7 +11,7 @@ from typing import Any
 
 import ringway
 from ringway import groups
-from ringway.compat.deepspeed.backend import Backend, CCLBackend, TorchBackend
+from ringway.compat.deepspeed.backend import Backend, CCLBackend, ProcessGroup, TorchBackend
 from ringway.compat.deepspeed.constants import (
     CCL_BACKEND,
     COMMS_LOGGER,
@@ -60,7 +60,6 @@ from ringway.compat.deepspeed.logging import (
 )
 from ringway.compat.deepspeed.ops import (
     P2POp,
-    ProcessGroup,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,

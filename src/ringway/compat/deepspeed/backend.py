@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,15 @@ from ringway.compat.deepspeed import ops
 from ringway.compat.deepspeed.constants import ReduceOp, torch_op
 from ringway.errors import BackendUnavailable
 from ringway.init import init_distributed
+
+
+class ProcessGroup:
+    """deepspeed's description of a group: its members and its number. Not a group that `group=` takes."""
+
+    def __init__(self, comm_id: int, ranks: Sequence[int] = ()) -> None:
+        self.comm_id = comm_id
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
 
 
 class Backend:

@@ -18,15 +18,6 @@ from ringway.compat.deepspeed.logging import profiled
 from ringway.errors import UsageError
 
 
-class ProcessGroup:
-    """deepspeed's description of a group: its members and its number. Not a group that `group=` takes."""
-
-    def __init__(self, comm_id: int, ranks: Sequence[int] = ()) -> None:
-        self.comm_id = comm_id
-        self.ranks = list(ranks)
-        self.size = len(self.ranks)
-
-
 def _label(function: Callable[..., Any], log_name: str) -> str | None:
     """A label, unless it only repeats the op's name."""
     return None if log_name == function.__name__ else log_name
