@@ -95,8 +95,7 @@ if __name__ == "__main__":
     checks, wrong = check_all(ringway.get_rank(), ringway.get_world_size())
     everybody = ringway.allgather_object(wrong)
     if ringway.get_rank() == 0:
-        print(
-            f"{checks} checks on {ringway.get_world_size()} ranks, wrong: {[text for said in everybody for text in said]}"
-        )
+        everything = [text for said in everybody for text in said]
+        print(f"{checks} checks on {ringway.get_world_size()} ranks, wrong: {everything}")
     ringway.destroy_process_group()
     sys.exit(1 if any(everybody) else 0)

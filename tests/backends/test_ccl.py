@@ -1,0 +1,183 @@
+"""ccl against a stand-in for oneCCL that is built here: it has the real header's prototypes and moves real data
+between processes, and is not oneCCL. The real library's proof is `docs/proofs/ccl.md` (make ccl-proof)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringway.backends import ccl_library
+from ringway.backends.ccl import configure
+from ringway.call import Reduce
+from ringway.errors import BackendUnavailable, CommTimeout, RingwayError
+from ringway.testing import RankContext, RankPool, check_backend
+
+HERE = Path(__file__).parent
+STAND_IN = HERE / "ccl_stand_in.cpp"
+sys.path.insert(0, str(HERE.parents[1] / "scripts"))
+import oneccl_api  # noqa: E402
+
+RECORDED = json.loads((HERE / "data" / "oneccl_api.json").read_text())
+
+
+def _compiled(source: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None, "a C++ compiler built the core; now it is gone"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared", "-Wl,-soname,libccl.so.2"]
+    subprocess.run([compiler, *flags, "-o", str(folder / "libccl.so.2"), str(source)], check=True, timeout=120)
+    return folder / "libccl.so.2"
+
+
+@pytest.fixture(scope="module")
+def ccl_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Ranks that find the stand-in through CCL_ROOT."""
+    root = tmp_path_factory.mktemp("oneccl")
+    _compiled(STAND_IN, root / "lib")
+    before = os.environ.get("CCL_ROOT")
+    os.environ["CCL_ROOT"] = str(root)
+    try:
+        with RankPool(3, preload=("pytest",)) as ranks:
+            yield ranks
+    finally:
+        if before is None:
+            del os.environ["CCL_ROOT"]
+        else:
+            os.environ["CCL_ROOT"] = before
+
+
+def test_conformance_on_the_stand_in(ccl_pool: RankPool) -> None:
+    """Three ranks and a sub-group of two."""
+    report = check_backend("ccl", (3,), pool=ccl_pool)
+    assert len(report.seconds) > 150
+
+
+def test_the_stand_in_has_the_real_prototypes() -> None:
+    own = oneccl_api.functions(STAND_IN.read_text())
+    assert set(own) == set(ccl_library.PROTOTYPES)
+    assert own == {name: RECORDED["functions"][name] for name in own}
+
+
+def test_what_is_called_has_the_real_prototypes() -> None:
+    """ringway's own ctypes prototypes against the recorded header: kinds, count and order of the arguments."""
+    kinds: dict[Any, set[str]] = {
+        ctypes.c_int: {"int", "onecclResult_t", "onecclDataType_t", "onecclRedOp_t"},
+        ctypes.c_size_t: {"size_t"},
+        ctypes.c_char_p: {"char *"},
+        ctypes.c_void_p: {"void *", "onecclComm_t"},
+        ctypes.POINTER(ctypes.c_size_t): {"size_t *"},
+        ctypes.POINTER(ctypes.c_int): {"int *"},
+        ctypes.POINTER(ctypes.c_void_p): {"onecclComm_t *"},
+        ctypes.POINTER(ccl_library.UniqueId): {"onecclUniqueId *"},
+        ccl_library.UniqueId: {"onecclUniqueId"},
+    }
+    for name, (result, arguments) in ccl_library.PROTOTYPES.items():
+        declared_result, declared = RECORDED["functions"][name]
+        assert declared_result in kinds[result], name
+        assert len(arguments) == len(declared), name
+        for argument, written in zip(arguments, declared, strict=True):
+            assert written in kinds[argument], (name, written)
+
+
+def test_constants_are_the_headers() -> None:
+    values = RECORDED["values"]
+    assert values["ONECCL_UNIQUE_ID_BYTES"] == ccl_library.ID_BYTES == ctypes.sizeof(ccl_library.UniqueId)
+    assert values["onecclSuccess"] == ccl_library.SUCCESS
+    names = {dtype: "oneccl" + str(dtype).removeprefix("torch.").capitalize() for dtype in ccl_library.DATATYPES}
+    assert {dtype: values[name] for dtype, name in names.items()} == ccl_library.DATATYPES
+    spelled = {Reduce.SUM: "Sum", Reduce.PRODUCT: "Prod", Reduce.MAX: "Max", Reduce.MIN: "Min"}
+    assert {reduce: values[f"oneccl{name}"] for reduce, name in spelled.items()} == ccl_library.REDUCTIONS
+
+
+def test_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CCL_ROOT", str(tmp_path))
+    ccl_library.load.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable) as caught:
+            ccl_library.load()
+    finally:
+        ccl_library.load.cache_clear()
+    assert str(tmp_path / "lib" / "libccl.so.2") in str(caught.value)
+    if platform.machine() == "x86_64":
+        assert "pip install oneccl" in str(caught.value)
+    else:
+        assert f"oneCCL exists for x86_64 only, and this is {platform.machine()}" in str(caught.value)
+
+
+def test_a_library_that_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "other.cpp"
+    source.write_text('extern "C" int onecclGetVersion(int *version) { return *version = 0; }\n')
+    _compiled(source, tmp_path / "lib")
+    monkeypatch.setenv("CCL_ROOT", str(tmp_path))
+    ccl_library.load.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match="has no onecclGetUniqueId: it is not oneCCL 2022"):
+            ccl_library.load()
+    finally:
+        ccl_library.load.cache_clear()
+
+
+def test_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CCL_ATL_TRANSPORT", "CCL_PROCESS_LAUNCHER", "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CCL_ATL_TRANSPORT", "mpi")
+    configure(["a", "b", "a", "b"], 3)
+    assert os.environ["CCL_ATL_TRANSPORT"] == "mpi"
+    assert os.environ["CCL_PROCESS_LAUNCHER"] == "none"
+    assert (os.environ["CCL_LOCAL_RANK"], os.environ["CCL_LOCAL_SIZE"]) == ("1", "2")
+
+
+def _mismatched(context: RankContext) -> str:
+    dist = context.start("ccl", group_name="mismatched", timeout=timedelta(seconds=3))
+    rows = [1, 2] if context.rank == 0 else [1, 1]
+    try:
+        dist.all_to_all_single(torch.zeros(2), torch.ones(sum(rows)), [1, 1], rows)
+    except RingwayError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_the_librarys_errors_are_ours(ccl_pool: RankPool) -> None:
+    said = ccl_pool.run(_mismatched, world_size=2)
+    assert any("onecclAllToAllV" in text and "Invalid argument" in text for text in said)
+
+
+def _late(context: RankContext) -> tuple[str, float]:
+    dist = context.start("ccl", group_name="late")
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    told, waited = "", 0.0
+    if context.rank == 1:
+        began = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(3), group=group)
+        except CommTimeout as error:
+            told, waited = str(error), time.monotonic() - began
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return told + f" and the world still sums to {total.item():g}", waited
+
+
+def test_a_call_that_cannot_be_interrupted_is_given_up(ccl_pool: RankPool) -> None:
+    """The library never returns from the call; the rank that waits does, and other groups live on."""
+    (first, _), (second, waited) = ccl_pool.run(_late, world_size=2)
+    ccl_pool.replace()
+    assert "the world still sums to 2" in first
+    assert "all_reduce" in second
+    assert "the world still sums to 2" in second
+    assert 1.0 <= waited < 30

@@ -1,0 +1,141 @@
+"""nccl as far as a host without a GPU can tell: what is done around torch's group, on a group that is scripted.
+What needs a GPU is proven by `scripts/nccl_proof.py` (docs/proofs/nccl.md)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from ringway.backends import nccl
+from ringway.backends.base import GroupInfo
+from ringway.backends.c10d import adopt
+from ringway.call import ALL_REDUCE, Call, Reduce, reduces
+from ringway.errors import CommTimeout, RingwayError
+
+
+class ScriptedWork:
+    """A work as ProcessGroupNCCL's: `wait` returns or raises, `is_completed` asks the device."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.finished = threading.Event()
+        self.error = error
+        self.waits: list[Any] = []
+
+    def wait(self, *timeout: timedelta) -> bool:
+        self.waits.append(timeout)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.finished.is_set()
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+
+class ScriptedGroup:
+    def __init__(self, work: ScriptedWork) -> None:
+        self.work = work
+        self.aborted = 0
+
+    def allreduce(self, tensors: Any, options: Any) -> ScriptedWork:
+        return self.work
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def _backend(work: ScriptedWork) -> tuple[Any, ScriptedGroup]:
+    group = ScriptedGroup(work)
+    info = GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="scripted", timeout=5)
+    return adopt(info, group, "nccl"), group
+
+
+def _call() -> Call:
+    tensor = torch.ones(4)
+    return Call(ALL_REDUCE, (tensor,), (tensor,), group="scripted", size=1)
+
+
+def test_a_wait_is_torchs_and_not_cut_in_slices() -> None:
+    """Under torch's blocking wait a short wait that ends without the collective is its timeout, for good."""
+    work = ScriptedWork()
+    handle = _backend(work)[0].all_reduce(_call())
+    handle.wait()
+    handle.wait(7)
+    assert work.waits == [(), (timedelta(seconds=7),)]
+
+
+def test_a_timeout_of_the_blocking_wait_can_be_caught() -> None:
+    work = ScriptedWork(
+        RuntimeError("[Rank 0] Work WorkNCCL(...) ran for 8000 milliseconds before timing out. Timeout")
+    )
+    handle = _backend(work)[0].all_reduce(_call())
+    with pytest.raises(CommTimeout, match="all_reduce"):
+        handle.wait()
+
+
+def test_the_end_is_told_when_the_device_has_finished() -> None:
+    work = ScriptedWork()
+    handle = _backend(work)[0].all_reduce(_call())
+    told: list[tuple[float, BaseException | None]] = []
+    handle.when_finished(lambda error: told.append((time.monotonic(), error)))
+    assert handle.on_device
+    handle.wait()
+    time.sleep(0.05)
+    assert told == []
+    finished = time.monotonic()
+    work.finished.set()
+    deadline = finished + 30
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert told[0][0] >= finished
+    assert told[0][1] is None
+
+
+def test_a_failure_on_the_device_is_told_as_ours() -> None:
+    work = ScriptedWork(RuntimeError("NCCL error: unhandled system error"))
+    work.finished.set()
+    handle = _backend(work)[0].all_reduce(_call())
+    told: list[BaseException | None] = []
+    done = threading.Event()
+    handle.when_finished(lambda error: (told.append(error), done.set()))
+    assert done.wait(30)
+    assert isinstance(told[0], RingwayError)
+    assert "unhandled system error" in str(told[0])
+
+
+def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_LEAVE_SECONDS", 0.2)
+    stuck, group = _backend(ScriptedWork())
+    stuck.all_reduce(_call())
+    began = time.monotonic()
+    stuck.close()
+    stuck.close()
+    assert group.aborted == 1
+    assert time.monotonic() - began < 30
+    work = ScriptedWork()
+    work.finished.set()
+    quiet, group = _backend(work)
+    quiet.all_reduce(_call())
+    quiet.close()
+    assert group.aborted == 0
+
+
+def test_what_nccl_lacks_is_converted_or_exchanged() -> None:
+    backend = _backend(ScriptedWork())[0]
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+        assert backend.can_reduce(dtype, Reduce.SUM)
+    assert backend.can_reduce(torch.int16, Reduce.BXOR)
+    assert not backend.can_reduce(torch.int32, Reduce.AVG)
+    assert not backend.can_reduce(torch.complex64, Reduce.SUM)
+    assert not backend.can_reduce(torch.bool, Reduce.SUM)
+    assert not backend.can_move(torch.complex64)
+    for reduce in Reduce:
+        assert not backend.can_reduce(torch.float32, reduce) or reduces(torch.float32, reduce)
