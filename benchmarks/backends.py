@@ -1,0 +1,149 @@
+"""All backends that are there, side by side, and a tuned policy beside them.
+
+    python benchmarks/backends.py [--ranks 2] [--mpi mpich|openmpi|none] [--ops ...] [--rounds 31] [--json FILE]
+
+First `ringway tune` runs on the job and writes a policy. Then new processes load it: their world is mixed by the
+policy, and every single backend has a group of its own. All take turns in one run. For every size the table
+shows each backend's median, and the policy's time over that of the best single backend with its 95 % interval.
+
+With --mpi the ranks are started by that MPI's mpiexec, in an environment made of PyPI wheels, so that mpi takes
+part. Exits with 1 where the policy takes more than 1.10 times as long as the best single backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 1.10
+TUNED = "policy"
+OPS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
+SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20)
+
+
+def started(mpi: str, ranks: int) -> tuple[list[str], str]:
+    """The command that starts ranks, and the Python they run."""
+    if mpi == "none":
+        return [sys.executable, "-m", "ringway.cli", "run", "-n", str(ranks)], ""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from mpi_env import mpi_env
+
+    home = mpi_env(mpi) / "bin"
+    flags = ["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []
+    return [str(home / "mpiexec"), *flags, "-n", str(ranks)], str(home / "python")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mpi", choices=("mpich", "openmpi", "none"), default="mpich")
+    parser.add_argument("--ops", nargs="+", default=list(OPS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--compare", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.compare is not None:
+        compare(arguments)
+        return 0
+    launcher, python = started(arguments.mpi, arguments.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        policy, results = Path(folder, "policy.json"), Path(folder, "results.json")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        options = ["--rounds", str(arguments.rounds)]
+        wanted = ["--ops", ",".join(arguments.ops), "--sizes", ",".join(map(str, arguments.sizes))]
+        tune = ["-m", "ringway.cli", "tune", "-o", str(policy), *wanted, *options]
+        program = [str(Path(__file__).resolve()), "--compare", str(results), "--ops", *arguments.ops, *options]
+        program += ["--sizes", *map(str, arguments.sizes)]
+        for command, extra in ((tune, {}), (program, {"RINGWAY_POLICY": str(policy)})):
+            whole = [*launcher, python, *command] if python else [*launcher, sys.executable, *command]
+            subprocess.run(whole, env={**environment, **extra}, check=True, timeout=1800)
+        rows = json.loads(results.read_text())
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps({"rows": rows, "policy": json.loads(policy.read_text())}, indent=1))
+    return show(rows, arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """On every rank of the second job: the mixed world and the single backends, in turns."""
+    import torch
+
+    import ringway
+    from ringway.backends.policy import MixedBackend
+    from ringway.bench import CASES, Place, Ranks, measure, paired_ratio
+    from ringway.bench.tune import CANDIDATES, groups_of
+    from ringway.world import world
+
+    torch.set_num_threads(1)
+    ringway.init_distributed(verbose=False)
+    if not isinstance(ringway.communicator().backend, MixedBackend):
+        raise SystemExit("the policy was not loaded")
+    world.policy = None  # from here on, groups are of one backend
+    rank, size = ringway.get_rank(), ringway.get_world_size()
+    control = Ranks(ringway.new_group(backend="gloo"))
+    groups: dict[str, Any] = {**groups_of(CANDIDATES)[0], TUNED: None}
+    rows = []
+    for op in arguments.ops:
+        for nbytes in arguments.sizes:
+            candidates = [
+                CASES[op].candidate(name, ringway, Place(rank, size, nbytes, group)) for name, group in groups.items()
+            ]
+            measured = {one.name: one for one in measure(candidates, control, rounds=arguments.rounds)}
+            best = min((one for name, one in measured.items() if name != TUNED), key=lambda one: one.seconds.median)
+            rows.append(
+                {
+                    "op": op,
+                    "bytes": nbytes,
+                    "ranks": size,
+                    "seconds": {name: asdict(one.seconds) for name, one in measured.items()},
+                    "best": best.name,
+                    "ratio": asdict(paired_ratio(measured[TUNED], best)),
+                }
+            )
+    if rank == 0:
+        arguments.compare.write_text(json.dumps(rows))
+    ringway.barrier()
+    ringway.destroy_process_group()
+
+
+def show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ringway.bench.table import machine
+
+    names = list(rows[0]["seconds"])
+    table = Table(title=f"{arguments.ranks} ranks, started by {arguments.mpi}; median µs of a call")
+    for heading in ("op", "bytes", *names, "policy / best", "95 % interval"):
+        table.add_column(heading, justify="left" if heading == "op" else "right")
+    slow = []
+    for row in rows:
+        times = [f"{1e6 * row['seconds'][name]['median']:.1f}" for name in names]
+        ratio = row["ratio"]
+        table.add_row(
+            row["op"],
+            str(row["bytes"]),
+            *times,
+            f"{ratio['median']:.2f} × {row['best']}",
+            f"{ratio['low']:.2f} to {ratio['high']:.2f}",
+        )
+        if ratio["median"] > LIMIT:
+            slow.append(f"{row['op']} of {row['bytes']} bytes: {ratio['median']:.2f} × {row['best']}")
+    console = Console(width=140)
+    console.print(table)
+    console.print(json.dumps(machine()), highlight=False)
+    for text in slow:
+        console.print(f"over {LIMIT}: {text}")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
