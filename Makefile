@@ -47,3 +47,19 @@ soak: build
 
 clean:
 	@rm -rf build $(VENV)/.built
+
+# make ccl-proof  the ccl backend on the real oneCCL (x86_64), written to docs/proofs/ccl.md
+# make proofs     the proofs that are older than the code they prove
+.PHONY: ccl-proof proofs
+
+ONECCL := .cache/oneccl/oneccl.tar.xz
+
+$(ONECCL):
+	@mkdir -p $(@D)
+	@scripts/oneccl-gather $@
+
+ccl-proof: build $(ONECCL)
+	@PYTHON=$(abspath $(PY)) scripts/ccl_proof.sh $(ONECCL)
+
+proofs:
+	@$(PYTHON) scripts/proofs.py
