@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -115,3 +116,21 @@ def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
     assert "WRONG" not in done.stdout
     assert "weights are equal on all ranks" in done.stdout
     assert "ringway demo: 2 ranks finished" in done.stdout
+
+
+def test_bench_measures_what_it_has_verified(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    sizes = ["--ops", "all_reduce,broadcast", "--sizes", "8,4096", "--rounds", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ringway.cli", "bench", "-n", "2", *sizes, "--json", "-o", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["op"], row["nbytes"]) for row in rows} == {
+        (op, nbytes) for op in ("all_reduce", "broadcast") for nbytes in (8, 4096)
+    }
+    assert {"shm", "gloo"} <= {row["candidate"] for row in rows}
+    assert all(row["verified"] and row["seconds"]["median"] > 0 for row in rows)

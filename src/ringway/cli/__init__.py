@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from ringway.cli import demo, env, run, tune
+from ringway.cli import bench, demo, env, run, tune
 from ringway.errors import RingwayError
 from ringway.observe import commands as watching
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run.run)
 app.command(name="env")(env.env)
 app.command(name="demo")(demo.demo)
+app.command(name="bench")(bench.bench)
 app.command(name="tune")(tune.tune)
 app.command(name="top")(watching.top)
 app.command(name="report")(watching.report)
