@@ -62,10 +62,16 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         const bool needs_thread = in_background && !idle() && !stopping_;
         if (needs_thread && !thread_.joinable()) thread_ = std::thread([this] { work(); });
     }
-    nudged_.store(true, std::memory_order_seq_cst);  // who sleeps for this rank has a new message to look at
+    for (const auto& done : finished) done->finish(done->verdict);
+    look_again();
+}
+
+// Makes all threads of this rank look at its messages: there is a new one, or one is done. Threads wait in two
+// ways, so both are woken.
+void PointToPoint::look_again() {
+    nudged_.store(true, std::memory_order_seq_cst);
     waiter_.nudge();
     changed_.notify_all();
-    for (const auto& done : finished) done->finish(done->verdict);
 }
 
 bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
@@ -75,7 +81,7 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     bool in_time = true;
     while (!message.done() && in_time) {
         const double left = timeout_s - static_cast<double>(now_ns() - start) / 1e9;
-        in_time = left > 0 && step(guard, left, host);
+        in_time = left > 0 && step(guard, &message, left, host);
     }
     --waiters_;
     guard.unlock();
@@ -83,8 +89,9 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     return message.done();
 }
 
-// Moves what can be moved, or sleeps until something can. False when interrupted.
-bool PointToPoint::step(std::unique_lock<std::mutex>& guard, double limit_s, Host& host) {
+// Moves what can be moved, or sleeps until something can, or until `awaited` is done: the thread that ended it may
+// be telling so only now. False when interrupted.
+bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host) {
     if (driving_) return give_way(guard, host);
     Messages finished;
     Waking waking = Waking::Ready;
@@ -96,7 +103,8 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, double limit_s, Hos
         const double until_deadline = static_cast<double>(next_deadline() - now_ns()) / 1e9;
         Patience patience(std::max(0.0, std::min(limit_s, until_deadline)), host);
         guard.unlock();
-        waking = waiter_.until(kAnyone, patience, [this] { return changed(); });
+        waking = waiter_.until(kAnyone, patience,
+                               [&] { return changed() || (awaited != nullptr && awaited->done()); });
         guard.lock();
         driving_ = false;
         if (waking == Waking::Stopped) end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
@@ -104,6 +112,7 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, double limit_s, Hos
     }
     guard.unlock();
     for (const auto& done : finished) done->finish(done->verdict);
+    if (!finished.empty()) look_again();
     changed_.notify_all();
     guard.lock();
     return waking != Waking::Interrupted;
@@ -111,10 +120,7 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, double limit_s, Hos
 
 // Another thread moves the messages of all. The background thread leaves that to one that waits.
 bool PointToPoint::give_way(std::unique_lock<std::mutex>& guard, Host& host) {
-    if (thread_drives_) {
-        nudged_.store(true, std::memory_order_seq_cst);
-        waiter_.nudge();
-    }
+    if (thread_drives_) look_again();
     guard.unlock();
     host.block();
     guard.lock();
@@ -131,7 +137,7 @@ void PointToPoint::work() {
     for (;;) {
         changed_.wait(guard, [this] { return stopping_ || (!idle() && !driving_ && waiters_ == 0); });
         if (stopping_) return;
-        step(guard, 1e9, host);
+        step(guard, nullptr, 1e9, host);
     }
 }
 
@@ -377,9 +383,8 @@ void PointToPoint::stop() {
         stopping_ = true;
         if (!driving_) end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
     }
-    waiter_.nudge();
-    changed_.notify_all();
     for (const auto& done : finished) done->finish(done->verdict);
+    look_again();
 }
 
 void PointToPoint::sweep() {

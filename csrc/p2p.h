@@ -106,7 +106,8 @@ class PointToPoint final : public Guard {
 
     void snapshot();
     bool changed() const;
-    bool step(std::unique_lock<std::mutex>& guard, double limit_s, Host& host);
+    void look_again();
+    bool step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host);
     bool give_way(std::unique_lock<std::mutex>& guard, Host& host);
     void work();
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
@@ -74,14 +75,11 @@ def _until_killed(
     began = time.monotonic()
     if context.rank == victim:
         _die_in(seconds, number)
-    calls = 0
-    while True:
-        try:
-            _traffic(calls, generator)
-        except PeerLost as error:
-            noticed = time.monotonic() - began - seconds
-            break
-        calls += 1
+    with pytest.raises(PeerLost) as caught:
+        for call in itertools.count():
+            _traffic(call, generator)
+    noticed = time.monotonic() - began - seconds
+    error = caught.value
     with pytest.raises(PeerLost):  # poisoned: the same again, at once
         dist.all_reduce(torch.ones(1))
     survivors = [rank for rank in range(context.world_size) if rank != victim]
