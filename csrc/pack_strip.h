@@ -105,12 +105,14 @@ void store_strip(const float* PACK_APART strip, int n, Element* PACK_APART to) {
 
 // --- statistics ---------------------------------------------------------------------------------------
 
-// What is taken from the numbers on their way: a sum of magnitudes or of squares, or the largest magnitude. Two
+// What is taken from the numbers on their way: a sum of magnitudes or of squares, or the largest magnitude. Several
 // sets of lanes, so that one addition need not wait for the last.
+constexpr int kSets = 4;
 
-inline double sum_lanes(Floats lanes) {
+inline double sum_lanes(const Floats* sets) {
     double sum = 0;
-    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+    for (int set = 0; set < kSets; ++set)
+        for (int i = 0; i < kLanes; ++i) sum += sets[set][i];
     return sum;
 }
 
@@ -120,24 +122,24 @@ struct Nothing {
 };
 
 struct SumOfMagnitudes {
-    Floats lanes[2] = {};
+    Floats lanes[kSets] = {};
     double rest = 0;
     void take(int set, Floats value) { lanes[set] += magnitudes(value); }
     void take(float value) { rest += std::fabs(value); }
-    double sum() const { return sum_lanes(lanes[0]) + sum_lanes(lanes[1]) + rest; }
+    double sum() const { return sum_lanes(lanes) + rest; }
 };
 
 struct SumOfSquares {
-    Floats lanes[2] = {};
+    Floats lanes[kSets] = {};
     double rest = 0;
     void take(int set, Floats value) { lanes[set] += value * value; }
     void take(float value) { rest += static_cast<double>(value) * value; }
-    double sum() const { return sum_lanes(lanes[0]) + sum_lanes(lanes[1]) + rest; }
+    double sum() const { return sum_lanes(lanes) + rest; }
 };
 
 // As bits: magnitudes are in the order of their bits, and NaN and infinity are above every number.
 struct Peak {
-    Words lanes[2] = {};
+    Words lanes[kSets] = {};
     uint32_t rest = 0;
     void take(int set, Floats value) {
         const Words next = (Words)magnitudes(value);
@@ -146,7 +148,8 @@ struct Peak {
     void take(float value) { rest = std::max(rest, bits_of(value) & 0x7fffffffu); }
     uint32_t bits() const {
         uint32_t highest = rest;
-        for (int i = 0; i < kLanes; ++i) highest = std::max({highest, lanes[0][i], lanes[1][i]});
+        for (int set = 0; set < kSets; ++set)
+            for (int i = 0; i < kLanes; ++i) highest = std::max(highest, static_cast<uint32_t>(lanes[set][i]));
         return highest;
     }
 };
@@ -156,16 +159,13 @@ template <class Taker>
 void add_and_take(const float* values, const float* PACK_APART more, int n, float* strip, Taker& taker) {
     Taker local;
     int i = 0;
-    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-        Floats a = load(values + i), b = load(values + i + kLanes);
-        if (more != nullptr) {
-            a += load(more + i);
-            b += load(more + i + kLanes);
+    for (; i + kSets * kLanes <= n; i += kSets * kLanes) {
+        for (int set = 0; set < kSets; ++set) {
+            Floats value = load(values + i + set * kLanes);
+            if (more != nullptr) value += load(more + i + set * kLanes);
+            store(value, strip + i + set * kLanes);
+            local.take(set, value);
         }
-        store(a, strip + i);
-        store(b, strip + i + kLanes);
-        local.take(0, a);
-        local.take(1, b);
     }
     for (; i < n; ++i) {
         strip[i] = more != nullptr ? values[i] + more[i] : values[i];
