@@ -55,7 +55,9 @@ _OWN: dict[str, Registration] = {
     "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm", "ShmBackend"), one_host=True),
 }
 
-_TORCH_ALIASES = {"torch:mpi": "mpi"}
+_TORCH_ALIASES = {"torch:mpi": "mpi", "torch:ccl": "ccl"}
+_PROVIDERS = {"torch:ccl": "oneccl_bindings_for_pytorch"}
+"""Packages that make a backend known to torch when they are imported."""
 
 
 def own(name: str) -> Registration | None:
@@ -74,7 +76,7 @@ def names() -> list[str]:
     third = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
     builtin = [str(name) for name in c10d.Backend.backend_list if str(name) != "undefined"]
     hidden = {registration.torch_name for registration in _OWN.values()}
-    spelled = ("torch:mpi" if name == "mpi" else name for name in builtin if name not in hidden)
+    spelled = (_alias(name) for name in builtin if name not in hidden)
     return sorted({*_OWN, *third, *spelled})
 
 
@@ -114,6 +116,8 @@ def torch_spelling(backend: str) -> str:
 
     def one(name: str) -> str:
         registration = own(name)
+        if registration is None and name in _PROVIDERS:
+            _provide(name)
         return registration.torch_name if registration else _TORCH_ALIASES.get(name, name)
 
     return ",".join(f"{device}:{one(name)}" if device else one(name) for device, name in parse(backend).items())
@@ -124,7 +128,19 @@ def user_spelling(torch_name: str) -> str:
     for registration in _OWN.values():
         if registration.torch_name == torch_name:
             return registration.name
-    return "torch:mpi" if torch_name == "mpi" else torch_name
+    return _alias(torch_name)
+
+
+def _alias(torch_name: str) -> str:
+    return next((alias for alias, name in _TORCH_ALIASES.items() if name == torch_name), torch_name)
+
+
+def _provide(name: str) -> None:
+    package = _PROVIDERS[name]
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise BackendUnavailable(name, str(error), remedy=f"Install {package}, or use ringway's own") from error
 
 
 def make(registration: Registration, info: GroupInfo) -> Backend:

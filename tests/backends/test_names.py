@@ -1,0 +1,29 @@
+"""Names of backends that torch, or a package for torch, provides beside ringway's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringway.backends import registry
+from ringway.errors import BackendUnavailable
+
+
+def test_torchs_own_have_names_of_their_own() -> None:
+    assert registry.torch_spelling("torch:mpi") == "mpi"
+    assert registry.user_spelling("mpi") == "torch:mpi"
+    assert registry.torch_spelling("mpi") == "mpi4py"
+    assert registry.user_spelling("mpi4py") == "mpi"
+    assert registry.user_spelling("ccl") == "torch:ccl"
+    assert registry.user_spelling(registry.torch_spelling("ccl")) == "ccl"
+
+
+def test_oneccls_bindings_are_used_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="Install oneccl_bindings_for_pytorch"):
+        registry.torch_spelling("torch:ccl")
+    (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("imported = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert registry.torch_spelling("torch:ccl") == "ccl"
+    assert sys.modules.pop("oneccl_bindings_for_pytorch").imported

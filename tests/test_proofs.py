@@ -1,0 +1,55 @@
+"""Proofs name the commit they were made on, and are listed when the code has changed since."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import proofs  # noqa: E402
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree with a history: one file, one commit."""
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("one\n")
+    git("add", "code.py")
+    git("commit", "-q", "-m", "one")
+    monkeypatch.setattr(proofs, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_proof_lasts_until_its_code_changes(tree: Path) -> None:
+    page = tree / "docs" / "proofs" / "code.md"
+    proofs.write(page, "Proof", ["code.py"], "It ran.")
+    assert proofs.outdated(page) is None
+    (tree / "other.py").write_text("new\n")
+    assert proofs.outdated(page) is None
+    (tree / "code.py").write_text("two\n")
+    assert proofs.outdated(page) == "changed since: code.py"
+    (tree / "code.py").unlink()
+    assert proofs.outdated(page) == "it proves code.py, which is gone"
+
+
+def test_a_proof_of_nowhere_does_not_count(tree: Path) -> None:
+    page = tree / "proof.md"
+    proofs.write(page, "Proof", ["code.py"], "It ran.", commit="0" * 40)
+    assert "is not in this history" in str(proofs.outdated(page))
+    page.write_text("It ran, believe me.\n")
+    assert "does not name its commit" in str(proofs.outdated(page))
+
+
+def test_the_proofs_of_this_tree_say_what_they_prove() -> None:
+    pages = sorted(proofs.FOLDER.glob("*.md"))
+    assert pages
+    for page in pages:
+        assert "does not name" not in str(proofs.outdated(page)), page.name
