@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import proofs  # noqa: E402
+import proofs
 
 
 @pytest.fixture
