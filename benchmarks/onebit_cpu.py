@@ -4,7 +4,7 @@
 
 Encode with feedback reads the values and the residual and writes the residual and the frames: 12.1 bytes an
 element. One pass with a scale a block; with one scale a tensor the scale is measured first, which reads 8
-bytes more. Each figure is the least of several runs: what disturbs a run only ever adds to it.
+bytes more. Times are those of the core (thread time), the least of several runs: what disturbs only ever adds.
 
 Exits with 1 unless onebit with a scale a block moves at least half the bytes that `copy_` moves, and is at
 least 8 times as fast as numpy's recipe.
@@ -72,9 +72,9 @@ def least_times(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
         step()
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             step()
-            times[name].append(time.perf_counter() - began)
+            times[name].append(time.thread_time() - began)
     return {name: min(taken) for name, taken in times.items()}
 
 
