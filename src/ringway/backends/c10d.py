@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from ringway.backends.c10d_work import SLICE, Announced, Unannounced, mapped
 from ringway.call import ALL_REDUCE, ANY_SOURCE, BARRIER, DTYPE_CODE, Call, Reduce
 from ringway.errors import BackendUnavailable
 from ringway.launch.ports import address_towards
-from ringway.work import Handle
+from ringway.work import Finishing, Handle
 
 
 def _options(kind: Any, call: Call, **values: Any) -> Any:
@@ -189,12 +190,29 @@ class GlooBackend(C10dBackend):
     def can_move(self, dtype: torch.dtype) -> bool:
         return dtype in self._MOVED
 
+    def send(self, call: Call) -> Handle:
+        tensor = call.inputs[0]
+        return super().send(replace(call, inputs=(tensor.cpu(),)) if tensor.is_cuda else call)
+
+    def recv(self, call: Call) -> Handle:
+        """gloo's messages know host memory only."""
+        tensor = call.outputs[0]
+        if not tensor.is_cuda:
+            return super().recv(call)
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype)
+        handle = super().recv(replace(call, outputs=(landing,)))
+        return Finishing(handle, lambda: _land(tensor, landing))
+
     def quick(self, lane: _core.Lane) -> _GlooQuick:
         return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
 
     def close(self) -> None:
         # Whoever holds the last reference joins gloo's threads, which must happen while the interpreter lives.
         self._group = self.torch_group = None
+
+
+def _land(tensor: torch.Tensor, landing: torch.Tensor) -> None:
+    tensor.copy_(landing)
 
 
 class TorchBackend(C10dBackend):
