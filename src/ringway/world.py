@@ -18,8 +18,9 @@ import torch.distributed.distributed_c10d as c10d_module
 
 from ringway import _core, signatures
 from ringway.backends import registry
+from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.c10d import GlooBackend, adopt, make_gloo
+from ringway.backends.c10d import GlooBackend, make_gloo
 from ringway.backends.c10d_work import announcements
 from ringway.backends.policy import Policy, mixed
 from ringway.bridge import Bridge

@@ -259,16 +259,3 @@ def _gloo_device(info: GroupInfo, loopback: bool) -> Any:
         return None
     towards = address_towards(store.host)
     return None if towards is None else c10d.ProcessGroupGloo.create_device(hostname=towards)
-
-
-def adopt(info: GroupInfo, group: Any, backend: str) -> C10dBackend:
-    """The backend of a group that torch made, from torch's backend object for a device; nothing is sent."""
-    if backend == "gloo":
-        return GlooBackend(info, group)
-    if backend == "nccl":
-        from ringway.backends.nccl import NcclBackend
-
-        return NcclBackend(info, group)
-    adopted = TorchBackend(info, group)
-    adopted.name = backend  # type: ignore[misc]
-    return adopted
