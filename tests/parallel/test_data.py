@@ -246,7 +246,7 @@ def checkpoints_and_compile(context: RankContext, kind: str) -> None:
     batches = [torch.randint(33, (2, 8)) for _ in range(context.world_size)]
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
     for _ in range(3):
-        before = len([c for c in ringway.recent_calls(1000) if c.label.startswith("gradients ")])
+        before = ringway.status()["calls"]
         with autocast:
             loss = called(batches[context.rank]).float().square().mean()
         loss.backward()
@@ -255,7 +255,8 @@ def checkpoints_and_compile(context: RankContext, kind: str) -> None:
                 reference = plain(batch).float().square().mean() / context.world_size
             reference.backward()
         _require_equal(model, plain, kind, exact=False)
-        sent = len([c for c in ringway.recent_calls(1000) if c.label.startswith("gradients ")]) - before
+        calls = ringway.recent_calls(ringway.status()["calls"] - before)
+        sent = len([call for call in calls if call.label.startswith("gradients ")])
         model.zero_grad()
         plain.zero_grad()
     if kind != "compile":
@@ -284,6 +285,53 @@ def error_in_backward(context: RankContext) -> None:
     model(x).sum().backward()
     for name, gradient in _gradients(model).items():
         assert torch.equal(gradient, expected[name]), name
+    handle.remove()
+
+
+def gradient_penalty(context: RankContext) -> None:
+    """`torch.autograd.grad` on the way to the loss is not a step; nothing is sent for it."""
+    context.start("gloo")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    plain = copy.deepcopy(model)
+    handle = register_data_parallel_hooks(model)
+    plain.load_state_dict(model.state_dict())
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        value = net(x).sum()
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + slope.square().sum()
+
+    batches = [torch.full((2, 3), 0.1 + rank) for rank in range(context.world_size)]
+    for _ in range(2):
+        calls = ringway.status()["calls"]
+        loss = loss_of(model, batches[context.rank])
+        assert ringway.status()["calls"] == calls
+        loss.backward()
+        for batch in batches:
+            (loss_of(plain, batch) / context.world_size).backward()
+        _require_equal(model, plain, "penalty", exact=False)
+        model.zero_grad()
+        plain.zero_grad()
+    handle.remove()
+
+
+def not_called_as_a_module(context: RankContext) -> None:
+    """A program may call a method of its own; with reentrant checkpoints too the gradients are right."""
+    context.start("gloo")
+    torch.manual_seed(0)
+    model = TinyGPT(checkpoints=True)
+    plain = copy.deepcopy(model)
+    plain.checkpoints = None
+    handle = register_data_parallel_hooks(model, bucket_mb=0.01)
+    batches = [torch.randint(33, (2, 8)) for _ in range(context.world_size)]
+    for _ in range(2):
+        model.forward(batches[context.rank]).square().mean().backward()
+        for batch in batches:
+            (plain(batch).square().mean() / context.world_size).backward()
+        _require_equal(model, plain, "method", exact=False)
+        model.zero_grad()
+        plain.zero_grad()
     handle.remove()
 
 
@@ -343,7 +391,15 @@ def test_random_models_have_the_gradients_of_ddp(pool: RankPool, size: int, unus
 
 @pytest.mark.parametrize(
     "case",
-    [unused_differs_by_rank, accumulated_then_unused, several_backwards, sparse_and_mixed, error_in_backward],
+    [
+        unused_differs_by_rank,
+        accumulated_then_unused,
+        several_backwards,
+        sparse_and_mixed,
+        error_in_backward,
+        gradient_penalty,
+        not_called_as_a_module,
+    ],
 )
 def test_case(pool: RankPool, case: Any) -> None:
     pool.run(case, world_size=2)

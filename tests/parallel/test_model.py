@@ -57,9 +57,11 @@ def _model(seed: int = 0, **options: Any) -> TinyGPT:
     return TinyGPT(VOCABULARY, **options)
 
 
-def train(context: RankContext, data: int, model_ranks: int, plan: dict[str, Any]) -> tuple[list[float], Any]:
+def train(
+    context: RankContext, data: int, model_ranks: int, plan: dict[str, Any], backend: str = "gloo"
+) -> tuple[list[float], Any]:
     """Losses of the whole batch, and the first step's whole gradients."""
-    context.start("gloo")
+    context.start(backend)
     mesh = ringway.init_device_mesh("cpu", (data, model_ranks), mesh_dim_names=("data", "model"))
     model = _model(seed=context.rank)  # rank 0's values go to all
     split = register_model_parallel_hooks(model, plan, group=mesh.get_group("model")) if model_ranks > 1 else None
@@ -108,22 +110,27 @@ def alone(pool: RankPool) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("data", "model_ranks", "plan"),
+    ("data", "model_ranks", "plan", "backend"),
     [
-        (2, 1, {}),
-        (4, 1, {}),
-        (1, 2, PLAN),
-        (1, 4, PLAN),
-        (2, 2, PLAN),
-        (1, 2, SEQUENCE_PLAN),
-        (2, 2, SEQUENCE_PLAN),
+        (2, 1, {}, "gloo"),
+        (4, 1, {}, "shm"),
+        (1, 2, PLAN, "gloo"),
+        (1, 4, PLAN, "shm"),
+        (2, 2, PLAN, "gloo"),
+        (1, 2, SEQUENCE_PLAN, "gloo"),
+        (2, 2, SEQUENCE_PLAN, "shm"),
     ],
     ids=["data 2", "data 4", "model 2", "model 4", "data 2 x model 2", "sequence 2", "data 2 x sequence 2"],
 )
 def test_training_is_that_of_one_rank(
-    pool: RankPool, alone: tuple[list[float], dict[str, Tensor]], data: int, model_ranks: int, plan: dict[str, Any]
+    pool: RankPool,
+    alone: tuple[list[float], dict[str, Tensor]],
+    data: int,
+    model_ranks: int,
+    plan: dict[str, Any],
+    backend: str,
 ) -> None:
-    results = pool.run(train, data, model_ranks, plan, world_size=data * model_ranks)
+    results = pool.run(train, data, model_ranks, plan, backend, world_size=data * model_ranks)
     expected, gradients = alone
     assert expected[-1] < expected[0]
     for losses, _ in results:

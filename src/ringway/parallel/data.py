@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as c10d
@@ -23,6 +24,8 @@ from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
 from ringway.parallel.compression import Compression
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_current_task = torch._C._current_graph_task_id
+"""The number of the backward that runs on this thread; one inside another has its own."""
 _NO_TASK = -1
 """torch's number for "not inside a backward"."""
 
@@ -84,7 +87,8 @@ class DataParallel:
         self._scale = 1.0 / communicator.size
         self._lock = threading.Lock()
         self._synchronizing = True
-        self._known = [id(p) for p in model.parameters()]
+        self._registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._modules)]
+        self._registered = self._registered_now()
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         sparse_ids = _sparse_parameters(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -175,7 +179,7 @@ class DataParallel:
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._model:
             return
-        if self._open and torch._C._current_graph_task_id() == _NO_TASK:
+        if (self._open or self._outermost is not None) and _current_task() == _NO_TASK:
             self._abandon()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -188,18 +192,38 @@ class DataParallel:
                 leaf.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: Tensor) -> None:
-        if self._synchronizing:
-            with self._lock:
-                self._follow()
-                if self._outermost is None:
-                    self._outermost = torch._C._current_graph_task_id()
+        """The backward that is seen here is not one inside another, so its end is the end of the step. Whether it
+        is a step at all is not known yet: `torch.autograd.grad` comes by here too."""
+        with self._lock:
+            if self._synchronizing and self._outermost is None:
+                self._outermost = _current_task()
+                self._finish_with(self._outermost)
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
+        """A gradient is there. Runs once a parameter and step, so what is ordinary comes first, in one piece."""
         if not self._synchronizing:
             return
         with self._lock:
-            self._follow()
-            self._take(self._slots[index], parameter.grad)
+            if not self._open or self._outermost is None:
+                self._follow()
+            slot, gradient = self._slots[index], parameter.grad
+            bucket = slot.bucket
+            if (
+                gradient is None
+                or gradient.requires_grad
+                or gradient.nbytes != slot.nbytes
+                or slot.step == self._step
+                or bucket.launched
+            ):
+                self._refuse(slot, gradient)
+            bucket.fill(slot, gradient)
+            if self._as_views and not slot.in_place:
+                parameter.grad = slot.view  # now, so that the memory of this gradient serves for the next
+            slot.step = self._step
+            self._order_seen.append(index)
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch_complete()
 
     def _arrived_sparse(self, name: str, parameter: Tensor) -> None:
         if not self._synchronizing:
@@ -215,20 +239,21 @@ class DataParallel:
     # One step, from the first gradient to the end of backward
 
     def _follow(self) -> None:
-        """Has the step begin with the first sign of it, and be finished at the end of the backward that runs."""
-        task = torch._C._current_graph_task_id()
+        """Has the step begin with its first gradient, and be finished at the end of the backward that runs."""
         if not self._open:
             self._begin()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ended, task))
+        if self._outermost is None and _current_task() not in self._tasks:
+            self._tasks.add(_current_task())
+            self._finish_with(_current_task())
+
+    def _finish_with(self, task: int) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ended, task))
 
     def _begin(self) -> None:
         self._require_same_parameters()
         self._step += 1
         self._next_bucket = 0
         self._tasks.clear()
-        self._outermost = None
         self._order_seen.clear()
         for bucket in self._buckets:
             bucket.begin(self._scale, self._compresses(bucket))
@@ -238,49 +263,36 @@ class DataParallel:
         """Residuals belong to buckets that stay, so the first step, before the buckets are rebuilt, is plain."""
         return self._compression is not None and self._follows_backward and self._compression.takes(bucket.flat)
 
+    def _registered_now(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._registries))))
+
     def _require_same_parameters(self) -> None:
-        if [id(p) for p in self._model.parameters()] != self._known:
-            known = set(self._known)
+        """Every step, so by the modules' own tables: walking the model takes ten times as long."""
+        if self._registered_now() != self._registered:
+            known = {id(p) for _, p in (*self._dense, *self._sparse, *self._frozen)}
             added = [name for name, p in self._model.named_parameters() if id(p) not in known]
-            what = f"was given parameters ({', '.join(added[:4])})" if added else "lost parameters"
+            what = f"was given parameters ({', '.join(added[:4])})" if added else "lost or exchanged modules"
             raise UsageError(f"the model {what} after its data-parallel hooks were registered; {_AGAIN}")
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise UsageError(f"{', '.join(thawed[:4])} was frozen when the hooks were registered; {_AGAIN}")
 
-    def _take(self, slot: Slot, gradient: Tensor | None) -> None:
-        if gradient is None:
-            return
-        self._check(slot, gradient)
-        bucket = slot.bucket
-        bucket.fill(slot, gradient)
-        if slot.step != self._step:
-            slot.step = self._step
-            bucket.missing -= 1
-            self._order_seen.append(slot.index)
-            if bucket.missing == 0:
-                self._launch_complete()
-
-    def _check(self, slot: Slot, gradient: Tensor) -> None:
+    def _refuse(self, slot: Slot, gradient: Tensor | None) -> NoReturn:
         view = slot.view
-        if gradient.dtype is not view.dtype or gradient.shape != view.shape or gradient.device != view.device:
+        if gradient is None:
+            raise UsageError(f"a hook of another's took the gradient of parameter '{slot.name}' away during backward")
+        if gradient.requires_grad:
+            raise UsageError("backward(create_graph=True) is not possible with data-parallel hooks; use no_sync()")
+        if gradient.nbytes != slot.nbytes:
             raise UsageError(
                 f"parameter '{slot.name}' was {view.dtype}{list(view.shape)} on {view.device} when the hooks were "
                 f"registered, and its gradient is {gradient.dtype}{list(gradient.shape)} on {gradient.device}; {_AGAIN}"
             )
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"parameter '{slot.name}' has a sparse gradient, and is not the weight of an nn.Embedding or "
-                "nn.EmbeddingBag with sparse=True: its gradient cannot be told to be sparse beforehand"
-            )
-        if gradient.requires_grad:
-            raise UsageError("backward(create_graph=True) is not possible with data-parallel hooks; use no_sync()")
-        if slot.bucket.launched:
-            self._abandon()
-            raise UsageError(
-                f"a gradient of parameter '{slot.name}' arrived after its bucket had left: either it is used by "
-                "several reentrant checkpoints (pass use_reentrant=False), or the backward before raised an error"
-            )
+        self._abandon()
+        raise UsageError(
+            f"parameter '{slot.name}' got a second gradient in one backward: either it is used by several reentrant "
+            "checkpoints (pass use_reentrant=False), or the backward before raised an error"
+        )
 
     def _launch_complete(self) -> None:
         """Sends what is complete, in the buckets' order: it is the same on every rank."""
@@ -297,7 +309,10 @@ class DataParallel:
             bucket.work = self._communicator.all_reduce(bucket.flat, async_op=True, log_name=bucket.label)
 
     def _backward_ended(self, task: int) -> None:
-        if self._open and self._outermost in (None, task):
+        if self._outermost not in (None, task):
+            return
+        self._outermost = None
+        if self._open:
             try:
                 self._finish()
             finally:
@@ -310,40 +325,48 @@ class DataParallel:
                     bucket.fill(slot, slot.parameter.grad)
             bucket.missing = 0
         self._launch_complete()
-        everybody = [parameter for _, parameter in (*self._dense, *self._sparse)]
-        used = torch.tensor([parameter.grad is not None for parameter in everybody], dtype=torch.uint8)
-        told = self._communicator.all_reduce(used, ReduceOp.MAX, async_op=True, log_name="parameters used")
-        if told is not None:
-            told.wait()
-        somewhere = used.tolist()
+        used = self._used_somewhere()
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+            if used is None and self._as_views:
+                continue  # every gradient came, and was put where the mean is now
             for slot in bucket.slots:
-                if somewhere[slot.index]:
+                if used is None or used[slot.index]:
                     self._hand_over(slot)
         for place, (_, parameter) in enumerate(self._sparse, start=len(self._dense)):
-            if somewhere[place]:
+            if used is None or used[place]:
                 parameter.grad = sparse.average(self._communicator, parameter.grad, parameter)
         if not self._follows_backward:
             self._rebuild()
 
+    def _used_somewhere(self) -> list[int] | None:
+        """Which parameters have a gradient on some rank; None for all, as is plain on a rank that has them all."""
+        everybody = len(self._dense) + len(self._sparse)
+        if len(self._order_seen) == everybody:
+            own = torch.ones(everybody, dtype=torch.uint8)
+        else:
+            trained = (*self._dense, *self._sparse)
+            own = torch.tensor([parameter.grad is not None for _, parameter in trained], dtype=torch.uint8)
+        self._communicator.all_reduce(own, ReduceOp.MAX, log_name="parameters used")
+        return None if len(self._order_seen) == everybody else own.tolist()
+
     def _hand_over(self, slot: Slot) -> None:
         """A gradient that no rank computed stays None; any other is the mean."""
-        gradient = slot.parameter.grad
-        if gradient is not None and gradient.data_ptr() == slot.pointer:
+        if slot.in_place or (self._as_views and slot.step == self._step):
             return
         if self._as_views:
             slot.parameter.grad = slot.view
-        elif gradient is None:
+        elif slot.parameter.grad is None:
             slot.parameter.grad = slot.view.clone()
         else:
-            gradient.copy_(slot.view)
+            slot.parameter.grad.copy_(slot.view)
 
     def _abandon(self) -> None:
         """The last backward ended in an error: what it had sent is awaited, and the step forgotten."""
         self._open = False
+        self._outermost = None
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
