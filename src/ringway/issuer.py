@@ -97,8 +97,16 @@ class Issuer:
         """The group's fault from now on: the error, explained."""
         if self._fault is None and self.explain is not None:
             error = self.explain(self, error)
+        if isinstance(error, CollectiveMismatch):
+            self._abandon()
         self.poison(error)
         return error
+
+    def _abandon(self) -> None:
+        """Ranks part: what is under way never ends by itself."""
+        for backend in self._backends.values():
+            if isinstance(backend, Backend):
+                backend.abandoned = True
 
     def compare(self, signatures: _core.Signatures | None, offered: Any = None) -> None:
         """From now on each call is compared with those of the other ranks, before anything is sent. What was
@@ -115,6 +123,7 @@ class Issuer:
         try:
             self._check()
         except CollectiveMismatch as error:
+            self._abandon()
             self.poison(error)
             for work in list(self._works):
                 work.fail(error)

@@ -6,6 +6,7 @@ than the rest of a small call.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -208,6 +209,9 @@ class GlooBackend(C10dBackend):
 
     def close(self) -> None:
         # Whoever holds the last reference joins gloo's threads, which must happen while the interpreter lives.
+        # It lasts until what they are at times out: a group with calls that were given up is left to its threads.
+        if self.abandoned and self._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = self.torch_group = None
 
 

@@ -1,0 +1,116 @@
+"""Ranks that call different things on gloo are told before anything wrong is sent: synchronous calls, asynchronous
+ones, and DDP's."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ringway import _core
+from ringway.call import OPS
+from ringway.errors import CollectiveMismatch
+from ringway.testing import RankContext, RankPool
+
+
+def part_ways(context: RankContext, late: int, asynchronous: bool) -> Any:
+    """One rank reduces eight elements, the others four; `late` comes last."""
+    dist = context.start("gloo", timeout=timedelta(seconds=100))
+    dist.barrier()
+    if context.rank == late:
+        time.sleep(0.5)
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        work = dist.all_reduce(torch.ones(8 if context.rank == 1 else 4), async_op=asynchronous)
+        if work is not None:
+            work.wait()
+    took = time.monotonic() - began
+    with pytest.raises(CollectiveMismatch):  # the group has ended
+        dist.all_reduce(torch.ones(4))
+    other = dist.new_group()  # others live on
+    alive = torch.ones(1)
+    dist.all_reduce(alive, group=other)
+    context.store.set(f"done{context.rank}", "1")
+    context.store.wait([f"done{rank}" for rank in range(context.world_size)])
+    dist.destroy_process_group()
+    return str(caught.value), caught.value.sides, caught.value.sequence, took, alive.item()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whoever_comes_last_every_rank_is_told(pool: RankPool, late: int, asynchronous: bool) -> None:
+    for text, sides, number, took, alive in pool.run(part_ways, late, asynchronous, world_size=3, timeout=90):
+        assert "called different things, and nothing was sent" in text
+        assert "all_reduce #1 (float32, 32 bytes, SUM) at " in sides[1]
+        assert __file__ in sides[1]
+        assert number == 1
+        assert took < 30  # and not the group's 100 s
+        assert alive == 3.0
+
+
+def part_ways_in_ddp(context: RankContext) -> Any:
+    dist = context.start("gloo", timeout=timedelta(seconds=100))
+    # Models of different sizes, past DDP's own check at its start: the reduction of gradients is what parts.
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    if context.rank == 1:
+        dist.all_reduce(torch.ones(3))
+        return "not told"
+    try:
+        model(torch.ones(1, 64)).sum().backward()
+    except Exception as error:
+        return type(error).__name__ + str(error)
+    return "not told"
+
+
+def test_ddp_ends_with_the_mismatch_too(pool: RankPool) -> None:
+    began = time.monotonic()
+    outcomes = pool.try_run(part_ways_in_ddp, world_size=2, timeout=90)
+    assert time.monotonic() - began < 60
+    assert outcomes[0].ok
+    assert "called different things" in outcomes[0].value
+    assert isinstance(outcomes[1].error, CollectiveMismatch)
+    assert "DistributedDataParallel" not in str(outcomes[1].error)
+
+
+def lanes_of(size: int) -> list[Any]:
+    fd = _core.create_signatures(size, "t" * 32)
+    lanes = []
+    for rank in range(size):
+        lane = _core.Lane(_core.Recorder(16), "g", size)
+        lane.compare(_core.Signatures(fd, rank, [10 * rank for rank in range(size)], "t" * 32))
+        lanes.append(lane)
+    return lanes
+
+
+def test_what_must_agree_is_what_the_table_of_ops_says() -> None:
+    """The native table against OPS: for every op, each fact changed alone."""
+    same = {"bytes": 64, "dtype": 0, "reduce": 0, "root": 0}
+    other = {"bytes": 128, "dtype": 1, "reduce": 3, "root": 1}
+    for op in OPS:
+        if not op.collective:
+            continue
+        for fact in same:
+            first, second = lanes_of(2)
+            first.begin(op.code, *same.values(), 0)
+            changed = {**same, fact: other[fact]}
+            if fact in op.agree:
+                with pytest.raises(CollectiveMismatch) as caught:
+                    second.begin(op.code, *changed.values(), 0)
+                assert set(caught.value.sides) == {0, 10}
+                with pytest.raises(CollectiveMismatch):
+                    first.check()
+            else:
+                second.begin(op.code, *changed.values(), 0)
+                first.check()
+
+
+def test_the_segment_of_another_group_is_refused() -> None:
+    fd = _core.create_signatures(2, "t" * 32)
+    with pytest.raises(RuntimeError, match="another group"):
+        _core.Signatures(fd, 0, [0, 1], "u" * 32)
+    with pytest.raises(RuntimeError, match="not the group's"):
+        _core.Signatures(fd, 0, [0, 1, 2], "t" * 32)
