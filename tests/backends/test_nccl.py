@@ -13,8 +13,8 @@ import torch
 import torch.distributed as c10d
 
 from ringway.backends import nccl
+from ringway.backends.adopt import adopt
 from ringway.backends.base import GroupInfo
-from ringway.backends.c10d import adopt
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, RingwayError
 

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def connect(info: GroupInfo, whole_world: bool) -> Any:
     with LOCK:
         members = MPI.COMM_WORLD.Get_group().Incl([rank for rank, _ in said])
         # The tag keeps apart groups that share ranks and are made at the same time.
-        tag = sum(info.name.encode()) % 32768
+        tag = zlib.crc32(info.name.encode()) % 32768
         communicator = MPI.COMM_WORLD.Create_group(members, tag)
         members.Free()
     return communicator

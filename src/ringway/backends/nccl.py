@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,10 +58,21 @@ class NcclHandle(Announced):
 
     when_finished = when_done
 
+    def done(self) -> bool:
+        try:
+            return bool(self._work.is_completed())
+        except Exception:  # asked about a communicator that was aborted
+            return True
+
     def outcome(self) -> BaseException | None:
-        """What went wrong with a finished collective, if anything."""
-        error = self._work.exception()
-        return None if error is None else self._error(error)
+        """What went wrong with a finished collective, if anything, and as far as torch can say it in Python."""
+        try:
+            error = self._work.exception()
+        except TypeError:  # a C++ exception that has no Python type
+            return None
+        except Exception as failure:
+            error = failure
+        return self._error(error) if isinstance(error, BaseException) else None
 
 
 class _DeviceWatch:
@@ -87,7 +99,10 @@ class _DeviceWatch:
                 ended = self._take_finished()
                 ages = [time.monotonic() - queue[0][2] for queue in self._pending.values()]
             for handle, completion, _ in ended:
-                completion(handle.outcome())
+                try:
+                    completion(handle.outcome())
+                except Exception:
+                    traceback.print_exc()
             if ages:
                 time.sleep(_LOOK_SOON if min(ages) < _SOON else _LOOK_LATE)
 
@@ -118,9 +133,10 @@ class NcclBackend(TorchBackend):
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         if reduce in _BITWISE:
             return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-        if reduce in (Reduce.AVG, Reduce.PREMUL_SUM):
+        if reduce is Reduce.AVG:
             return dtype in _FLOATS
-        return dtype in _REDUCED
+        # NCCL's own PREMUL_SUM leaves bfloat16 as it is in a group of one, so inputs are multiplied here.
+        return dtype in _REDUCED and reduce is not Reduce.PREMUL_SUM
 
     def can_move(self, dtype: torch.dtype) -> bool:
         return dtype in _MOVED
