@@ -8,7 +8,7 @@ namespace ringway::shm {
 namespace {
 
 // The thresholds, measured with benchmarks/collectives.py.
-constexpr int64_t kFlatReduce = 128 << 10;  // bytes that each rank reads when all reduce everything
+constexpr int64_t kFlatReduce = 256 << 10;  // bytes that are read in all when every rank reduces everything
 constexpr int64_t kLeastPart = 32 << 10;    // bytes a rank's part of a step has at least, while there are more steps
 constexpr int64_t kStepsAimed = 4;          // a call of medium size is cut into so many steps, to overlap them
 
@@ -124,7 +124,7 @@ void Collectives::reduce_sources(const Request& r, void* result, void* also, int
     reducer_(reduction);
 }
 
-bool Collectives::reduces_flat(int64_t bytes) const { return fits_entry(bytes) && bytes * size_ <= kFlatReduce; }
+bool Collectives::reduces_flat(int64_t bytes) const { return fits_entry(bytes) && bytes * size_ * size_ <= kFlatReduce; }
 
 // Everybody publishes everything, and reduces all of it for itself.
 void Collectives::reduce_flat(const Request& r) {

@@ -54,6 +54,11 @@ def _traffic(number: int, generator: random.Random) -> None:
         dist.barrier()
 
 
+def _endless_traffic(generator: random.Random) -> None:
+    for number in itertools.count():
+        _traffic(number, generator)
+
+
 def _die_in(seconds: float, number: int) -> None:
     """Ends this process at whatever instruction it then is."""
     if number == signal.SIGALRM:
@@ -76,8 +81,7 @@ def _until_killed(
     if context.rank == victim:
         _die_in(seconds, number)
     with pytest.raises(PeerLost) as caught:
-        for call in itertools.count():
-            _traffic(call, generator)
+        _endless_traffic(generator)
     noticed = time.monotonic() - began - seconds
     error = caught.value
     with pytest.raises(PeerLost):  # poisoned: the same again, at once

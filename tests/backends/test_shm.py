@@ -1,0 +1,256 @@
+"""shm as its users meet it: order, waiting, short cuts, the meeting of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import secrets
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+
+import ringway as dist
+from ringway import _core
+from ringway.backends import shm_meeting
+from ringway.backends.shm import ShmBackend
+from ringway.call import DTYPE_CODE, DTYPES, Reduce, reduces
+from ringway.testing import RankContext, RankPool
+
+
+def test_the_engine_reduces_what_the_vocabulary_says() -> None:
+    for dtype in DTYPES:
+        for reduce in Reduce:
+            assert _core.shm_can_reduce(DTYPE_CODE[dtype], reduce) == reduces(dtype, reduce), (dtype, reduce)
+
+
+def _short_cuts(context: RankContext) -> dict[str, Any]:
+    context.start("shm")
+    communicator = dist.communicator()
+    backend = communicator.backend
+    assert isinstance(backend, ShmBackend)
+    lane = _core.Lane(_core.Recorder(64), "short")
+    quick = backend.quick(lane)
+    rank, size = context.rank, context.world_size
+    tensor = torch.full((5,), float(rank + 1))
+    assert quick.all_reduce(tensor, int(Reduce.SUM)) == 0
+    told = torch.full((3,), float(rank))
+    assert quick.broadcast(told, 1) == 0
+    gathered, scattered = torch.zeros(size * 2), torch.zeros(2)
+    assert quick.all_gather_into_tensor(gathered, torch.full((2,), float(rank))) == 0
+    assert quick.reduce_scatter_tensor(scattered, torch.arange(2.0 * size), int(Reduce.MAX)) == 0
+    swapped = torch.zeros(size)
+    assert quick.all_to_all_single(swapped, torch.arange(float(size)) + 10 * rank) == 0
+    assert quick.barrier() == 0
+    counted = lane.collectives
+    # Nothing is recorded or sent for what is not plain.
+    assert quick.all_reduce(torch.ones(4, 2)[:, 0], 0) != 0
+    assert quick.all_reduce(torch.ones(4, dtype=torch.complex64), 0) != 0
+    assert quick.all_reduce(torch.ones(4), int(Reduce.BAND)) != 0
+    assert quick.all_gather_into_tensor(torch.ones(3), torch.ones(2)) != 0
+    assert lane.collectives == counted == lane.completed == 6
+    return {
+        "all_reduce": tensor.tolist(),
+        "broadcast": told.tolist(),
+        "gathered": gathered.tolist(),
+        "scattered": scattered.tolist(),
+        "swapped": swapped.tolist(),
+    }
+
+
+def test_short_cuts_do_what_the_calls_do(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(_short_cuts, world_size=3)):
+        assert found == {
+            "all_reduce": [6.0] * 5,
+            "broadcast": [1.0] * 3,
+            "gathered": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
+            "scattered": [2.0 * rank, 2.0 * rank + 1],
+            "swapped": [float(rank), float(rank + 10), float(rank + 20)],
+        }
+
+
+def _same_bits(context: RankContext) -> list[bytes]:
+    """Sums that depend on their order, small and large, twice."""
+    context.start("shm")
+    generator = torch.Generator().manual_seed(context.rank)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for count in (7, 3000, 300_000):
+            values = (torch.randn(count, generator=generator) * 1000).to(dtype)
+            twice = [values.clone(), values.clone()]
+            for tensor in twice:
+                dist.all_reduce(tensor)
+            assert torch.equal(*twice)
+            every = [torch.empty_like(values) for _ in range(context.world_size)]
+            dist.all_gather(every, values)
+            total = every[0].float()
+            for other in every[1:]:  # in rank order, rounded once
+                total = total + other.float()
+            assert torch.equal(twice[0], total.to(dtype))
+            found.append(twice[0].view(torch.uint8).numpy().tobytes()[:4000])
+    return found
+
+
+def test_the_same_bits_on_every_rank_in_rank_order(pool: RankPool) -> None:
+    for size in (2, 5):
+        found = pool.run(_same_bits, world_size=size)
+        assert all(other == found[0] for other in found)
+
+
+def _from_a_callback(context: RankContext) -> list[float]:
+    """A collective that a completion callback issues runs before those that were queued already."""
+    context.start("shm")
+    inner = torch.full((1000,), float(context.rank + 1))
+    first, second = torch.ones(500_000), torch.ones(500_000)
+    ran = threading.Event()
+
+    def follow(_: Any) -> torch.Tensor:
+        dist.all_reduce(inner)
+        ran.set()
+        return inner
+
+    work = dist.all_reduce(first, async_op=True)
+    assert work is not None
+    future = work.get_future().then(follow)
+    queued = dist.all_reduce(second, async_op=True)
+    assert queued is not None
+    future.wait()
+    queued.wait()
+    assert ran.is_set()
+    last = torch.ones(2)
+    dist.all_reduce(last)
+    return [inner[0].item(), first[0].item(), second[0].item(), last[0].item()]
+
+
+def test_a_callback_may_call_collectives(pool: RankPool) -> None:
+    for found in pool.run(_from_a_callback, world_size=3):
+        assert found == [6.0, 3.0, 3.0, 3.0]
+
+
+def _from_anyone(context: RankContext) -> list[int]:
+    context.start("shm")
+    if context.rank:
+        time.sleep(0.05 * context.rank)
+        dist.send(torch.full((100_000,), float(context.rank)), 0, tag=7)
+        return []
+    sources = []
+    for _ in range(context.world_size - 1):
+        tensor = torch.zeros(100_000)
+        source = dist.recv(tensor, tag=7)
+        assert tensor.eq(float(source)).all()
+        sources.append(source)
+    return sources
+
+
+def test_messages_from_anyone(pool: RankPool) -> None:
+    assert sorted(pool.run(_from_anyone, world_size=4)[0]) == [1, 2, 3]
+
+
+def _both_send_first(context: RankContext) -> bool:
+    """Blocking sends much larger than a ring, on both sides at once."""
+    context.start("shm")
+    other = 1 - context.rank
+    sent, got = torch.full((2_000_000,), float(context.rank)), torch.zeros(2_000_000)
+    dist.send(sent, other)
+    dist.recv(got, other)
+    return bool(got.eq(float(other)).all())
+
+
+def test_two_ranks_that_both_send_first_get_on(pool: RankPool) -> None:
+    assert pool.run(_both_send_first, world_size=2) == [True, True]
+
+
+def _cpu_while_waiting(context: RankContext, seconds: float) -> float:
+    context.start("shm")
+    dist.barrier()
+    if context.rank == 0:
+        time.sleep(seconds)
+    before = resource.getrusage(resource.RUSAGE_THREAD)
+    dist.barrier()
+    after = resource.getrusage(resource.RUSAGE_THREAD)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / seconds
+
+
+def test_waiting_costs_next_to_nothing(pool: RankPool) -> None:
+    """Eight ranks, seven of which wait for one that sleeps: less than 2 % of a core each."""
+    shares = pool.run(_cpu_while_waiting, 2.0, world_size=8, timeout=100)
+    assert statistics.median(shares[1:]) < 0.02, shares
+
+
+# The meeting
+
+
+def test_a_stranger_is_turned_away() -> None:
+    """Who connects without the group's token gets nothing, and does not keep the others from meeting."""
+    store = c10d.HashStore()
+    segments: dict[int, shm_meeting.SharedSegment] = {}
+
+    def arrive(rank: int) -> None:
+        segments[rank] = shm_meeting.meet(store, rank, 2, 60)
+
+    host = threading.Thread(target=arrive, args=(0,))
+    host.start()
+    meeting = json.loads(shm_meeting._wait_for_key(store, time.monotonic() + 60))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(30)
+        stranger.connect("\0" + meeting["name"])
+        hello = {"token": secrets.token_hex(32), "rank": 1, "pid": os.getpid()}
+        shm_meeting._send(stranger, hello)
+        assert stranger.recv(1000) == b""
+    arrive(1)
+    host.join(60)
+    assert sorted(segments) == [0, 1]
+    assert os.fstat(segments[0].fd).st_ino == os.fstat(segments[1].fd).st_ino
+    assert segments[0].pids == segments[1].pids == [os.getpid()] * 2
+    for segment in segments.values():
+        segment.close()
+
+
+def _without_pidfds(context: RankContext) -> str:
+    """Where the kernel has no pidfds, the lock on the memfd shows that a rank is gone."""
+    shm_meeting._own_pidfd = lambda: -1
+    context.start("shm")
+    dist.all_reduce(torch.ones(3))
+    if context.rank == 1:
+        os._exit(3)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.errors.PeerLost as error:
+        return str(error.rank)
+    return "not raised"
+
+
+def test_a_death_is_seen_without_pidfds(pool: RankPool) -> None:
+    ended = pool.try_run(_without_pidfds, world_size=3, timeout=60)
+    assert ended[1].kind == "died"
+    assert [ended[0].value, ended[2].value] == ["1", "1"]
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _groups_come_and_go(context: RankContext) -> tuple[int, int, int, int]:
+    context.start("shm")
+    for _ in range(3):
+        dist.destroy_process_group(dist.new_group())
+    files, threads = _open_files(), threading.active_count()
+    for _ in range(20):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.destroy_process_group(group)
+        del work, group
+    return files, _open_files(), threads, threading.active_count()
+
+
+def test_closed_groups_leave_no_descriptors_behind(pool: RankPool) -> None:
+    for files, later, threads, later_threads in pool.run(_groups_come_and_go, world_size=2):
+        assert later <= files + 3
+        assert later_threads <= threads
