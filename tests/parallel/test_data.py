@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from models import RandomNet, TinyGPT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ringway
 from ringway.errors import CollectiveMismatch, UsageError
@@ -179,6 +181,10 @@ def refusals(context: RankContext) -> None:
     with pytest.raises(UsageError, match=r"was torch.float32.*register them again"):
         model(x.double()).sum().backward()
     model.float()
+    own, model[0].weight = model[0].weight, nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(UsageError, match=r"given parameters \(0.weight\)"):
+        model(x).sum().backward()
+    model[0].weight = own
     with pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(model)
     model.zero_grad()
@@ -191,6 +197,49 @@ def refusals(context: RankContext) -> None:
     assert torch.equal(model[0].weight.grad[:, 0], model[1].weight.sum(0) * context.rank)
     with pytest.raises(UsageError, match="bucket_mb"):
         register_data_parallel_hooks(model, bucket_mb=0)
+
+
+def refused_gradients(context: RankContext) -> None:
+    context.start("gloo")
+
+    class Twice(nn.Module):
+        """One layer in two reentrant checkpoints: its gradient comes in two parts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(5, 2))
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return F.embedding(numbers, self.table, sparse=True)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 2, sparse=True)
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return self.table(numbers) @ self.table.weight.t()
+
+    x = torch.ones(1, 2, requires_grad=True)
+    for model, given, reason in (
+        (Twice(), x, "second gradient in one backward.*use_reentrant=False"),
+        (Lookup(), torch.tensor([1, 2]), "sparse_coo gradient.*must be known beforehand"),
+        (Tied(), torch.tensor([1, 2]), "its gradient is dense"),
+    ):
+        handle = register_data_parallel_hooks(model)
+        with pytest.raises(UsageError, match=reason):
+            model(given).sum().backward()
+        handle.remove()
 
 
 def wrong_model(context: RankContext, kind: str) -> str:
@@ -407,6 +456,7 @@ def test_case(pool: RankPool, case: Any) -> None:
 
 def test_refusals(pool: RankPool) -> None:
     pool.run(refusals, world_size=2)
+    pool.run(refused_gradients, world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["shape", "order", "count", "frozen", "dtype", "shared", "setting"])

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ringway.errors import UsageError
 from ringway.work import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -95,13 +94,7 @@ class Bucket:
             slot.in_place = False
             slot.view.zero_()
             return
-        try:
-            slot.in_place = gradient.data_ptr() == slot.pointer
-        except RuntimeError:
-            raise UsageError(
-                f"parameter '{slot.name}' has a {gradient.layout} gradient, and is not the weight of an nn.Embedding "
-                "or nn.EmbeddingBag with sparse=True: that a gradient is sparse must be known beforehand"
-            ) from None
+        slot.in_place = gradient.data_ptr() == slot.pointer
         if not slot.in_place:  # what grows in place may still grow before the bucket leaves, and is scaled then
             torch.mul(gradient, self._scale, out=slot.view)
 

@@ -210,6 +210,7 @@ class DataParallel:
             bucket = slot.bucket
             if (
                 gradient is None
+                or gradient.layout is not torch.strided
                 or gradient.requires_grad
                 or gradient.nbytes != slot.nbytes
                 or slot.step == self._step
@@ -281,6 +282,11 @@ class DataParallel:
         view = slot.view
         if gradient is None:
             raise UsageError(f"a hook of another's took the gradient of parameter '{slot.name}' away during backward")
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter '{slot.name}' has a {gradient.layout} gradient, and is not the weight of an nn.Embedding "
+                "or nn.EmbeddingBag with sparse=True: that a gradient is sparse must be known beforehand"
+            )
         if gradient.requires_grad:
             raise UsageError("backward(create_graph=True) is not possible with data-parallel hooks; use no_sync()")
         if gradient.nbytes != slot.nbytes:
