@@ -13,8 +13,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringway as dist
-from ringway.testing.conformance import Setting, all_cases
+from ringway.testing.conformance import Case, Setting, all_cases
 from ringway.testing.probe import Probe
+
+
+def about_the_backend(case: Case) -> bool:
+    """Neither misuse, which no backend gets to see, nor objects, which are bytes to it."""
+    return case.run.__module__.rpartition(".")[2] not in ("cases_errors", "cases_objects")
+
+
+def small(case: Case) -> bool:
+    """For a second or third group of the same backend: what depends on the group's size, at little cost."""
+    return about_the_backend(case) and not case.name.endswith("_large")
 
 
 def run_cases(
@@ -23,13 +33,14 @@ def run_cases(
     findings: list[str],
     seconds: dict[str, float],
     report: Callable[[dict[str, Any]], None],
+    wanted: Callable[[Case], bool] = lambda case: True,
 ) -> None:
     """Every case that the setting admits, on ranks that are in one job already. A case that raises is reported
     at once, because the other ranks may never come back from it."""
     members = setting.members or tuple(range(setting.world_size))
     rank = members.index(dist.get_rank())
     for case in all_cases().values():
-        if not setting.admits(case):
+        if not (setting.admits(case) and wanted(case)):
             continue
         store = c10d.PrefixStore(f"case/{setting.size}/{case.name}", c10d.distributed_c10d._get_default_store())
         probe = Probe(dist, group, rank, list(members), store, case.name)

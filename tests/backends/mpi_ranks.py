@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from launched import run_cases, training
+from launched import about_the_backend, run_cases, small, training
 
 import ringway as dist
 from ringway.errors import CollectiveMismatch, CommTimeout, UsageError
@@ -33,7 +33,7 @@ def conformance() -> dict[str, Any]:
         setting = Setting("mpi", size, members=members)
         group = None if members is None else dist.new_group(list(members))
         if members is None or dist.get_rank() in members:
-            run_cases(setting, group, findings, seconds, report)
+            run_cases(setting, group, findings, seconds, report, about_the_backend if members is None else small)
         dist.barrier()
     return {"findings": findings, "cases": len(seconds), "seconds": sum(seconds.values()), **training()}
 
@@ -73,7 +73,18 @@ def misuse() -> dict[str, Any]:
         late_tensor = torch.ones(4)
         dist.all_reduce(late_tensor, group=late)
     found["overlap"] = overlap(other)
+    found["idle"] = idle(other)
     return found
+
+
+def idle(group: Any) -> float:
+    """Which share of a core a rank uses that waits two seconds for another."""
+    if dist.get_rank() == 0:
+        time.sleep(2)
+    wall, used = time.monotonic(), time.process_time()
+    dist.barrier(group=group)
+    waited = time.monotonic() - wall
+    return 0.0 if dist.get_rank() == 0 else (time.process_time() - used) / waited
 
 
 def overlap(group: Any) -> float:
@@ -84,6 +95,25 @@ def overlap(group: Any) -> float:
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
     return float(work.is_completed() and bool((tensor == dist.get_world_size()).all()))
+
+
+def large() -> dict[str, Any]:
+    """Messages of more than 2^31 elements: the ends of the tensors are checked, and a place beyond the limit."""
+    dist.init_distributed("mpi", timeout=timedelta(seconds=600), verbose=False)
+    rank, count = dist.get_rank(), (1 << 31) + 11
+    places = torch.tensor([0, 5, (1 << 31) - 1, (1 << 31) + 3, count - 1])
+    tensor = torch.zeros(count, dtype=torch.int8)
+    tensor[places] = torch.arange(1, 6, dtype=torch.int8) * (rank + 1)
+    dist.broadcast(tensor, 0)
+    moved = tensor[places].tolist()
+    dist.all_reduce(tensor)
+    summed = tensor[places].tolist()
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        tensor.zero_()
+        dist.recv(tensor, 0)
+    return {"broadcast": moved, "all_reduce": summed, "received": tensor[places].tolist()}
 
 
 def crash() -> dict[str, Any]:
@@ -136,7 +166,7 @@ def alone() -> dict[str, Any]:
     raise AssertionError("two MPI worlds of one were taken for one of two")
 
 
-SCENARIOS = (conformance, misuse, crash, torch_only, smaller_world, alone)
+SCENARIOS = (conformance, misuse, large, crash, torch_only, smaller_world, alone)
 
 
 def report(found: dict[str, Any], rank: int | None = None) -> None:

@@ -41,7 +41,7 @@ def launched(hosts: tuple[Host, Host], scenario: str) -> list[dict[str, Any]]:
 def test_conformance_and_training_across_hosts(hosts: tuple[Host, Host]) -> None:
     for result in launched(hosts, "conformance"):
         assert result["findings"] == []
-        assert result["cases"] > 80
+        assert result["cases"] > 60
         assert result["ddp"] == pytest.approx(result["expected"], rel=1e-4)
         assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
 
