@@ -89,6 +89,17 @@ bool is_contiguous(const DLTensor& tensor) {
     return true;
 }
 
+// A real tensor may be negated lazily, which DLPack does not show. Such a tensor is the imaginary part of a
+// conjugated one, so it has every second element of its memory and is never contiguous, unless it has only one.
+bool is_negated(PyObject* tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("is_neg");
+    PyObject* answer = PyObject_CallMethodNoArgs(tensor, name);
+    const bool negated = answer != Py_False;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return negated;
+}
+
 }  // namespace
 
 void set_tensor_types(PyObject* types, PyObject* exchange_capsule) {
@@ -127,7 +138,7 @@ bool view_tensor(PyObject* object, TensorView& out) {
     out.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
     out.cpu = tensor.device.type == kDeviceCpu;
     out.contiguous = is_contiguous(tensor);
-    return true;
+    return out.numel != 1 || !is_negated(object);
 }
 
 }  // namespace ringway

@@ -250,19 +250,7 @@ def all_gather_coalesced(
     member = member_of(group, "all_gather_coalesced")
     if member is None:
         return None
-    if len(output_tensor_lists) != member.size:
-        raise UsageError(
-            f"all_gather_coalesced: output_tensor_lists has {len(output_tensor_lists)} lists, one for each of the "
-            f"group's {member.size} ranks is needed"
-        )
-    for rank, row in enumerate(output_tensor_lists):
-        if len(row) != len(input_tensor_list):
-            raise UsageError(
-                f"all_gather_coalesced: output_tensor_lists[{rank}] has {len(row)} tensors for "
-                f"{len(input_tensor_list)} inputs"
-            )
-    by_input = [[row[i] for row in output_tensor_lists] for i in range(len(input_tensor_list))]
-    return member.all_gather_coalesced(by_input, input_tensor_list, async_op, log_name=log_name)
+    return member.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op, log_name=log_name)
 
 
 def reduce_scatter_coalesced(

@@ -18,12 +18,18 @@ def _channel(group: Group, op: str) -> ObjectChannel | None:
     return None if member is None else ObjectChannel(member, world.max_object_bytes)
 
 
+def _places(op: str, name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f"{op}: {name} is a list, not {type(value).__name__}")
+    return value
+
+
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     channel = _channel(group, "all_gather_object")
     if channel is None:
         return
     size = find(group).size
-    if len(object_list) < size:
+    if len(_places("all_gather_object", "object_list", object_list)) < size:
         raise UsageError(f"all_gather_object: object_list has {len(object_list)} places for {size} ranks")
     for place, value in enumerate(channel.all_gather(obj)):
         object_list[place] = value
@@ -62,6 +68,7 @@ def broadcast_object_list(
     if channel is None:
         return
     root = find(group).place("src", src, group_src, default=0)
+    _places("broadcast_object_list", "object_list", object_list)
     _fill("broadcast_object_list", object_list, channel.broadcast(object_list, root))
 
 
@@ -101,7 +108,7 @@ def send_object_list(
     """`device` and `use_batch` are accepted as torch has them; objects always travel on the CPU."""
     channel = _channel(group, "send_object_list")
     if channel is not None:
-        channel.send(list(object_list), find(group).place("dst", dst, group_dst))
+        channel.send(_places("send_object_list", "object_list", object_list), find(group).place("dst", dst, group_dst))
 
 
 def recv_object_list(
@@ -118,6 +125,7 @@ def recv_object_list(
         return -1
     member = find(group)
     anyone = src is None and group_src is None
+    _places("recv_object_list", "object_list", object_list)
     values, sender = channel.recv(None if anyone else member.place("src", src, group_src))
     _fill("recv_object_list", object_list, values)
     return member.ranks[sender]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 from ringway.call import (
     ALL_GATHER,
@@ -20,24 +23,68 @@ from ringway.call import (
     REDUCE_SCATTER_SINGLE,
     SCATTER,
     Call,
+    Op,
     reduces,
 )
 from ringway.errors import UsageError
 
+T = TypeVar("T")
 
-def device_of(call: Call) -> str | None:
-    """The device type that all tensors of the call are on; None for a call without tensors."""
+_PLAIN = frozenset({Tensor, Parameter})
+_OVERLAPS = 1  # torch's answer for "yes"; it also knows "too hard to tell"
+
+
+def admit(call: Call) -> str | None:
+    """Takes the call's tensors in, and returns the device type that all of them are on; None for a call without
+    tensors. Tensors that autograd watches are passed on without it: a collective writes as data, not as a step
+    of the graph. The result of a functional collective is waited for and stands for what it holds."""
     device: torch.device | None = None
+    strange = False
     for tensor in (*call.inputs, *call.outputs):
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{call.op.name} takes tensors, not {type(tensor).__name__}")
+        strange = strange or tensor.requires_grad or type(tensor) not in _PLAIN
         if device is None:
             device = tensor.device
         elif tensor.device != device:
             raise UsageError(
                 f"{call.op.name} got tensors on {device} and on {tensor.device}; they must share one device"
             )
+    if strange:
+        # By identity, because an input that is its own output must stay one tensor.
+        admitted = {id(t): _with_memory(call, t).detach() for t in (*call.inputs, *call.outputs)}
+        call.inputs = [admitted[id(tensor)] for tensor in call.inputs]
+        call.outputs = [admitted[id(tensor)] for tensor in call.outputs]
     return None if device is None else device.type
+
+
+def _with_memory(call: Call, tensor: Tensor) -> Tensor:
+    """A subclass may only wrap other tensors, or pretend to be one: a backend that read its memory would crash."""
+    if type(tensor) in _PLAIN or tensor.device.type == "meta":
+        return tensor
+    # Imported late: whoever holds one has imported it, and `import ringway` stays quick.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        held: Tensor = tensor.trigger_wait()
+        return _with_memory(call, held)
+    kind = type(tensor).__name__
+    if isinstance(tensor, FakeTensor):
+        raise UsageError(f"{call.op.name} got a {kind}, which has a shape but no data")
+    if not torch._C._has_storage(tensor) or (tensor.numel() and tensor.data_ptr() == 0):
+        raise UsageError(
+            f"{call.op.name} got a {kind}, which has no memory of its own; pass the tensors it holds, "
+            "such as to_local() of a DTensor"
+        )
+    return tensor
+
+
+def listed(op: Op, name: str, tensors: Iterable[T]) -> list[T]:
+    """The argument as a list of its own, which the caller may change while the call is under way."""
+    try:
+        return list(tensors)
+    except TypeError:
+        raise UsageError(f"{op.name}: {name} is a list, not {type(tensors).__name__}") from None
 
 
 def check(call: Call, rank: int) -> None:
@@ -58,8 +105,16 @@ def _check_tensors(call: Call) -> None:
     for tensor in (*call.inputs, *call.outputs):
         if tensor.layout is not torch.strided:
             raise UsageError(f"{call.op.name} takes dense tensors, not {tensor.layout}; convert with .to_dense()")
+        if tensor.is_nested:
+            raise UsageError(f"{call.op.name} takes dense tensors, not nested ones; pass the tensors of .unbind()")
         if not several and tensor.dtype is not expected:
             raise UsageError(f"{call.op.name} got tensors of {expected} and {tensor.dtype}; they must share one dtype")
+    for output in call.outputs:
+        if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == _OVERLAPS:
+            raise UsageError(
+                f"{call.op.name}: an output of shape {tuple(output.shape)} and strides {output.stride()} has elements "
+                "that share memory (it was expanded?); pass output.contiguous()"
+            )
 
 
 def _count(call: Call, what: str, tensors: Sequence[Tensor], expected: int) -> None:
@@ -121,25 +176,33 @@ def _all_to_all(call: Call, rank: int) -> None:
 
 
 def _all_to_all_single(call: Call, rank: int) -> None:
-    for what, tensor, splits in (
-        ("input", call.inputs[0], call.input_splits),
-        ("output", call.outputs[0], call.output_splits),
-    ):
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if splits is None:
-            if rows % call.size:
-                raise UsageError(
-                    f"all_to_all_single: the {what}'s first dimension ({rows}) does not divide by the group's "
-                    f"{call.size} ranks; pass {what}_split_sizes"
-                )
-            continue
-        if len(splits) != call.size:
-            raise UsageError(f"all_to_all_single: {len(splits)} {what}_split_sizes for {call.size} ranks")
-        if any(split < 0 for split in splits) or sum(splits) != rows:
+    sent = _own_share(call, rank, "input", call.inputs[0], call.input_splits)
+    kept = _own_share(call, rank, "output", call.outputs[0], call.output_splits)
+    if sent != kept:
+        raise UsageError(
+            f"all_to_all_single: this rank's own share has {sent} elements in the input and {kept} in the output; "
+            "a rank keeps its own share"
+        )
+
+
+def _own_share(call: Call, rank: int, what: str, tensor: Tensor, splits: Sequence[int] | None) -> int:
+    """How many elements of one side stay on this rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if splits is None:
+        if rows % call.size:
             raise UsageError(
-                f"all_to_all_single: {what}_split_sizes {list(splits)} must be non-negative and sum to the "
-                f"{what}'s first dimension ({rows})"
+                f"all_to_all_single: the {what}'s first dimension ({rows}) does not divide by the group's "
+                f"{call.size} ranks; pass {what}_split_sizes"
             )
+        return tensor.numel() // call.size
+    if len(splits) != call.size:
+        raise UsageError(f"all_to_all_single: {len(splits)} {what}_split_sizes for {call.size} ranks")
+    if any(split < 0 for split in splits) or sum(splits) != rows:
+        raise UsageError(
+            f"all_to_all_single: {what}_split_sizes {list(splits)} must be non-negative and sum to the "
+            f"{what}'s first dimension ({rows})"
+        )
+    return splits[rank] * (tensor.numel() // rows) if rows else 0
 
 
 def _all_gather_coalesced(call: Call, rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,7 @@ from ringway.call import (
     ReduceOp,
     parse_reduce,
 )
+from ringway.checks import listed
 from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.monitor import monitored_barrier
@@ -97,7 +99,11 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        return self.issue(Call(ALL_GATHER, (tensor,), list(tensor_list), async_op=async_op, label=log_name))
+        return self.issue(
+            Call(
+                ALL_GATHER, (tensor,), listed(ALL_GATHER, "tensor_list", tensor_list), async_op=async_op, label=log_name
+            )
+        )
 
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
@@ -115,9 +121,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         root = self.place("dst", dst, group_dst, default=0)
-        return self.issue(
-            Call(GATHER, (tensor,), list(gather_list or ()), peer=root, async_op=async_op, label=log_name)
-        )
+        outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
+        return self.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
 
     def scatter(
         self,
@@ -130,9 +135,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         root = self.place("src", src, group_src, default=0)
-        return self.issue(
-            Call(SCATTER, list(scatter_list or ()), (tensor,), peer=root, async_op=async_op, label=log_name)
-        )
+        inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
+        return self.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def reduce_scatter(
         self,
@@ -144,9 +148,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         reduce, factor = parse_reduce(op)
-        return self.issue(
-            Call(REDUCE_SCATTER, list(input_list), (output,), reduce, factor, async_op=async_op, label=log_name)
-        )
+        inputs = listed(REDUCE_SCATTER, "input_list", input_list)
+        return self.issue(Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name))
 
     def reduce_scatter_tensor(
         self,
@@ -170,9 +173,9 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        return self.issue(
-            Call(ALL_TO_ALL, list(input_tensor_list), list(output_tensor_list), async_op=async_op, label=log_name)
-        )
+        outputs = listed(ALL_TO_ALL, "output_tensor_list", output_tensor_list)
+        inputs = listed(ALL_TO_ALL, "input_tensor_list", input_tensor_list)
+        return self.issue(Call(ALL_TO_ALL, inputs, outputs, async_op=async_op, label=log_name))
 
     def all_to_all_single(
         self,
@@ -189,8 +192,8 @@ class Communicator(Issuer):
                 ALL_TO_ALL_SINGLE,
                 (input,),
                 (output,),
-                input_splits=input_split_sizes or None,
-                output_splits=output_split_sizes or None,
+                input_splits=_splits("input", input_split_sizes),
+                output_splits=_splits("output", output_split_sizes),
                 async_op=async_op,
                 label=log_name,
             )
@@ -207,7 +210,7 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         reduce, factor = parse_reduce(op)
-        members = list(tensors)
+        members = listed(ALL_REDUCE_COALESCED, "tensors", tensors)
         return self.issue(
             Call(ALL_REDUCE_COALESCED, members, members, reduce, factor, async_op=async_op, label=log_name)
         )
@@ -220,10 +223,24 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        outputs = [tensor for tensors in output_tensor_lists for tensor in tensors]
-        return self.issue(
-            Call(ALL_GATHER_COALESCED, list(input_tensor_list), outputs, async_op=async_op, label=log_name)
-        )
+        """`output_tensor_lists[r][i]` receives rank r's input i, as torch has it."""
+        inputs = listed(ALL_GATHER_COALESCED, "input_tensor_list", input_tensor_list)
+        rows = [
+            listed(ALL_GATHER_COALESCED, f"output_tensor_lists[{rank}]", row)
+            for rank, row in enumerate(listed(ALL_GATHER_COALESCED, "output_tensor_lists", output_tensor_lists))
+        ]
+        if len(rows) != self.size:
+            raise UsageError(
+                f"all_gather_coalesced: output_tensor_lists has {len(rows)} lists, one for each of the group's "
+                f"{self.size} ranks is needed"
+            )
+        for rank, row in enumerate(rows):
+            if len(row) != len(inputs):
+                raise UsageError(
+                    f"all_gather_coalesced: output_tensor_lists[{rank}] has {len(row)} tensors for {len(inputs)} inputs"
+                )
+        by_input = [row[i] for i in range(len(inputs)) for row in rows]
+        return self.issue(Call(ALL_GATHER_COALESCED, inputs, by_input, async_op=async_op, label=log_name))
 
     def reduce_scatter_coalesced(
         self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, *, log_name: str | None = None
@@ -231,12 +248,13 @@ class Communicator(Issuer):
         """Reduces each tensor and returns this rank's share of each, flat; the last share is shorter, or
         empty, where a tensor's size does not divide by the group's."""
         reduce, factor = parse_reduce(op)
-        padded = [_padded(tensor, self.size) for tensor in tensors]
+        members = listed(REDUCE_SCATTER_COALESCED, "tensors", tensors)
+        padded = [_padded(tensor, self.size) for tensor in members]
         shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in padded]
         self.issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
         return [
             share[: max(0, min(share.numel(), tensor.numel() - self.rank * share.numel()))]
-            for tensor, share in zip(tensors, shares, strict=True)
+            for tensor, share in zip(members, shares, strict=True)
         ]
 
     # Point-to-point
@@ -269,7 +287,7 @@ class Communicator(Issuer):
         peer = self.place("dst", dst, group_dst)
         if peer == self.rank:
             raise UsageError("a rank cannot send to itself")
-        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
+        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=_tag(tag), async_op=async_op, label=label))
 
     def recv(
         self,
@@ -303,7 +321,7 @@ class Communicator(Issuer):
         peer = ANY_SOURCE if anyone else self.place("src", src, group_src)
         if peer == self.rank:
             raise UsageError("a rank cannot receive from itself")
-        return Call(RECV, (), (tensor,), peer=peer, tag=tag, async_op=async_op, label=label)
+        return Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=async_op, label=label)
 
     # Meeting
 
@@ -326,8 +344,25 @@ class Communicator(Issuer):
         monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
 
 
+def _splits(what: str, sizes: Sequence[int] | None) -> list[int] | None:
+    """None, or nothing, for equal shares, as torch has it."""
+    try:
+        return None if sizes is None else [index(size) for size in sizes] or None
+    except TypeError:
+        raise UsageError(f"all_to_all_single: {what}_split_sizes is a list of integers, not {sizes!r}") from None
+
+
+def _tag(tag: int) -> int:
+    try:
+        return index(tag)
+    except TypeError:
+        raise UsageError(f"tag={tag!r} is not an integer") from None
+
+
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    flat = tensor.reshape(-1)
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"reduce_scatter_coalesced takes tensors, not {type(tensor).__name__}")
+    flat = tensor.detach().reshape(-1)
     short = -flat.numel() % size
     return flat if not short else _extended(flat, short)
 

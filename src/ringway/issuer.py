@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from operator import index
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from ringway import _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, plan
 from ringway.call import ANY_SOURCE, DTYPE_CODE, RECV, UNKNOWN_DTYPE, Call
-from ringway.checks import check, device_of
+from ringway.checks import admit, check
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.work import Handle, Work
 
@@ -157,7 +158,7 @@ class Issuer:
         self.require_health()
         call.size = self.size
         call.group = self.name
-        made = self._plan(device_of(call) or self._default_device)
+        made = self._plan(admit(call) or self._default_device)
         check(call, self.rank)
         dtype = call.dtype
         call.check = self._check
@@ -228,6 +229,8 @@ class Issuer:
         return made
 
     def _label(self, label: str) -> int:
+        if not isinstance(label, str):
+            raise UsageError(f"log_name={label!r} is not a string")
         known = self._labels.get(label)
         if known is None:
             known = self._labels[label] = self._recorder.intern(label)
@@ -239,16 +242,21 @@ class Issuer:
             raise UsageError(f"pass {name} or group_{name}, not both")
         if group_rank is None and rank is None and default is not None:
             rank = default
-        if group_rank is not None:
-            if not 0 <= group_rank < self.size:
-                raise UsageError(f"group_{name}={group_rank} is outside the group's ranks 0 to {self.size - 1}")
-            return group_rank
-        if rank is None:
-            raise UsageError(f"pass {name} (a global rank) or group_{name} (the group's own)")
-        place = self._rank_of.get(rank)
-        if place is None:
+        try:
+            if group_rank is not None:
+                place = index(group_rank)
+                if not 0 <= place < self.size:
+                    raise UsageError(f"group_{name}={group_rank} is outside the group's ranks 0 to {self.size - 1}")
+                return place
+            if rank is None:
+                raise UsageError(f"pass {name} (a global rank) or group_{name} (the group's own)")
+            found = self._rank_of.get(index(rank))
+        except TypeError:
+            given = f"{name}={rank!r}" if group_rank is None else f"group_{name}={group_rank!r}"
+            raise UsageError(f"{given} is not a rank: ranks are integers") from None
+        if found is None:
             raise UsageError(f"{name}={rank} is not a rank of the group {self.name}, which has {self.ranks}")
-        return place
+        return found
 
     def quickly(self, function: Callable[..., int], *arguments: Any) -> bool:
         """Whether the short cut took the call."""

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway.errors import UsageError
+
 Completion = Callable[[BaseException | None], None]
 
 
@@ -64,7 +66,8 @@ DONE: Handle = _Done()
 class Finishing(Handle):
     """A handle with a last step of our own: results copied back, divided, or reduced locally.
 
-    The step runs once, on whichever thread sees the inner handle done first.
+    The step runs once, on whichever thread sees the inner handle done first; in inference mode, because that
+    thread does not know in which mode the call was made, and tensors made in inference mode are written in no other.
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], None]) -> None:
@@ -84,14 +87,20 @@ class Finishing(Handle):
             finish, self._finish = self._finish, None
             if finish is not None:
                 try:
-                    finish()
+                    with torch.inference_mode():
+                        finish()
                 except BaseException as error:
                     self._error = error
         if self._error is not None:
             raise self._error
 
     def wait(self, timeout: float | None = None) -> None:
-        self._inner.wait(timeout)
+        try:
+            self._inner.wait(timeout)
+        except BaseException:
+            if self._inner.done():
+                self._finish = None  # nothing came that could be finished
+            raise
         self._finish_once()
 
     def done(self) -> bool:
@@ -158,7 +167,12 @@ def seconds(timeout: timedelta | float | None) -> float | None:
     """A timeout as torch gives it (a timedelta; zero, negative or None for unset), in seconds."""
     if timeout is None:
         return None
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(timeout, timedelta):
+        value = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)):
+        value = float(timeout)
+    else:
+        raise UsageError(f"timeout={timeout!r} is neither a timedelta nor a number of seconds")
     return value if value > 0 else None
 
 

@@ -113,7 +113,7 @@ class _Staging:
             if not backend.can_reduce(dtype, call.reduce):
                 self._convert_reduction(backend, dtype)
         elif not backend.can_move(dtype):
-            self._replace(lambda t: t.contiguous().view(-1).view(torch.uint8))
+            self._replace(_as_bytes)
         if backend.needs_contiguous and not all(t.is_contiguous() for t in (*self.call.inputs, *self.call.outputs)):
             self._replace(lambda t: t if t.is_contiguous() else t.contiguous())
         if self.has_finish:
@@ -176,6 +176,11 @@ class _Staging:
             self._replace(lambda t: torch.view_as_real(t))
         elif not backend.can_reduce(staged, reduce):
             self._replace(lambda t: t.to(torch.int32))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory, flat. One element counts as contiguous whatever its stride, so the stride is set."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy_back(original: Tensor, staged: Tensor) -> None:

@@ -10,8 +10,10 @@ import os
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringway.errors import UsageError
 from ringway.testing.conformance import case
@@ -24,7 +26,7 @@ def _refused(probe: Probe, calls: Iterator[_Wrong]) -> None:
     for number, call in enumerate(calls):
         probe.at(call=number, op=call.func.__name__, arguments=_in_words(call))
         if probe.rank == number % probe.size:
-            error = probe.raises((UsageError, TypeError), call, group=probe.group)
+            error = probe.raises(UsageError, call, group=probe.group)
             probe.holds(len(str(error)) > 20, f"the message says too little: {error}")
         probe.still_works()
 
@@ -73,6 +75,8 @@ def shapes_that_do_not_fit(probe: Probe) -> None:
         yield partial(dist.reduce_scatter, three, _blanks(size))
         if size > 1:
             yield partial(dist.all_to_all_single, torch.zeros(size + 1), torch.zeros(size + 1))
+        yield partial(dist.all_to_all_single, torch.zeros(size, 3), torch.zeros(size, 2))
+        yield partial(dist.all_to_all_single, torch.zeros(size, 3), torch.zeros(size, 2), ones, ones)
         yield partial(dist.all_to_all_single, even, even, ones, [2] * size)
         yield partial(dist.all_to_all_single, even, even, ones, [1] * (size + 1))
         yield partial(dist.all_to_all_single, even, even, ones, [-1, *ones[1:]])
@@ -134,6 +138,68 @@ def things_that_are_no_tensors_here(probe: Probe) -> None:
         yield partial(dist.broadcast, torch.ones(2, device="meta"), group_src=0)
         yield partial(dist.all_reduce, [1.0, 2.0])
         yield partial(dist.all_gather, _blanks(probe.size), 3.0)
+
+    _refused(probe, calls())
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor that only wraps others, as DTensor does: no memory is its own."""
+
+    @staticmethod
+    def __new__(cls, size: int) -> _Wrapper:
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, (size,))
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "a tensor that wraps others"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise AssertionError(f"{function} was called on a tensor that has no data")
+
+
+@case(own_names=True)
+def tensors_without_memory_of_their_own(probe: Probe) -> None:
+    dist, size = probe.dist, probe.size
+    with FakeTensorMode():
+        fake = torch.ones(2)
+
+    def calls() -> Iterator[_Wrong]:
+        for wrong in (fake, _Wrapper(2)):
+            yield partial(dist.all_reduce, wrong)
+            yield partial(dist.broadcast, wrong, group_src=0)
+            yield partial(dist.all_gather, _blanks(size), wrong)
+        yield partial(dist.all_reduce, torch.ones(1).expand(4))
+        yield partial(dist.all_gather_into_tensor, torch.ones(1).expand(2 * size), torch.ones(2))
+        yield partial(dist.all_reduce, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+        yield partial(dist.all_reduce, torch.eye(3).to_sparse())
+
+    _refused(probe, calls())
+
+
+@case(own_names=True)
+def arguments_of_the_wrong_type(probe: Probe) -> None:
+    dist, size, one = probe.dist, probe.size, torch.ones(2)
+    even = torch.zeros(size)
+
+    def calls() -> Iterator[_Wrong]:
+        for wrong in ("0", 0.5, [0]):
+            yield partial(dist.broadcast, one, src=wrong)
+            yield partial(dist.reduce, one, group_dst=wrong)
+        yield partial(dist.all_gather, None, one)
+        yield partial(dist.all_to_all, _blanks(size), 3)
+        yield partial(dist.all_reduce_coalesced, None)
+        yield partial(dist.all_gather_coalesced, [None] * size, _blanks(1))
+        yield partial(dist.reduce_scatter_coalesced, [1, 2])
+        yield partial(dist.all_to_all_single, even, even, [1.0] * size, [1.0] * size)
+        yield partial(dist.irecv, one, group_src=probe.next, tag="x")
+        yield partial(dist.all_reduce, one, log_name=3)
+        yield partial(dist.barrier, timeout="a minute")
+        yield partial(dist.monitored_barrier, timeout="a minute")
+        yield partial(dist.broadcast_object_list, 5, src=probe.ranks[0])
+        yield partial(dist.all_gather_object, None, 1)
 
     _refused(probe, calls())
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ringway.call import Reduce
 from ringway.errors import UsageError
 from ringway.testing.conformance import case
-from ringway.testing.probe import Probe
+from ringway.testing.probe import Probe, torch_op
 from ringway.testing.reference import any_bits, reduced, small_values
 
 _GUARD = -99.0
@@ -275,15 +275,65 @@ def conjugated_and_negated_views(probe: Probe) -> None:
 
 
 @case()
+def one_element_of_a_wider_tensor(probe: Probe) -> None:
+    """One element counts as contiguous whatever its stride."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        probe.at(dtype=dtype)
+        frame = torch.zeros(4, dtype=dtype)
+        frame[0] = probe.rank == 0
+        probe.dist.broadcast(frame[::4], group=probe.group, group_src=0)
+        probe.same(frame, torch.tensor([1, 0, 0, 0]).to(dtype), "broadcast")
+        probe.dist.all_reduce(frame[::4], group=probe.group)
+        probe.same(frame, torch.tensor([probe.size, 0, 0, 0]).to(dtype), "all_reduce")
+
+
+@case(own_names=True)
+def a_negated_scalar(probe: Probe) -> None:
+    """One element is contiguous whatever its strides, so the negation is all that tells it from a plain tensor."""
+    number = torch.complex(torch.zeros(1), torch.full((1,), float(probe.rank + 1)))
+    mine = number.conj().imag if probe.rank == 0 else number.imag.clone()
+    probe.dist.all_reduce(mine, group=probe.group)
+    probe.same(mine.resolve_neg(), torch.full((1,), float(sum(range(2, probe.size + 1)) - 1)), "all_reduce")
+
+
+@case()
 def tensors_that_require_gradients(probe: Probe) -> None:
-    """Parameters are broadcast and averaged in place, outside of autograd, as DDP does at its start."""
+    """Parameters are written in place as data, outside of autograd, as DDP does at its start; strided ones and
+    those that are converted on the way too."""
+    dist, size, total = probe.dist, probe.size, float(sum(range(1, probe.size + 1)))
     parameter = torch.nn.Parameter(torch.full((4, 3), float(probe.rank)))
-    probe.dist.broadcast(parameter, group=probe.group, group_src=probe.size - 1)
-    probe.same(parameter.detach(), torch.full((4, 3), float(probe.size - 1)), "broadcast")
-    with torch.no_grad():
-        probe.dist.all_reduce(parameter, group=probe.group)
-    probe.same(parameter.detach(), torch.full((4, 3), float((probe.size - 1) * probe.size)), "all_reduce")
-    probe.holds(parameter.requires_grad and parameter.grad_fn is None, "the parameter is no leaf any more")
+    dist.broadcast(parameter, group=probe.group, group_src=size - 1)
+    probe.same(parameter.detach(), torch.full((4, 3), float(size - 1)), "broadcast")
+    dist.all_reduce(parameter, group=probe.group)
+    probe.same(parameter.detach(), torch.full((4, 3), float((size - 1) * size)), "all_reduce")
+    strided = torch.full((3, 4), float(probe.rank + 1)).t().requires_grad_()
+    dist.all_reduce(strided, group=probe.group)
+    probe.same(strided.detach(), torch.full((4, 3), total), "all_reduce, strided")
+    dist.all_reduce(strided, op=torch_op(dist, Reduce.AVG), group=probe.group)
+    probe.same(strided.detach(), torch.full((4, 3), total), "all_reduce, averaged")
+    gathered = [torch.zeros(2, requires_grad=True) for _ in range(size)]
+    dist.all_gather(gathered, torch.full((2,), float(probe.rank), requires_grad=True), group=probe.group)
+    for rank, output in enumerate(gathered):
+        probe.same(output.detach(), torch.full((2,), float(rank)), f"all_gather, output {rank}")
+    share = torch.zeros(2, requires_grad=True)
+    work = dist.reduce_scatter_tensor(share, torch.ones(2 * size, requires_grad=True), group=probe.group, async_op=True)
+    work.wait()
+    probe.same(share.detach(), torch.full((2,), float(size)), "reduce_scatter_tensor")
+    for leaf in (parameter, strided, *gathered, share):
+        probe.holds(leaf.requires_grad and leaf.grad_fn is None, "a leaf is no leaf any more")
+
+
+@case()
+def tensors_of_inference_mode(probe: Probe) -> None:
+    """What was made in inference mode may be reduced in it and outside, though another thread ends the call."""
+    dist, total = probe.dist, float(sum(range(1, probe.size + 1)))
+    with torch.inference_mode():
+        inside = torch.full((3, 4), float(probe.rank + 1)).t()
+        dist.all_reduce(inside, group=probe.group, async_op=True).wait()
+        outside = torch.full((3, 4), float(probe.rank + 1)).t()
+    dist.all_reduce(outside, group=probe.group, async_op=True).wait()
+    for what, tensor in (("inside", inside), ("outside", outside)):
+        probe.same(tensor.clone(), torch.full((4, 3), total), f"all_reduce {what} of inference mode")
 
 
 @case()

@@ -44,7 +44,8 @@ def any_bits(shape: int | Sequence[int], dtype: torch.dtype, *key: int) -> Tenso
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's elements as bytes, so that NaNs and negative zeros compare by what they are."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def small_values(count: int, dtype: torch.dtype, rank: int, reduce: Reduce = Reduce.SUM) -> Tensor:

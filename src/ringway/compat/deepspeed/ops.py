@@ -358,9 +358,10 @@ def all_gather_coalesced(
             f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; each needs one"
         )
     member = api.communicator(group)
-    parts = [list(output.view(-1).chunk(member.size)) for output in output_tensors]
+    pieces = [output.view(-1).tensor_split(member.size) for output in output_tensors]
+    by_rank = [[piece[rank] for piece in pieces] for rank in range(member.size)]
     inputs = [tensor.reshape(-1) for tensor in input_tensors]
-    return member.all_gather_coalesced(parts, inputs, async_op)
+    return member.all_gather_coalesced(by_rank, inputs, async_op)
 
 
 def enable_symm_mem_for_group(group_name: Any) -> None:
