@@ -40,7 +40,13 @@ inline Floats load(const float* from) {
 
 inline void store(Floats value, float* to) { std::memcpy(to, &value, sizeof value); }
 
-inline Floats magnitudes(Floats value) { return (Floats)((Words)value & 0x7fffffffu); }
+inline Floats magnitudes(Floats value) {
+#if defined(__ARM_NEON)
+    return (Floats)vabsq_f32((float32x4_t)value);
+#else
+    return (Floats)((Words)value & 0x7fffffffu);
+#endif
+}
 
 inline uint32_t bits_of(float value) {
     uint32_t bits;
