@@ -384,6 +384,18 @@ def not_called_as_a_module(context: RankContext) -> None:
     handle.remove()
 
 
+def adopted_group(context: RankContext) -> None:
+    """A program that initialized torch.distributed itself may use the hooks as well."""
+    context.start("gloo", module="torch.distributed")
+    model = nn.Linear(2, 1, bias=False)
+    handle = register_data_parallel_hooks(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 2), float(context.rank))).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((1, 2), (context.world_size - 1) / 2))
+    handle.remove()
+
+
 def with_codec(context: RankContext, codec: str) -> tuple[float, float]:
     """Momentum SGD with compressed gradients learns what it learns without."""
     context.start("gloo")
@@ -448,6 +460,7 @@ def test_random_models_have_the_gradients_of_ddp(pool: RankPool, size: int, unus
         error_in_backward,
         gradient_penalty,
         not_called_as_a_module,
+        adopted_group,
     ],
 )
 def test_case(pool: RankPool, case: Any) -> None:
