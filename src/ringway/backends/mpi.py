@@ -7,7 +7,6 @@ are exchanged, summed in fp32 in rank order, rounded once, and gathered: an MPI_
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,26 +18,17 @@ from torch import Tensor
 
 from ringway.backends import mpi_world
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.buffers import even_splits, overlap, row_bytes
+from ringway.backends.buffers import even_splits, overlap
 from ringway.backends.compose import reduce_rows
+from ringway.backends.mpi_buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
+from ringway.backends.mpi_messages import Message
 from ringway.backends.mpi_world import LOCK, MPI, finish, mapped
 from ringway.backends.ordered import Ordered
 from ringway.call import ANY_SOURCE, Call, Reduce, reduces
-from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError, UsageError
-from ringway.work import Completion, Finishing, Handle
+from ringway.errors import RingwayError, UsageError
+from ringway.work import Finishing, Handle
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_DATATYPES: dict[torch.dtype, Any] = {
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.int8: MPI.INT8_T,
-    torch.uint8: MPI.UINT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
-}
 _OPERATIONS: dict[Reduce, Any] = {
     Reduce.SUM: MPI.SUM,
     Reduce.PRODUCT: MPI.PROD,
@@ -48,155 +38,10 @@ _OPERATIONS: dict[Reduce, Any] = {
     Reduce.BOR: MPI.BOR,
     Reduce.BXOR: MPI.BXOR,
 }
-_POLL_NAP = 50e-6
-_POLL_MOST = 1e-3
-
-
-def _memory(tensor: Tensor) -> Any:
-    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
-def _bytes(tensor: Tensor, shares: int = 1) -> list[Any]:
-    """A tensor whose elements MPI need not understand; it counts the bytes of one of the ranks' shares."""
-    return [_memory(tensor), tensor.nbytes // shares, MPI.BYTE]
-
-
-def _numbers(tensor: Tensor, shares: int = 1) -> list[Any]:
-    return [_memory(tensor), tensor.numel() // shares, _DATATYPES[tensor.dtype]]
-
-
-def _vector(tensor: Tensor, rows: Sequence[int]) -> list[Any]:
-    """A tensor in as many pieces as there are ranks, `rows` of its first dimension each."""
-    counts = [count * row_bytes(tensor) for count in rows]
-    places = [sum(counts[:rank]) for rank in range(len(counts))]
-    return [_memory(tensor), (counts, places), MPI.BYTE]
 
 
 def _nothing() -> None:
     """Before or after a call that needs no copies."""
-
-
-class _Message(Handle):
-    """A send or a receive under way. Its end is noticed by whoever waits, or by the poller."""
-
-    def __init__(self, request: Any, call: Call, deadline: float, backend: MpiBackend, keep: Any) -> None:
-        self._request = request
-        self._call = call
-        self._deadline = deadline
-        self._backend = backend
-        self._keep = keep
-        self._began = time.monotonic()
-        self._status = MPI.Status()
-        self._finished = False
-        self._error: RingwayError | None = None
-
-    def poll(self) -> bool:
-        """Whether it has ended, well or not."""
-        with LOCK:
-            if self._finished:
-                return True
-            try:
-                if self._request.Test(self._status):
-                    self._end(self._shortfall())
-                elif time.monotonic() > self._deadline or self._backend.closed:
-                    self._give_up()
-            except MPI.Exception as error:
-                self._end(mapped(error, self._call))
-            return self._finished
-
-    def _end(self, error: RingwayError | None) -> None:
-        self._error = error
-        self._finished = True
-        self._keep = None
-
-    def _shortfall(self) -> RingwayError | None:
-        """MPI takes a message that is shorter than the buffer without a word."""
-        if not self._call.outputs:
-            return None
-        self.source = self._status.Get_source()
-        expected, came = self._call.outputs[0].nbytes, self._status.Get_count(MPI.BYTE)
-        if came == expected:
-            return None
-        return CollectiveMismatch(
-            f"{self._call.describe()}: {came} bytes came from rank {self.source} of the group, and this rank "
-            f"expects {expected}",
-            sides={self.source: f"send of {came} bytes", self._backend.rank: self._call.describe()},
-        )
-
-    def _give_up(self) -> None:
-        mpi_world.abandon(self._request, self._keep, cancel=bool(self._call.outputs))
-        waited = time.monotonic() - self._began
-        if self._backend.closed:
-            self._end(RingwayError(f"{self._call.describe()} ended: its group was destroyed"))
-            return
-        self._end(
-            CommTimeout(
-                f"{self._call.describe()} timed out after {waited:.1f} s",
-                op=self._call.op.name,
-                waited=waited,
-                missing=[] if self._call.peer == ANY_SOURCE else [self._backend.group.ranks[self._call.peer]],
-            )
-        )
-
-    def wait(self, timeout: float | None = None) -> None:
-        began = time.monotonic()
-        while not self.poll():
-            waited = time.monotonic() - began
-            if timeout is not None and waited > timeout:
-                raise CommTimeout(
-                    f"{self._call.describe()} is not done after {timeout} s of waiting",
-                    op=self._call.op.name,
-                    waited=waited,
-                )
-            mpi_world.pause(waited, self._call.nbytes)
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self.poll()
-
-    def when_done(self, completion: Completion) -> None:
-        _poller.watch(self, lambda: completion(self._error))
-
-
-class _Poller:
-    """The progress thread of messages: it moves them on while the program computes."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending: list[tuple[_Message, Callable[[], None]]] = []
-        self._thread: threading.Thread | None = None
-
-    def watch(self, message: _Message, ended: Callable[[], None]) -> None:
-        if message.poll():
-            ended()
-            return
-        with self._changed:
-            self._pending.append((message, ended))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="ringway-mpi-messages", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def _serve(self) -> None:
-        nap = _POLL_NAP
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending)
-                pending = list(self._pending)
-            over = [entry for entry in pending if entry[0].poll()]
-            if over:
-                with self._changed:
-                    self._pending = [entry for entry in self._pending if entry not in over]
-                for _, ended in over:
-                    ended()
-                nap = _POLL_NAP
-            else:
-                time.sleep(nap)
-                nap = min(nap * 1.5, _POLL_MOST)
-
-
-_poller = _Poller()
 
 
 class MpiBackend(Backend):
@@ -214,10 +59,14 @@ class MpiBackend(Backend):
         self._takes_cuda: bool | None = None
         self._most_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.group.ranks
+
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         if dtype in _HALVES:
             return reduces(dtype, reduce)
-        return dtype in _DATATYPES and reduce in _OPERATIONS
+        return dtype in DATATYPES and reduce in _OPERATIONS
 
     # The way of every collective
 
@@ -274,7 +123,7 @@ class MpiBackend(Backend):
     # Collectives
 
     def broadcast(self, call: Call) -> Handle:
-        return self._submit(call, lambda c: self._do(self._comm.Ibcast, c, _bytes(c.outputs[0]), root=c.peer))
+        return self._submit(call, lambda c: self._do(self._comm.Ibcast, c, as_bytes(c.outputs[0]), root=c.peer))
 
     def barrier(self, call: Call) -> Handle:
         return self._submit(call, lambda c: self._do(self._comm.Ibarrier, c))
@@ -287,12 +136,14 @@ class MpiBackend(Backend):
         if source.dtype in _HALVES:
             share = self._reduced_share(call)
             gathered = share.new_empty(share.numel() * self.size)
-            request = self._start(self._comm.Iallgather, call, _bytes(share), _bytes(gathered, self.size))
+            request = self._start(self._comm.Iallgather, call, as_bytes(share), as_bytes(gathered, self.size))
             self._finish(request, call, share, gathered)
             target.copy_(gathered[: target.numel()].view(target.shape))
             return
-        given = MPI.IN_PLACE if source.data_ptr() == target.data_ptr() else _numbers(source)
-        self._do(self._comm.Iallreduce, call, given, _numbers(target), op=_OPERATIONS[call.reduce])
+        in_place = source.data_ptr() == target.data_ptr()
+        for part, into in zip(countable(source), countable(target), strict=True):
+            given = MPI.IN_PLACE if in_place else as_numbers(part)
+            self._do(self._comm.Iallreduce, call, given, as_numbers(into), op=_OPERATIONS[call.reduce])
 
     def _reduced_share(self, call: Call) -> Tensor:
         """This rank's share of a half-precision reduction: exchanged, and summed here in rank order."""
@@ -301,7 +152,7 @@ class MpiBackend(Backend):
         if short:
             flat = torch.cat([flat, flat.new_zeros(short)])
         received = torch.empty_like(flat)
-        request = self._start(self._comm.Ialltoall, call, _bytes(flat, self.size), _bytes(received, self.size))
+        request = self._start(self._comm.Ialltoall, call, as_bytes(flat, self.size), as_bytes(received, self.size))
         self._finish(request, call, flat, received)
         return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
 
@@ -314,31 +165,32 @@ class MpiBackend(Backend):
         if source.dtype in _HALVES:
             share = self._reduced_share(call)
             gathered = share.new_empty(share.numel() * self.size if at_root else 0)
-            into = _bytes(gathered, self.size) if at_root else None
-            request = self._start(self._comm.Igather, call, _bytes(share), into, root=call.peer)
+            into = as_bytes(gathered, self.size) if at_root else None
+            request = self._start(self._comm.Igather, call, as_bytes(share), into, root=call.peer)
             self._finish(request, call, share, gathered)
             if at_root:
                 target.copy_(gathered[: target.numel()].view(target.shape))
             return
-        given = MPI.IN_PLACE if at_root and source.data_ptr() == target.data_ptr() else _numbers(source)
-        operation = _OPERATIONS[call.reduce]
-        into = _numbers(target) if at_root else None
-        self._do(self._comm.Ireduce, call, given, into, op=operation, root=call.peer)
+        in_place = at_root and source.data_ptr() == target.data_ptr()
+        for part, total in zip(countable(source), countable(target), strict=True):
+            given = MPI.IN_PLACE if in_place else as_numbers(part)
+            into = as_numbers(total) if at_root else None
+            self._do(self._comm.Ireduce, call, given, into, op=_OPERATIONS[call.reduce], root=call.peer)
 
     def reduce_scatter_tensor(self, call: Call) -> Handle:
         return self._submit(call, self._reduce_scatter_tensor)
 
     def _reduce_scatter_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
-        if source.dtype in _HALVES:
+        if source.dtype in _HALVES or target.numel() > MOST:
             target.copy_(self._reduced_share(call).view(target.shape))
             return
         into = torch.empty_like(target) if overlap(source, target) else target
         request = self._start(
             self._comm.Ireduce_scatter_block,
             call,
-            _numbers(source, self.size),
-            _numbers(into),
+            as_numbers(source, self.size),
+            as_numbers(into),
             op=_OPERATIONS[call.reduce],
         )
         self._finish(request, call, into)
@@ -354,8 +206,8 @@ class MpiBackend(Backend):
             given: Any = MPI.IN_PLACE
         else:
             source = source.clone() if overlap(source, target) else source
-            given = _bytes(source)
-        request = self._start(self._comm.Iallgather, call, given, _bytes(target, self.size))
+            given = as_bytes(source)
+        request = self._start(self._comm.Iallgather, call, given, as_bytes(target, self.size))
         self._finish(request, call, source)
 
     def gather(self, call: Call) -> Handle:
@@ -364,8 +216,8 @@ class MpiBackend(Backend):
     def _gather(self, call: Call) -> None:
         at_root, source = self.rank == call.peer, call.inputs[0]
         gathered = source.new_empty((self.size, source.numel()) if at_root else 0)
-        into = _bytes(gathered, self.size) if at_root else None
-        request = self._start(self._comm.Igather, call, _bytes(source), into, root=call.peer)
+        into = as_bytes(gathered, self.size) if at_root else None
+        request = self._start(self._comm.Igather, call, as_bytes(source), into, root=call.peer)
         self._finish(request, call, gathered)
         for output, row in zip(call.outputs, gathered, strict=True):
             output.copy_(row.view(output.shape))
@@ -376,8 +228,8 @@ class MpiBackend(Backend):
     def _scatter(self, call: Call) -> None:
         at_root, target = self.rank == call.peer, call.outputs[0]
         parts = torch.cat([t.reshape(-1) for t in call.inputs]) if at_root else target.new_empty(0)
-        given = _bytes(parts, self.size) if at_root else None
-        request = self._start(self._comm.Iscatter, call, given, _bytes(target), root=call.peer)
+        given = as_bytes(parts, self.size) if at_root else None
+        request = self._start(self._comm.Iscatter, call, given, as_bytes(target), root=call.peer)
         self._finish(request, call, parts)
 
     def all_to_all_single(self, call: Call) -> Handle:
@@ -386,9 +238,9 @@ class MpiBackend(Backend):
     def _all_to_all_single(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         source = source.clone() if overlap(source, target) else source
-        given = _vector(source, call.input_splits or even_splits(source, self.size))
-        into = _vector(target, call.output_splits or even_splits(target, self.size))
-        request = self._start(self._comm.Ialltoallv, call, given, into)
+        given = as_vector(source, call.input_splits or even_splits(source, self.size))
+        into = as_vector(target, call.output_splits or even_splits(target, self.size))
+        request = self._start(self._comm.Ialltoallw, call, given, into)
         self._finish(request, call, source)
 
     # Messages
@@ -397,7 +249,7 @@ class MpiBackend(Backend):
         host, before, _ = self._hosted(call)
         before()
         start = self._comm.Isend
-        request = self._start(start, call, _bytes(host.inputs[0]), dest=call.peer, tag=self._tag(call))
+        request = self._start(start, call, as_bytes(host.inputs[0]), dest=call.peer, tag=self._tag(call))
         return self._message(request, call, host)
 
     def recv(self, call: Call) -> Handle:
@@ -405,13 +257,13 @@ class MpiBackend(Backend):
         before()
         source = MPI.ANY_SOURCE if call.peer == ANY_SOURCE else call.peer
         start = self._comm.Irecv
-        request = self._start(start, call, _bytes(host.outputs[0]), source=source, tag=self._tag(call))
+        request = self._start(start, call, as_bytes(host.outputs[0]), source=source, tag=self._tag(call))
         message = self._message(request, call, host)
         return message if after is _nothing else Finishing(message, after)
 
-    def _message(self, request: Any, call: Call, host: Call) -> _Message:
+    def _message(self, request: Any, call: Call, host: Call) -> Message:
         limit = self.group.timeout if call.timeout is None else call.timeout
-        return _Message(request, call, time.monotonic() + limit, self, host)
+        return Message(request, call, time.monotonic() + limit, self, host)
 
     def _tag(self, call: Call) -> int:
         if not 0 <= call.tag <= self._most_tag:
