@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from contextlib import suppress
+import weakref
 from typing import Any
 
 from ringway import _core
@@ -29,11 +29,8 @@ class Offer:
     def __init__(self, info: GroupInfo) -> None:
         self.token = secrets.token_hex(16)
         self.fd = _core.create_signatures(info.size, self.token)
+        weakref.finalize(self, os.close, self.fd)
         info.store.set(_KEY, json.dumps({"pid": os.getpid(), "fd": self.fd, "token": self.token}))
-
-    def __del__(self) -> None:
-        with suppress(OSError):
-            os.close(self.fd)
 
 
 def offer(info: GroupInfo) -> Offer | None:
@@ -93,7 +90,7 @@ def _mismatch(group: str, fault: tuple[Any, ...] | None) -> CollectiveMismatch:
         return CollectiveMismatch(f"ranks of the group {group} called different things; the rank that saw it is gone")
     rank, own, other, theirs = fault
     sides = {rank: _describe(own), other: _describe(theirs)}
-    lines = [f"ranks of the group {group} called different things, and nothing was sent; the group has ended"]
+    lines = [f"ranks of the group {group} called different things; the group has ended"]
     lines += [f"  rank {side}: {sides[side]}" for side in sorted(sides)]
     return CollectiveMismatch("\n".join(lines), sides=sides, sequence=own[0])
 
