@@ -76,7 +76,9 @@ def _judged(
     if verdict.gone:
         rank = verdict.gone[0]
         answer = watch._with_ends(watch.ask(call.group, stacks=False)).get(rank)
-        return _lost(rank, answer, call, verdict)
+        return _lost(rank, answer, verdict)
+    if isinstance(error, PeerLost) and watch.job is not None and not watch.job.store_alive():
+        return error  # the store went with the connection, and nobody could be asked: the backend's word stands
     known = error.missing if isinstance(error, CommTimeout) else []
     if known:  # the backend knows who, the verdict knows where they are
         text = f"{error}; {verdict.text}" if set(verdict.missing) & set(known) else str(error)
@@ -85,10 +87,10 @@ def _judged(
     return CommTimeout(text, op=call.op, sequence=call.sequence, waited=waited, missing=known or list(verdict.missing))
 
 
-def _lost(rank: int, answer: Answer | None, call: RecordedCall, verdict: Verdict) -> PeerLost:
+def _lost(rank: int, answer: Answer | None, verdict: Verdict) -> PeerLost:
     address = None if answer is None else answer.address
     return PeerLost(
-        f"rank {rank} is lost during {call.describe()}: {verdict.text}",
+        verdict.text,
         rank=rank,
         host=None if address is None else address.host,
         pid=None if address is None else address.pid,

@@ -32,7 +32,7 @@ from ringway.config import resolve
 from ringway.issuer import Issuer
 from ringway.observe.peers import Address, Answer, ask_all
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
-from ringway.observe.verdict import Verdict, judge, own_stack
+from ringway.observe.verdict import Verdict, judge, named, own_stack
 from ringway.world import world
 
 STALL_AFTER = 30.0
@@ -51,9 +51,9 @@ class Job:
         self.size = size
         self._founder = weakref.ref(founder)
         self._store = store
-        self._own_store: c10d.Store | None = None
+        # Made now: a clone of a store whose host is gone would look for it until the job's timeout.
+        self._own_store: c10d.Store = store.clone()  # type: ignore[attr-defined]
         self.addresses: dict[int, Address] = {}
-        self._lock = threading.Lock()
 
     @property
     def lives(self) -> bool:
@@ -68,10 +68,7 @@ class Job:
     @property
     def store(self) -> c10d.Store:
         """A connection that is not the program's: its thread may be inside a wait on that one."""
-        with self._lock:
-            if self._own_store is None:
-                self._own_store = self._store.clone()  # type: ignore[attr-defined]
-            return self._own_store
+        return self._own_store
 
     def learn(self) -> bool:
         """Reads the addresses that are there by now. Whether all are known."""
@@ -292,9 +289,9 @@ class StallWatch:
             for number, (call, ranks) in waiting.items():
                 if (issuer.name, number) not in self._told_waiters:
                     self._told_waiters.add((issuer.name, number))
-                    who = ", ".join(map(str, ranks))
+                    who = named(ranks) + (" wait" if len(ranks) > 1 else " waits")
                     stack = own_stack(stacks_text())
-                    self._say(f"rank {who} waits in {call.describe()} for this rank, whose Python stack is:\n{stack}")
+                    self._say(f"{who} in {call.describe()} for this rank, whose Python stack is:\n{stack}")
 
 
 def stacks_text() -> str:

@@ -73,7 +73,7 @@ def judge(
         return Verdict(text, (own.rank,))
     if not missing:
         return Verdict(f"{head}; every rank has come to it, so the data itself is slow or stuck on its way")
-    return Verdict(f"{head} for {_ranks(missing)}; " + "; ".join(stories), tuple(missing), tuple(gone))
+    return Verdict(f"{head} for {named(missing)}; " + "; ".join(stories), tuple(missing), tuple(gone))
 
 
 def _awaited(call: RecordedCall, rank: int, ranks: Sequence[int]) -> list[int]:
@@ -161,5 +161,6 @@ def own_stack(stacks: str) -> str:
     return "\n".join(lines[:_STACK_LINES] + (["    ..."] if len(lines) > _STACK_LINES else []))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """rank 3; ranks 3, 5"""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
