@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ def host_dies() -> dict[str, Any]:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(150, exit=True)  # a hang is to be seen, not only to be timed out
     try:
         facts = {"collectives": collectives, "host_dies": host_dies}[sys.argv[1]]()
     except RingwayError as error:

@@ -179,7 +179,13 @@ def _tell_each_other(names: tuple[str, ...], info: LaunchInfo, store: Store, tim
         name = _wait(store, "standing/meet", 0, deadline).decode()
         mine = Standing(info.rank == 0 or shares_host(name), obstacles(names))
         store.set(f"standing/{info.rank}", json.dumps(asdict(mine)))
-        return {rank: _read(_wait(store, f"standing/{rank}", rank, deadline)) for rank in range(info.size)}
+        found = {rank: _read(_wait(store, f"standing/{rank}", rank, deadline)) for rank in range(info.size)}
+        # Rank 0 may host the store, and may be about to raise what was decided: it stays until all have read.
+        read = store.add("standing/read", 1)
+        while info.rank == 0 and read < info.size and time.monotonic() < deadline:
+            time.sleep(0.002)
+            read = store.add("standing/read", 0)
+        return found
 
 
 def _read(text: bytes) -> Standing:
