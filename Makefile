@@ -6,7 +6,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit soak build bench clean help
+.PHONY: demo test lint types unit soak build clean help
 
 help:
 	@sed -n 's/^# \(make.*\)/\1/p' Makefile
@@ -17,6 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/preflight.sh
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -c constraints.txt --upgrade pip
 	@$(PIP) -c constraints.txt scikit-build-core nanobind cmake ninja torch
+	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.9.0  # its interpreter tests the CUDA kernels
 	@touch $@
 
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as c10d
 import ringway as dist
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
 from ringway.world import world
 
 BACKENDS = ["gloo", "shm"]
@@ -48,7 +50,8 @@ def test_leaving_without_destroying_is_silent() -> None:
 def test_leaving_with_a_subgroup_and_adopted_groups_is_silent() -> None:
     done = _alone(
         "g = dist.new_group([0]); dist.all_reduce(torch.ones(3), group=g)\n"
-        "import torch.distributed as c10d; p = c10d.new_group([0], backend='gloo'); dist.all_reduce(torch.ones(2), group=p)\n"
+        "import torch.distributed as c10d; p = c10d.new_group([0], backend='gloo')\n"
+        "dist.all_reduce(torch.ones(2), group=p)\n"
         "w = dist.init_device_mesh('cpu', (1,))"
     )
     assert done.returncode == 0, done.stderr
@@ -165,11 +168,85 @@ def test_a_killed_peer_poisons_the_group_only(pool: RankPool, backend: str) -> N
     assert outcome.value == "PeerLost True"
 
 
-def _adoption(context: RankContext) -> None:
-    """Groups that torch made: adopted without communication, held weakly."""
-    c10d.init_process_group("gloo", store=context.store, rank=context.rank, world_size=context.world_size)
+def _pending(context: RankContext, backend: str) -> list[str]:
+    """A group is destroyed while rank 0 has calls under way on it that nobody will answer."""
+    context.start(backend)
+    group = dist.new_group()
+    found = []
     if context.rank == 0:
-        dist.communicator()  # only here: if adoption communicated, the next call would not match
+        works = [
+            dist.all_reduce(torch.ones(3), group=group, async_op=True),
+            dist.all_reduce(torch.ones(4, 4).t(), group=group, async_op=True),
+            dist.irecv(torch.ones(3), 1, group=group),
+        ]
+        failures: list[BaseException] = []
+
+        def wait_meanwhile() -> None:
+            try:
+                works[0].wait()
+            except RingwayError as error:
+                failures.append(error)
+
+        waiter = threading.Thread(target=wait_meanwhile)
+        waiter.start()
+        time.sleep(0.5)
+        dist.destroy_process_group(group)
+        waiter.join(60)
+        assert not waiter.is_alive(), "who waited already is told too"
+        for work in works:
+            with pytest.raises(RingwayError) as caught:
+                work.wait()
+            assert work.is_completed()
+            failures.append(caught.value)
+        found = [str(failure) for failure in failures]
+    dist.barrier()  # rank 1 stays in the group until rank 0 has left it
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_destroying_ends_what_is_under_way(pool: RankPool, backend: str) -> None:
+    told, _ = pool.run(_pending, backend, world_size=2, timeout=90)
+    assert len(told) == 4
+    pool.replace()
+
+
+def _forked_before_adoption(context: RankContext) -> str:
+    """The child is the first to use a group that torch made: it must not pass for a member."""
+    leave()
+    c10d.init_process_group("gloo", store=context.store, rank=0, world_size=1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(2))
+            os.write(writer, b"computed")
+        except UsageError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as told:
+        text = told.read()
+    os.waitpid(child, 0)
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    return text
+
+
+def test_a_forked_child_adopts_nothing(pool: RankPool) -> None:
+    assert "forked from a rank" in pool.run(_forked_before_adoption, world_size=1)[0]
+    pool.replace()
+
+
+def _adoption(context: RankContext) -> None:
+    """Groups that torch made: adopted without communication, held weakly, with the timeout that torch was told."""
+    limit = timedelta(seconds=77)
+    c10d.init_process_group(
+        "gloo", store=context.store, rank=context.rank, world_size=context.world_size, timeout=limit
+    )
+    if context.rank == 0:
+        # Only here: if adoption communicated, the next call would not match.
+        assert dist.communicator().info.timeout == limit.total_seconds()
     total = torch.tensor([float(context.rank)])
     dist.all_reduce(total)
     assert total == sum(range(context.world_size))

@@ -1,7 +1,7 @@
 """The collectives as functions, spelled as torch.distributed spells them.
 
-Each finds the communicator of its group and forwards. Under `torch.compile` each forwards to torch's own function
-instead, which the compiler knows how to trace.
+Each finds the communicator of its group and forwards. Under `torch.compile` those that the compiler knows how to
+trace forward to torch's own function instead; the others (messages, barriers, coalesced forms) are no part of a graph.
 """
 
 from __future__ import annotations

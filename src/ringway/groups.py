@@ -132,6 +132,7 @@ def set_backend(name: str | None) -> None:
 
 def get_backend(group: c10d.ProcessGroup | None = None) -> str:
     """The backend's name as the user writes it."""
+    _require_world()
     return registry.user_spelling(str(c10d.get_backend(group)))
 
 
@@ -170,11 +171,19 @@ def get_world_group() -> c10d.ProcessGroup:
     return group
 
 
+def _require_world() -> None:
+    """torch says it as a ValueError without a remedy. Under torch.compile there is a world, and no need to ask."""
+    if not torch.compiler.is_dynamo_compiling() and not c10d.is_initialized():
+        get_world_group()
+
+
 def get_world_size(group: c10d.ProcessGroup | None = None) -> int:
+    _require_world()
     return c10d.get_world_size(group)
 
 
 def get_rank(group: c10d.ProcessGroup | None = None) -> int:
+    _require_world()
     return c10d.get_rank(group)
 
 

@@ -117,6 +117,13 @@ class Issuer:
             self._check = self._lane.check
             self._offered = offered
 
+    def _look(self) -> None:
+        """For whoever waits: raises where waiting has become vain."""
+        if self.closed and self._fault is not None:
+            raise self._fault.with_traceback(None)
+        if self._check is not None:
+            self._check()
+
     def look_for_parting(self) -> None:
         """Ends what is under way, though its backend will not, where ranks were found to call different things."""
         if self._check is None or self.closed:
@@ -161,7 +168,7 @@ class Issuer:
         made = self._plan(admit(call) or self._default_device)
         check(call, self.rank)
         dtype = call.dtype
-        call.check = self._check
+        call.check = self._look
         try:
             token = self._lane.begin(
                 call.op.code,
@@ -200,8 +207,7 @@ class Issuer:
             return self._ended(call, token, error, observed)
 
         work = Work(handle, call.outputs, settle)
-        if self._check is not None:
-            self._works.add(work)
+        self._works.add(work)
         return work
 
     def _ended(self, call: Call, token: int, error: BaseException | None, observed: bool) -> BaseException | None:
@@ -280,6 +286,9 @@ class Issuer:
                     backend.abort()
         self._plans.clear()
         self._quick = self.quick_all_reduce = None
+        for work in list(self._works):
+            if not work.has_ended():
+                work.fail(self._fault or RingwayError(f"the group {self.name} was destroyed"))
 
 
 def _as_it_is(error: BaseException | None) -> BaseException | None:

@@ -15,8 +15,9 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
     """Waits until every rank of the group has come to its barrier `number`.
 
     At the deadline every rank that came raises, naming the first rank that is missing, or all of them with
-    `wait_all_ranks`.
+    `wait_all_ranks`. Whoever comes after another gave up raises too: it would go on alone.
     """
+    gave_up = f"ringway/barrier/{number}/gave up"
     keys = [f"ringway/barrier/{number}/{rank}" for rank in range(info.size)]
     try:
         info.store.set(keys[info.rank], "here")
@@ -24,6 +25,15 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
             # All have come to the barrier before this one, so nobody looks at the one before that any more.
             info.store.delete_key(f"ringway/barrier/{number - 2}/{info.rank}")
         missing = _absent(info, keys, timeout)
+        if missing:
+            info.store.set(gave_up, str(info.ranks[info.rank]))
+        elif info.store.check([gave_up]):
+            first = info.store.get(gave_up).decode()
+            raise CommTimeout(
+                f"monitored_barrier of group {info.name}: all have come, but rank {first} had given up waiting before",
+                op="monitored_barrier",
+                sequence=number,
+            )
     except RingwayError:
         raise
     except Exception as error:

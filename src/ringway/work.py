@@ -216,6 +216,10 @@ class Work(c10d.Work):
         """Ends the work for whoever holds it, though its backend has not: nothing will come any more."""
         self._completed(error)
 
+    def has_ended(self) -> bool:
+        """Whether the backend is known to be done with it, though nobody may have been told yet."""
+        return self._settled or (self._handle.notifies and self._handle.done())
+
     def _watch(self) -> None:
         with self._lock:
             watched, self._watched = self._watched, True

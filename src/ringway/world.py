@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,14 +28,20 @@ from ringway.backends.c10d_work import announcements
 from ringway.backends.policy import Policy, mixed
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
+from ringway.config import resolve
 from ringway.errors import UsageError
 from ringway.issuer import Observer
 
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 
 RECORDER_CAPACITY = 4096
-MAX_OBJECT_BYTES = 1 << 30
 LEAVING_SECONDS = 2.0
+
+
+_FORKED = (
+    "this process was forked from a rank and is no member of its groups; make collective calls in "
+    "the rank itself, or start workers with the 'spawn' method and init_process_group of their own"
+)
 
 
 def _default_group() -> c10d.ProcessGroup | None:
@@ -50,21 +59,29 @@ class World:
         self.next_backend: str | None = None
         self.local_rank: int | None = None
         self.policy: Policy | None = None
-        self.max_object_bytes = int(os.environ.get("RINGWAY_MAX_OBJECT_BYTES", MAX_OBJECT_BYTES))
+        self._adopting = threading.Lock()
+        self._left_behind: weakref.WeakSet[c10d.ProcessGroup] = weakref.WeakSet()
+        """In a forked child: the groups of its parent."""
         self._adopted: weakref.WeakKeyDictionary[c10d.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
         self._all: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._default: Communicator | None = None
         self._default_group: Callable[[], c10d.ProcessGroup | None] = lambda: None
 
+    @cached_property
+    def max_object_bytes(self) -> int:
+        """The largest object message that is accepted. Read when first needed, so that a value that cannot be is an
+        error of the call that needs it, not of the import."""
+        return resolve().max_object_bytes
+
     def communicator(self, group: c10d.ProcessGroup | None) -> Communicator:
         """The communicator of a group; None is the world."""
         if group is None:
             group = _default_group()
-            if self._default is not None and group is self._default_group():
-                return self._default
             if group is None:
                 self._default = None
                 raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
+            if self._default is not None and group is self._default_group():
+                return self._default
             self._default = self._find(group)
             self._default_group = weakref.ref(group)
             return self._default
@@ -73,11 +90,16 @@ class World:
     def _find(self, group: Any) -> Communicator:
         if isinstance(group, Bridge):
             return group.communicator
+        if group == NON_MEMBER:
+            raise UsageError("this rank is no member of the group, so it has no communicator for it")
         if not isinstance(group, c10d.ProcessGroup):
             raise UsageError(f"group= takes a ProcessGroup, not {type(group).__name__}")
         known = self._adopted.get(group)
         if known is None:
-            known = self._adopted[group] = self._adopt(group)
+            with self._adopting:  # two threads that come first must not number the group's calls apart
+                known = self._adopted.get(group)
+                if known is None:
+                    known = self._adopted[group] = self._adopt(group)
         return known
 
     def adopted(self, group: c10d.ProcessGroup | None) -> list[Communicator]:
@@ -86,6 +108,8 @@ class World:
         return [communicator for communicator in known if communicator is not None]
 
     def _adopt(self, group: c10d.ProcessGroup) -> Communicator:
+        if group in self._left_behind:
+            raise UsageError(_FORKED)
         entry = c10d_module._world.pg_map.get(group)
         if entry is None:
             raise UsageError("this group is not one of torch.distributed's; was it destroyed?")
@@ -97,7 +121,7 @@ class World:
             ranks=ranks,
             store=store,
             name=c10d_module._world.pg_names[group],
-            timeout=c10d.default_pg_timeout.total_seconds(),
+            timeout=_timeout_of(group).total_seconds(),
         )
         return self.add(info, _torch_backends(info, group, str(backend)))
 
@@ -129,12 +153,20 @@ class World:
 
     def forked(self) -> None:
         """A forked child holds no membership: its calls are refused, and its end disturbs nobody."""
-        error = UsageError(
-            "this process was forked from a rank and is no member of its groups; make collective calls in "
-            "the rank itself, or start workers with the 'spawn' method and init_process_group of their own"
-        )
+        self._adopting = threading.Lock()  # the parent's may be held by a thread that does not exist here
+        self._left_behind = weakref.WeakSet(c10d_module._world.pg_map)
+        error = UsageError(_FORKED)
         for communicator in list(self._all):
             communicator.poison(error)
+
+
+def _timeout_of(group: c10d.ProcessGroup) -> timedelta:
+    """What torch was told when it made the group; its default where the group's backend does not say."""
+    for device in group._device_types:
+        said = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(said, timedelta):
+            return said
+    return c10d.default_pg_timeout
 
 
 def _torch_backends(info: GroupInfo, group: c10d.ProcessGroup, backend: str) -> dict[str, Any]:

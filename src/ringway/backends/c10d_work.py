@@ -120,7 +120,8 @@ class Announced(Handle):
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                self._work.wait(SLICE)
+                left = SLICE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
+                self._work.wait(min(SLICE, left))
                 return
             except Exception as error:
                 if self._work.is_completed():

@@ -97,6 +97,8 @@ def registrations() -> list[Registration]:
 
 def parse(backend: str) -> dict[str, str]:
     """'cpu:shm,cuda:nccl' or 'gloo' as the user writes it, by device ('' for all); unknown names are refused."""
+    if not isinstance(backend, str):
+        raise UsageError(f"a backend is named by a string, not by {backend!r}")
     parsed: dict[str, str] = {}
     for part in backend.lower().split(","):
         if part in _TORCH_ALIASES or ":" not in part:

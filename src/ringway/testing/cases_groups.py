@@ -88,6 +88,9 @@ def monitored_barrier_names_the_absent(probe: Probe) -> None:
                     for rank in absent:
                         probe.holds(str(rank) in str(error), f"rank {rank} is not named in: {error}")
             probe.still_works()
+            if probe.rank in absent:  # the others have given up, so whoever comes now must not go on alone
+                late = timedelta(seconds=60)
+                probe.raises(CommTimeout, probe.dist.monitored_barrier, group, late, wait_all_ranks)
 
 
 @case(whole_world=True)

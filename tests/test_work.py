@@ -1,0 +1,87 @@
+"""Handles and works on their own: what a wait, a limit and a failure leave behind."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import ringway as dist
+from ringway.errors import CommTimeout, RingwayError, UsageError
+from ringway.testing import RankContext, RankPool
+from ringway.work import Completion, Finishing, Handle, Work, seconds
+
+
+class Scripted(Handle):
+    """A handle that is waited for only, as gloo's messages are, and fails."""
+
+    notifies = False
+
+    def __init__(self, error: RingwayError) -> None:
+        self._error = error
+        self._ended = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._ended = True
+        raise self._error
+
+    def done(self) -> bool:
+        return self._ended
+
+    def when_done(self, completion: Completion) -> None:
+        completion(self._error)
+
+
+def test_a_failure_before_the_last_step_settles_the_work() -> None:
+    failure = RingwayError("nothing came")
+    finished: list[int] = []
+    settled: list[BaseException | None] = []
+
+    def settle(error: BaseException | None) -> BaseException | None:
+        settled.append(error)
+        return error
+
+    work = Work(Finishing(Scripted(failure), lambda: finished.append(1)), (), settle)
+    for _ in range(2):
+        with pytest.raises(RingwayError, match="nothing came"):
+            work.wait()
+    assert settled == [failure], "told once, though waited for twice"
+    assert finished == []
+    assert work.exception() is failure
+
+
+def test_a_timeout_is_a_timedelta_or_a_number() -> None:
+    assert seconds(2) == 2.0
+    assert seconds(0) is None
+    with pytest.raises(UsageError, match="'soon' is neither"):
+        seconds("soon")  # type: ignore[arg-type]
+
+
+def _short_waits(context: RankContext, backend: str) -> list[float]:
+    """Rank 1 comes late; rank 0's limited wait ends by its limit, and the same work can be waited for again."""
+    context.start(backend)
+    waited = []
+    for shape in ((4,), (4, 4)):
+        tensor = torch.ones(shape)
+        tensor = tensor.t() if tensor.dim() == 2 else tensor
+        if context.rank == 1:
+            time.sleep(2)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if context.rank == 0:
+            began = time.monotonic()
+            with pytest.raises(CommTimeout, match=r"0\.05 s of waiting"):
+                work.wait(0.05)
+            waited.append(time.monotonic() - began)
+        work.wait()
+        assert tensor.eq(2).all()
+        dist.barrier()
+    return waited
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_limited_wait_ends_by_its_limit_and_harms_nothing(pool: RankPool, backend: str) -> None:
+    waited, _ = pool.run(_short_waits, backend, world_size=2)
+    assert len(waited) == 2
+    assert min(waited) >= 0.05
