@@ -178,3 +178,18 @@ def _mpi_ignored(context: RankContext) -> int:
 def test_mpi_launchers_are_ignored_when_asked(pool: RankPool) -> None:
     environment: dict[str, str | None] = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     assert pool.run(_mpi_ignored, world_size=1, environment=environment) == [1]
+
+
+def _unnamed(context: RankContext) -> tuple[str, str]:
+    """init_process_group as torch has it, with no backend named: the ranks choose together, and say why."""
+    dist.init_process_group(store=context.store, rank=context.rank, world_size=context.world_size)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [float(context.world_size)] * 3
+    answer = dist.get_backend(), dist.status()["backend_reason"]
+    dist.destroy_process_group()
+    return answer
+
+
+def test_a_group_that_names_no_backend_gets_shm_on_one_host(pool: RankPool) -> None:
+    assert set(pool.run(_unnamed, world_size=2)) == {("shm", "all 2 ranks proved to be on one host")}

@@ -49,7 +49,8 @@ def init_process_group(
             met.set_timeout(limit)
             store, init_method = c10d.PrefixStore("ringway", met), None
         here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
-        name = select(None, "", here, store, limit.total_seconds()).backend
+        choice = select(None, "", here, store, limit.total_seconds())
+        name, world.backend_reason = choice.backend, choice.reason
     c10d.init_process_group(
         registry.torch_spelling(name or "gloo"),
         init_method,

@@ -61,6 +61,7 @@ def init_distributed(
     store = rendezvous(info, limit, token=os.environ.get("RINGWAY_JOB_TOKEN", ""), path=path)
     explicit, said_by = _wanted(dist_backend, settings)
     choice = select(explicit, said_by, info, store, limit)
+    world.backend_reason = choice.reason
     _prepare(settings, info)
     groups.init_process_group(
         choice.backend,

@@ -57,6 +57,7 @@ class World:
         self.newcomers: list[Callable[[Communicator], None]] = []
         """Called with each communicator that is made."""
         self.next_backend: str | None = None
+        self.backend_reason: str | None = None
         self.local_rank: int | None = None
         self.policy: Policy | None = None
         self._adopting = threading.Lock()

@@ -107,6 +107,7 @@ def status() -> dict[str, Any]:
     ]
     return {
         "calls": world.recorder.total,
+        "backend_reason": world.backend_reason,
         "under_way": under_way,
         "groups": [
             {
