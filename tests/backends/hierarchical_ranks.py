@@ -13,7 +13,9 @@ import torch
 from launched import about_the_backend, run_cases, training
 
 import ringway as dist
+from ringway.backends import policy
 from ringway.testing.conformance import Setting
+from ringway.world import world
 
 LIMIT = timedelta(seconds=90)
 ELEMENTS = 16 << 20
@@ -61,11 +63,27 @@ def speed() -> dict[str, Any]:
             if turn:
                 times[name].append(spent.item())
             results[name] = tensor
+    mixed = values.clone()
+    dist.all_reduce(mixed, group=_mixed_group())
     return {
+        "mixed": bool(torch.equal(mixed, results["gloo"])),
         "seconds": {name: min(taken) for name, taken in times.items()},
         "wire": wire,
         "equal": bool(torch.equal(results["gloo"], results["hierarchical"])),
     }
+
+
+def _mixed_group() -> Any:
+    """gloo for small calls, hierarchical for large ones."""
+    rules = [{"op": "all_reduce", "up_to": 65536, "backend": "gloo"}, {"op": "all_reduce", "backend": "hierarchical"}]
+    world.policy = policy.load({"rules": rules}, dist.get_world_size())
+    try:
+        group = dist.new_group(backend="gloo")
+    finally:
+        world.policy = None
+    words = dist.communicator(group).origins()["cpu"]["all_reduce"]
+    assert words == "gloo up to 65536 B, else hierarchical", words
+    return group
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def test_less_crosses_the_link_and_it_is_faster(hosts: tuple[Host, Host]) -> Non
     results = launched(hosts, "speed")
     for result in results:
         assert result["equal"]
+        assert result["mixed"]
         assert result["wire"]["hierarchical"] == pytest.approx(BYTES, rel=0.05)
         assert result["wire"]["gloo"] == pytest.approx(1.5 * BYTES, rel=0.05)
     seconds = results[0]["seconds"]

@@ -274,7 +274,9 @@ class MixedBackend(Backend):
     def _in_words(self, op: Op) -> str:
         if not op.collective:
             return self._own.name
-        return ", else ".join([rule.in_words() for rule in self._about(op)] + [self._own.name])
+        about = self._about(op)
+        certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
+        return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
 
     def quick(self, lane: _core.Lane) -> Any:
         takes: dict[str, tuple[Any, int | None]] = {}
