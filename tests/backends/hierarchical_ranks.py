@@ -31,13 +31,16 @@ def sent() -> int:
     return total
 
 
+def _tell(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
+
+
 def conformance() -> dict[str, Any]:
     dist.init_distributed("hierarchical", timeout=LIMIT, verbose=False)
     findings: list[str] = []
     seconds: dict[str, float] = {}
     setting = Setting("hierarchical", dist.get_world_size())
-    told = lambda found: print(json.dumps(found), flush=True)  # noqa: E731
-    run_cases(setting, None, findings, seconds, told, about_the_backend)
+    run_cases(setting, None, findings, seconds, _tell, about_the_backend)
     return {"findings": findings, "cases": len(seconds), **training()}
 
 
@@ -89,5 +92,5 @@ def _mixed_group() -> Any:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scenario = {"conformance": conformance, "speed": speed}[sys.argv[1]]
-    print(json.dumps(scenario()), flush=True)
+    _tell(scenario())
     dist.destroy_process_group()

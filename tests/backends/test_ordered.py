@@ -1,0 +1,129 @@
+"""The queue of calls that block: their order, their callbacks, their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from ringway.backends.ordered import Ordered
+from ringway.call import BARRIER, Call
+from ringway.errors import CommTimeout, RingwayError
+from ringway.work import DONE
+
+
+def _call(async_op: bool = True, timeout: float | None = None) -> Call:
+    return Call(BARRIER, async_op=async_op, timeout=timeout, group="test")
+
+
+def test_a_synchronous_call_with_nothing_before_it_runs_here() -> None:
+    ordered = Ordered("test", 30, inline=True)
+    where: list[threading.Thread] = []
+    handle = ordered.submit(_call(async_op=False), lambda: where.append(threading.current_thread()))
+    assert handle is DONE
+    assert where == [threading.current_thread()]
+    ordered.stop(RingwayError("over"))
+
+
+def test_calls_run_in_the_order_of_issue() -> None:
+    ordered = Ordered("test", 30, inline=True)
+    seen: list[int] = []
+    gate = threading.Event()
+    handles = [ordered.submit(_call(), gate.wait)]
+    handles += [ordered.submit(_call(), lambda number=number: seen.append(number)) for number in range(20)]
+    late = ordered.submit(_call(async_op=False), lambda: seen.append(20))
+    assert late is not DONE
+    assert seen == []
+    gate.set()
+    late.wait()
+    assert seen == list(range(21))
+    assert all(handle.done() for handle in handles)
+    ordered.stop(RingwayError("over"))
+
+
+def test_what_a_callback_issues_runs_before_the_next_in_the_queue() -> None:
+    ordered = Ordered("test", 30, inline=True)
+    seen: list[str] = []
+    gate = threading.Event()
+
+    def again(error: BaseException | None) -> None:
+        ordered.submit(_call(), lambda: seen.append("from the callback")).wait()
+
+    first = ordered.submit(_call(), gate.wait)
+    first.when_done(again)
+    last = ordered.submit(_call(), lambda: seen.append("queued"))
+    gate.set()
+    last.wait()
+    assert seen == ["from the callback", "queued"]
+    ordered.stop(RingwayError("over"))
+
+
+def test_a_callback_may_wait_for_what_is_behind_it() -> None:
+    ordered = Ordered("test", 30, inline=True)
+    gate = threading.Event()
+    first = ordered.submit(_call(), gate.wait)
+    second = ordered.submit(_call(), lambda: None)
+    first.when_done(lambda error: second.wait())
+    gate.set()
+    first.wait(30)
+    assert second.done()
+    ordered.stop(RingwayError("over"))
+
+
+def test_errors_reach_whoever_waits() -> None:
+    ordered = Ordered("test", 30, inline=True)
+
+    def fail() -> None:
+        raise RingwayError("no")
+
+    told: list[BaseException | None] = []
+    handle = ordered.submit(_call(), fail)
+    handle.when_done(told.append)
+    with pytest.raises(RingwayError, match="no"):
+        handle.wait()
+    assert [str(error) for error in told] == ["no"]
+    ordered.submit(_call(), lambda: None).wait()
+    ordered.stop(RingwayError("over"))
+
+
+def test_a_wait_may_end_before_the_call() -> None:
+    ordered = Ordered("test", 30, inline=True)
+    gate = threading.Event()
+    handle = ordered.submit(_call(), gate.wait)
+    with pytest.raises(CommTimeout, match="is not done after"):
+        handle.wait(0.05)
+    assert not handle.done()
+    gate.set()
+    handle.wait()
+    ordered.stop(RingwayError("over"))
+
+
+def test_what_cannot_be_interrupted_is_given_up_at_its_deadline() -> None:
+    """Also where nobody waits: a callback is told."""
+    ordered = Ordered("test", 30, inline=False)
+    gate = threading.Event()
+    told: list[BaseException | None] = []
+    handle = ordered.submit(_call(timeout=0.3), gate.wait)
+    handle.when_done(told.append)
+    behind = ordered.submit(_call(), lambda: None)
+    began = time.monotonic()
+    with pytest.raises(CommTimeout, match="timed out"):
+        behind.wait()
+    assert 0.2 < time.monotonic() - began < 25
+    assert isinstance(told[0], CommTimeout)
+    assert ordered.failed
+    with pytest.raises(CommTimeout):
+        ordered.submit(_call(), lambda: None)
+    gate.set()
+
+
+def test_stopping_ends_what_is_queued() -> None:
+    ordered = Ordered("test", 30, inline=True)
+    gate = threading.Event()
+    handles = [ordered.submit(_call(), gate.wait), ordered.submit(_call(), lambda: None)]
+    ordered.stop(RingwayError("the group was destroyed"))
+    for handle in handles:
+        with pytest.raises(RingwayError, match="destroyed"):
+            handle.wait()
+    gate.set()
