@@ -51,6 +51,15 @@ def test_a_failure_before_the_last_step_settles_the_work() -> None:
     assert work.exception() is failure
 
 
+def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[BaseException | None] = []
+    work = Work(Scripted(RingwayError("nothing came")), (), lambda error: error)
+    work.on_complete(lambda error: told.append(1 / 0))  # type: ignore[func-returns-value]
+    work.on_complete(told.append)
+    assert [str(error) for error in told] == ["nothing came"]
+    assert caplog.text.count("ZeroDivisionError") == 1
+
+
 def test_a_timeout_is_a_timedelta_or_a_number() -> None:
     assert seconds(2) == 2.0
     assert seconds(0) is None

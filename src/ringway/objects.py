@@ -25,8 +25,8 @@ from ringway.communicator import Communicator
 from ringway.errors import ObjectError, UsageError
 
 _MAGIC = 0x52574F31
-_HEADER = struct.Struct("<IIQII")
-_HEADER_BYTES = 32
+_HEADER = struct.Struct("<IIQIQI")
+_HEADER_BYTES = _HEADER.size
 _CHUNK = 64 << 20
 _SENT, _TOO_LARGE, _NOT_PICKLED = 0, 1, 2
 
@@ -38,19 +38,20 @@ class _Header:
     state: int
     nbytes: int
     checksum: int
+    limit: int
+    """What the sender accepts from others."""
 
     def pack(self) -> Tensor:
-        plain = _HEADER.pack(_MAGIC, self.state, self.nbytes, self.checksum, 0)[:-4]
-        whole = plain + struct.pack("<I", _core.crc32c(plain))
-        return torch.frombuffer(bytearray(whole.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+        plain = _HEADER.pack(_MAGIC, self.state, self.nbytes, self.checksum, self.limit, 0)[:-4]
+        return torch.frombuffer(bytearray(plain + struct.pack("<I", _core.crc32c(plain))), dtype=torch.uint8)
 
     @staticmethod
     def unpack(tensor: Tensor, sender: int) -> _Header:
         raw = tensor.numpy().tobytes()
-        magic, state, nbytes, checksum, own = _HEADER.unpack(raw[: _HEADER.size])
-        if magic != _MAGIC or own != _core.crc32c(raw[: _HEADER.size - 4]) or nbytes > _FOREIGN_LIMIT:
+        magic, state, nbytes, checksum, limit, own = _HEADER.unpack(raw)
+        if magic != _MAGIC or own != _core.crc32c(raw[:-4]) or nbytes > _FOREIGN_LIMIT:
             raise ObjectError(f"the object message of rank {sender} is corrupt: its header is not one", sender=sender)
-        return _Header(state, nbytes, checksum)
+        return _Header(state, nbytes, checksum, limit)
 
 
 def _encode(obj: Any, limit: int) -> tuple[_Header, Tensor, BaseException | None]:
@@ -60,19 +61,19 @@ def _encode(obj: Any, limit: int) -> tuple[_Header, Tensor, BaseException | None
     try:
         head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
     except Exception as error:
-        return _Header(_NOT_PICKLED, 0, 0), nothing, error
+        return _Header(_NOT_PICKLED, 0, 0, limit), nothing, error
     views = [buffer.raw() for buffer in buffers]
     lengths = struct.pack(f"<I{len(views) + 1}Q", len(views), len(head), *(view.nbytes for view in views))
     total = len(lengths) + len(head) + sum(view.nbytes for view in views)
     if total > limit:
-        return _Header(_TOO_LARGE, total, 0), nothing, None
+        return _Header(_TOO_LARGE, total, 0, limit), nothing, None
     body = bytearray(total)
     place = 0
     for piece in (lengths, head, *views):
         size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
         body[place : place + size] = piece
         place += size
-    return _Header(_SENT, total, _core.crc32c(body)), torch.frombuffer(body, dtype=torch.uint8), None
+    return _Header(_SENT, total, _core.crc32c(body), limit), torch.frombuffer(body, dtype=torch.uint8), None
 
 
 def _decode(header: _Header, body: Tensor, sender: int) -> Any:
@@ -118,13 +119,15 @@ class ObjectChannel:
         return self._communicator.ranks[rank]
 
     def _headers(self, mine: _Header, cause: BaseException | None) -> list[_Header]:
-        """Everybody's header. All ranks see the same ones, so all raise, or none, and the group stays usable."""
+        """Everybody's header. All ranks see the same ones and go by the smallest limit, so all raise, or none, and the
+        group stays usable."""
         size = self._communicator.size
         gathered = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
         self._communicator.all_gather_into_tensor(gathered, mine.pack(), log_name="object header")
         headers = [_Header.unpack(row, self._global(i)) for i, row in enumerate(gathered.view(size, -1))]
+        limit = min(header.limit for header in headers)
         for i, header in enumerate(headers):
-            _check(header, self._global(i), self._limit, cause if i == self._communicator.rank else None)
+            _check(header, self._global(i), limit, cause if i == self._communicator.rank else None)
         return headers
 
     def _decoded(self, headers: list[_Header], bodies: list[Tensor]) -> list[Any]:
@@ -221,12 +224,13 @@ class ObjectChannel:
             for i in range(size)
         ]
         for row in rows:
-            _check(row, self._global(root), self._limit, cause)
+            _check(row, self._global(root), row.limit, cause)
         longest = max(row.nbytes for row in rows)
         mine = torch.empty(longest, dtype=torch.uint8)
         stretched = [_stretched(body, longest) for body in bodies]
         self._communicator.scatter(mine, stretched, group_src=root, log_name="object")
         header = rows[self._communicator.rank]
+        _check(header, self._global(root), self._limit)  # after the others were served, who may accept more
         return _decode(header, mine[: header.nbytes], self._global(root))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -176,6 +177,14 @@ def seconds(timeout: timedelta | float | None) -> float | None:
     return value if value > 0 else None
 
 
+def _tell(callback: Completion, error: BaseException | None) -> None:
+    """What a callback raises is its own affair: neither the work nor the other callbacks are to suffer."""
+    try:
+        callback(error)
+    except Exception:
+        logging.getLogger("ringway").exception("a completion callback raised")
+
+
 class Work(c10d.Work):
     """What an asynchronous call returns; its methods mean what torch's do.
 
@@ -210,7 +219,7 @@ class Work(c10d.Work):
         if future is not None:
             future.set_result(self._result)
         for callback in callbacks:
-            callback(self._error)
+            _tell(callback, self._error)
 
     def fail(self, error: BaseException) -> None:
         """Ends the work for whoever holds it, though its backend has not: nothing will come any more."""
@@ -295,6 +304,6 @@ class Work(c10d.Work):
             else:
                 callback_now = True
         if callback_now:
-            callback(self._error)
+            _tell(callback, self._error)
         else:
             self._watch()
