@@ -77,7 +77,7 @@ def _judged(
         rank = verdict.gone[0]
         answer = watch._with_ends(watch.ask(call.group, stacks=False)).get(rank)
         return _lost(rank, answer, verdict)
-    if isinstance(error, PeerLost) and watch.job is not None and not watch.job.store_alive():
+    if isinstance(error, PeerLost) and watch.job is not None and watch.job.store_gone:
         return error  # the store went with the connection, and nobody could be asked: the backend's word stands
     known = error.missing if isinstance(error, CommTimeout) else []
     if known:  # the backend knows who, the verdict knows where they are
@@ -112,17 +112,16 @@ def _key(issuer: Issuer) -> str:
 def _read(watch: StallWatch, issuer: Issuer) -> BaseException | None:
     """What another rank found out before."""
     assert watch.job is not None
-    with suppress(Exception):
-        if watch.job.store.check([_key(issuer)]):
-            told = json.loads(watch.job.store.get(_key(issuer)))
-            if told["reporter"] != watch.job.rank:
-                kind, names = _FACTS[told["kind"]]
-                facts = {name: told[name] for name in names}
-                if "sides" in facts:
-                    facts["sides"] = {int(rank): side for rank, side in facts["sides"].items()}
-                error: BaseException = kind(f"rank {told['reporter']} reports: {told['text']}", **facts)
-                return error
-    return None
+    text = watch.job.read(_key(issuer))
+    told = None if text is None else json.loads(text)
+    if told is None or told["reporter"] == watch.job.rank:
+        return None
+    kind, names = _FACTS[told["kind"]]
+    facts = {name: told[name] for name in names}
+    if "sides" in facts:
+        facts["sides"] = {int(rank): side for rank, side in facts["sides"].items()}
+    error: BaseException = kind(f"rank {told['reporter']} reports: {told['text']}", **facts)
+    return error
 
 
 def _write(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
@@ -131,8 +130,7 @@ def _write(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
         if isinstance(error, made):
             facts = {name: getattr(error, name) for name in names}
             told = {"kind": kind, "reporter": watch.job.rank, "text": str(error), **facts}
-            with suppress(Exception):  # the store may be gone with its host
-                watch.job.store.compare_set(_key(issuer), "", json.dumps(told))
+            watch.job.write(_key(issuer), json.dumps(told), unless_there=True)
 
 
 def _attend(issuer: Issuer) -> None:

@@ -43,12 +43,12 @@ class Address:
     pid: int
     namespace: str = field(default_factory=_namespace)
 
-    def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
 
     @staticmethod
-    def unpack(data: bytes) -> Address:
-        return Address(**json.loads(data))
+    def unpack(text: str) -> Address:
+        return Address(**json.loads(text))
 
     @property
     def who(self) -> str:

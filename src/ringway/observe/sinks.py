@@ -179,7 +179,7 @@ class TensorBoard:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise BackendUnavailable("tensorboard", str(error), remedy="pip install tensorboard") from None
-            writer = SummaryWriter(os.fspath(writer))  # type: ignore[no-untyped-call]
+            writer = SummaryWriter(os.fspath(writer))
         self._writer = writer
         self._step = 0
 

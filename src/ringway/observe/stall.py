@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as c10d
@@ -54,6 +55,7 @@ class Job:
         # Made now: a clone of a store whose host is gone would look for it until the job's timeout.
         self._own_store: c10d.Store = store.clone()  # type: ignore[attr-defined]
         self.addresses: dict[int, Address] = {}
+        self.store_gone = False
 
     @property
     def lives(self) -> bool:
@@ -63,29 +65,39 @@ class Job:
 
     def publish(self, address: Address) -> None:
         self.addresses[self.rank] = address
-        self._store.set(f"ringway/watch/{self.rank}", address.pack().decode())
+        self._store.set(f"ringway/watch/{self.rank}", address.pack())
 
-    @property
-    def store(self) -> c10d.Store:
-        """A connection that is not the program's: its thread may be inside a wait on that one."""
-        return self._own_store
+    def read(self, key: str) -> str | None:
+        """What stands in the store; None where nothing does, or where the store is gone."""
+        if self.store_gone:
+            return None
+        try:
+            store = self._own_store  # the program's thread may be inside a wait on its own
+            return store.get(key).decode() if store.check([key]) else None
+        except Exception:
+            self.store_gone = True
+            return None
+
+    def write(self, key: str, text: str, *, unless_there: bool = False) -> None:
+        """Into the store, if that is still there."""
+        if self.store_gone:
+            return
+        try:
+            if unless_there:
+                self._own_store.compare_set(key, "", text)
+            else:
+                self._own_store.set(key, text)
+        except Exception:
+            self.store_gone = True
 
     def learn(self) -> bool:
         """Reads the addresses that are there by now. Whether all are known."""
         for rank in range(self.size):
-            if rank in self.addresses:
-                continue
-            key = f"ringway/watch/{rank}"
-            if not self.store.check([key]):
-                return False
-            self.addresses[rank] = Address.unpack(self.store.get(key))
-        return True
-
-    def store_alive(self) -> bool:
-        try:
-            self.store.check(["ringway"])
-        except Exception:
-            return False
+            if rank not in self.addresses:
+                text = self.read(f"ringway/watch/{rank}")
+                if text is None:
+                    return False
+                self.addresses[rank] = Address.unpack(text)
         return True
 
 
@@ -142,8 +154,7 @@ class StallWatch:
         why = farewell_text()
         self.responder.farewell(why)
         if self.job is not None and self.job.size > 1:
-            with suppress(Exception):
-                self.job.store.set(f"ringway/end/{self.job.rank}", why)
+            self.job.write(f"ringway/end/{self.job.rank}", why)
         if self._thread is not None:
             self._thread.join(1.0)
 
@@ -186,7 +197,8 @@ class StallWatch:
             responder, job = self.responder, self.job
             if responder is None:
                 return
-            woken = responder.wait(self._pause())
+            # Addresses are wanted soon: the store may die as early as any rank.
+            woken = responder.wait(self._pause() if learned is job else _LOOK_LEAST)
             if woken == _CLOSED:
                 return
             # Nothing that goes wrong here may take the watch away.
@@ -194,7 +206,7 @@ class StallWatch:
                 if woken == _ASKED:
                     responder.answer(stacks_text())
                     self._asked()
-                if job is not None and learned is not job and job.learn():
+                if job is not None and learned is not job and (job.learn() or job.store_gone):
                     learned = job
             with suppress(Exception):
                 for issuer in world.communicators():
@@ -238,8 +250,7 @@ class StallWatch:
         job = self.job
         if job is None:
             return {}
-        with suppress(Exception):
-            job.learn()
+        job.learn()
         members = self.members(group)
         return ask_all(
             [job.addresses[r] for r in members if r != job.rank and r in job.addresses], group, stacks=stacks
@@ -250,7 +261,7 @@ class StallWatch:
         own = self.own_answer()
         verdict = judge(call, waited, own, self.members(call.group), self._with_ends(answers))
         job = self.job
-        if job is not None and verdict.gone and not job.store_alive():
+        if job is not None and verdict.gone and job.read("ringway") is None and job.store_gone:
             return Verdict(
                 verdict.text + "; the job's store is gone with its host, so no new group can be made",
                 verdict.missing,
@@ -263,11 +274,9 @@ class StallWatch:
         job = self.job
         told = {}
         for rank, answer in answers.items():
-            if answer.state == "gone" and job is not None:
-                with suppress(Exception):
-                    if job.store.check([f"ringway/end/{rank}"]):
-                        end = job.store.get(f"ringway/end/{rank}").decode()
-                        answer = Answer(rank, "gone", answer.address, detail=f"its process is gone: {end}")
+            end = job.read(f"ringway/end/{rank}") if answer.state == "gone" and job is not None else None
+            if end is not None:
+                answer = replace(answer, detail=f"its process is gone: {end}")
             told[rank] = answer
         return told
 

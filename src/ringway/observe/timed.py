@@ -43,7 +43,7 @@ def timed_op(function: F) -> F:
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        name: str = label or getattr(function, "__name__", "op")
+        name = str(label or getattr(function, "__name__", "op"))
         nbytes = _nbytes(bound.arguments.values())
         size = _size(bound.arguments.get("group"))
         began = _core.monotonic_ns()

@@ -1,0 +1,84 @@
+"""A rank whose program ends with an exception, and the rank that hosts the store: real programs, started by
+`ringway run`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+PROGRAM = """
+    import os, signal, sys, time
+    import torch
+    import ringway as dist
+
+    dist.init_distributed({backend!r}, verbose=False)
+    if dist.get_rank() == {victim}:
+        time.sleep(0.3)
+        {end}
+    try:
+        dist.all_reduce(torch.ones(8))
+    except dist.errors.RingwayError as error:
+        print("RAISED", type(error).__name__, getattr(error, "rank", None), str(error).replace(chr(10), " "), flush=True)
+        time.sleep(1)
+        os._exit(0)
+"""
+
+
+def test_where_rank_0_takes_the_store_along_that_is_said(tmp_path: Path) -> None:
+    """Started as torchrun's environment says, rank 0 hosts the store itself."""
+    script = tmp_path / "program.py"
+    end = "os.kill(os.getpid(), signal.SIGKILL)"
+    script.write_text(textwrap.dedent(PROGRAM.format(backend="gloo", victim=0, end=end)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for text in said[1:]:
+        assert "RAISED PeerLost 0 " in text
+        assert "the job's store is gone with its host" in text
+
+
+def run(tmp_path: Path, backend: str, victim: int, end: str) -> list[str]:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM.format(backend=backend, victim=victim, end=end)))
+    finished = subprocess.run(
+        [sys.executable, "-m", "ringway.cli", "run", "-n", "3", "--on-death", "keep", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    raised = [line for line in finished.stdout.splitlines() if "RAISED" in line]
+    assert len(raised) == 2, finished.stdout + finished.stderr
+    return raised
+
+
+def test_a_program_that_ended_with_an_exception_is_named_with_it(tmp_path: Path) -> None:
+    for line in run(tmp_path, "gloo", 1, "raise ValueError('the batch is empty')"):
+        assert "RAISED PeerLost 1 " in line
+        assert "ValueError: the batch is empty" in line
+
+
+def test_rank_0_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
+    for line in run(tmp_path, "shm", 0, "os.kill(os.getpid(), signal.SIGKILL)"):
+        assert "RAISED PeerLost 0 " in line
