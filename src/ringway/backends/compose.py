@@ -7,7 +7,6 @@ rest locally. So an asynchronous composition keeps the group's order: nothing is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringway.backends.base import Backend, supports
+from ringway.backends.staging import BOOL_AS_BYTES, SMALL_INTEGERS, Runner, divide, native
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -34,20 +34,7 @@ from ringway.call import (
 from ringway.errors import BackendUnavailable
 from ringway.work import DONE, Finishing, Handle, Together
 
-Runner = Callable[[Call], Handle]
-
-_REDUCING = frozenset(op for op in OPS if "reduce" in op.agree)
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32})
-_BOOL_AS_BYTES = {
-    Reduce.SUM: Reduce.MAX,
-    Reduce.MAX: Reduce.MAX,
-    Reduce.BOR: Reduce.MAX,
-    Reduce.PRODUCT: Reduce.MIN,
-    Reduce.MIN: Reduce.MIN,
-    Reduce.BAND: Reduce.MIN,
-    Reduce.BXOR: Reduce.BXOR,
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +51,7 @@ def plan(backend: Backend) -> Plan:
     origins: dict[str, str] = {}
     for op in OPS:
         if supports(backend, op.name):
-            runners[op.name] = _native(backend, getattr(backend, op.name))
+            runners[op.name] = native(backend, getattr(backend, op.name))
             origins[op.name] = backend.origins.get(op.name, "native")
     for op, needs, compose in _COMPOSITIONS:
         if op.name in runners:
@@ -84,130 +71,6 @@ def plan(backend: Backend) -> Plan:
     return Plan(runners, origins)
 
 
-# Native ops: what the backend does not take as it is, is converted around the call.
-
-
-def _native(backend: Backend, method: Runner) -> Runner:
-    def run(call: Call) -> Handle:
-        staging = _Staging(backend, call)
-        handle = method(staging.call)
-        return Finishing(handle, staging.finish) if staging.has_finish else handle
-
-    return run
-
-
-class _Staging:
-    """One call made palatable: contiguous, in a dtype and with a reduction that the backend takes."""
-
-    def __init__(self, backend: Backend, call: Call) -> None:
-        self._back: list[tuple[Tensor, Tensor]] = []
-        self._divided: list[Tensor] = []
-        self._stream: Any = nullcontext()
-        self.call = call
-        dtype = call.dtype
-        if dtype is None:
-            return
-        if any(t.is_conj() or t.is_neg() for t in (*call.inputs, *call.outputs)):
-            self._replace(lambda t: t.resolve_conj().resolve_neg())
-        if call.op in _REDUCING:
-            if not backend.can_reduce(dtype, call.reduce):
-                self._convert_reduction(backend, dtype)
-        elif not backend.can_move(dtype):
-            self._replace(_as_bytes)
-        if backend.needs_contiguous and not all(t.is_contiguous() for t in (*self.call.inputs, *self.call.outputs)):
-            self._replace(lambda t: t if t.is_contiguous() else t.contiguous())
-        if self.has_finish:
-            first = (call.outputs or call.inputs)[0]
-            if first.is_cuda:
-                self._stream = torch.cuda.stream(torch.cuda.current_stream(first.device))
-
-    @property
-    def has_finish(self) -> bool:
-        return bool(self._back)
-
-    def finish(self) -> None:
-        with self._stream:
-            for original, staged in reversed(self._back):
-                if any(staged is total for total in self._divided):
-                    _divide(staged, self.call.size)
-                _copy_back(original, staged)
-
-    def _replace(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Hands over converted tensors instead; what lands in an output that is not the caller's memory is
-        copied back at the end."""
-        converted = {id(t): convert(t) for t in (*self.call.inputs, *self.call.outputs)}
-        for output in self.call.outputs:
-            staged = converted[id(output)]
-            if staged is not output and staged.data_ptr() != output.data_ptr():
-                self._back.append((output, staged))
-        splits = (self.call.input_splits, self.call.output_splits)
-        if splits != (None, None):
-            splits = (
-                _scaled(self.call.input_splits, self.call.inputs[0], converted),
-                _scaled(self.call.output_splits, self.call.outputs[0], converted),
-            )
-        self.call = replace(
-            self.call,
-            inputs=[converted[id(t)] for t in self.call.inputs],
-            outputs=[converted[id(t)] for t in self.call.outputs],
-            input_splits=splits[0],
-            output_splits=splits[1],
-        )
-
-    def _convert_reduction(self, backend: Backend, dtype: torch.dtype) -> None:
-        reduce = self.call.reduce
-        if dtype is torch.bool:
-            self._replace(lambda t: t.contiguous().view(torch.uint8))
-            self.call = replace(self.call, reduce=_BOOL_AS_BYTES[reduce])
-            return
-        if reduce is Reduce.PREMUL_SUM:
-            factor = self.call.factor
-            self._replace(lambda t: t * factor)
-            reduce = Reduce.SUM
-        elif reduce is Reduce.AVG:
-            wide = torch.int64 if dtype in _SMALL_INTEGERS else dtype
-            self._replace(lambda t: t.to(wide, copy=True, memory_format=torch.contiguous_format))
-            self._divided = list(self.call.outputs)
-            reduce = Reduce.SUM
-        self.call = replace(self.call, reduce=reduce)
-        staged = self.call.dtype
-        assert staged is not None
-        if staged.is_complex:
-            self._replace(lambda t: torch.view_as_real(t))
-        elif not backend.can_reduce(staged, reduce):
-            self._replace(lambda t: t.to(torch.int32))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory, flat. One element counts as contiguous whatever its stride, so the stride is set."""
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _copy_back(original: Tensor, staged: Tensor) -> None:
-    if staged.dtype is torch.uint8 and original.dtype is not torch.uint8:
-        staged = staged.view(original.dtype)
-    elif original.is_complex() and not staged.is_complex():
-        staged = torch.view_as_complex(staged)
-    original.copy_(staged.view(original.shape))
-
-
-def _divide(tensor: Tensor, divisor: int) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.div_(divisor)
-    else:
-        tensor.div_(divisor, rounding_mode="trunc")
-
-
-def _scaled(splits: Sequence[int] | None, before: Tensor, converted: dict[int, Tensor]) -> list[int] | None:
-    """Splits count rows of the first dimension; a tensor shown as flat bytes has more of them."""
-    if splits is None:
-        return None
-    rows = before.shape[0] if before.dim() else 1
-    after = converted[id(before)]
-    factor = after.shape[0] // rows if rows else 1
-    return [split * factor for split in splits]
-
-
 # Reducing locally
 
 
@@ -216,9 +79,9 @@ def reduce_rows(rows: Sequence[Tensor], reduce: Reduce, factor: Any = None) -> T
     dtype = rows[0].dtype
     if dtype is torch.bool:
         as_bytes = [row.view(torch.uint8) for row in rows]
-        return reduce_rows(as_bytes, _BOOL_AS_BYTES[reduce]).view(torch.bool)
+        return reduce_rows(as_bytes, BOOL_AS_BYTES[reduce]).view(torch.bool)
     wide = torch.float32 if dtype in _HALVES else dtype
-    if reduce is Reduce.AVG and dtype in _SMALL_INTEGERS:
+    if reduce is Reduce.AVG and dtype in SMALL_INTEGERS:
         wide = torch.int64
     total = rows[0].to(wide, copy=True)
     if reduce is Reduce.PREMUL_SUM:
@@ -226,7 +89,7 @@ def reduce_rows(rows: Sequence[Tensor], reduce: Reduce, factor: Any = None) -> T
     for row in rows[1:]:
         _accumulate(total, row.to(wide), reduce, factor)
     if reduce is Reduce.AVG:
-        _divide(total, len(rows))
+        divide(total, len(rows))
     return total.to(dtype)
 
 
