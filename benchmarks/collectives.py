@@ -31,7 +31,6 @@ OPS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tens
 SIZES = (8, 64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 SAMPLE_SECONDS = 0.05
 START_SECONDS = 900.0  # DeepSpeed builds its op when it is first used
-ANSWER_SECONDS = 300.0
 
 
 # A rank of one peer
@@ -241,14 +240,17 @@ def team(peer: str, ranks: int, folder: Path, deepspeed: str | None) -> Iterator
             ends.callback(_ended, process)
         links: dict[int, Any] = {}
         errors = []
-        for _ in range(count):
-            connection, _address = listener.accept()
-            connection.settimeout(ANSWER_SECONDS)
-            lines = ends.enter_context(connection.makefile("rw"))
-            connection.close()
-            hello = json.loads(lines.readline())
-            links[hello["rank"]] = lines
-            errors += [hello["error"]] if "error" in hello else []
+        try:
+            for _ in range(count):
+                connection, _address = listener.accept()
+                connection.settimeout(START_SECONDS)
+                lines = ends.enter_context(connection.makefile("rw"))
+                connection.close()
+                hello = json.loads(lines.readline())
+                links[hello["rank"]] = lines
+                errors += [hello["error"]] if "error" in hello else []
+        except TimeoutError:
+            errors.append(f"its ranks were not ready within {START_SECONDS:g} s")
         yield errors[0] if errors else Team(peer, [links[rank] for rank in sorted(links)])
 
 
