@@ -1,0 +1,58 @@
+"""DistributedDataParallel with gradients compressed to one bit, and the report of what it saved.
+
+    ringway run -n 2 examples/train_ddp_compressed.py
+    ringway run -n 2 examples/train_ddp_compressed.py --codec auto
+
+Over shm there is no wire to save, and `--codec auto` says so and leaves the gradients plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ringway as dist
+from ringway.compress import ddp_hook
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--codec", default="onebit", help="onebit, int8, int4, fp8 or auto")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+
+    dist.init_distributed()
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 1),
+    ]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    hook = ddp_hook(options.codec, warmup_steps=5)
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+
+    torch.manual_seed(dist.get_rank())
+    for step in range(options.steps):
+        inputs = torch.randn(64, 64)
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs[:, :8].sum(dim=1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and step % 20 == 0:
+            print(f"step {step:3}  loss {loss.item():.4f}")
+
+    if dist.get_rank() == 0:
+        print(f"step {options.steps:3}  loss {loss.item():.4f}")
+        print(hook.feedback.report)
+    hook.feedback.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
