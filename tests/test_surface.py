@@ -86,7 +86,7 @@ def test_every_other_name_is_forwarded() -> None:
         assert hasattr(ringway, name), name
     assert ringway.TCPStore is c10d.TCPStore
     assert set(public) <= set(dir(ringway))
-    with pytest.raises(AttributeError, match="neither ringway nor torch.distributed has a name 'all_redcue'"):
+    with pytest.raises(AttributeError, match=r"neither ringway nor torch\.distributed has a name 'all_redcue'"):
         ringway.all_redcue  # noqa: B018
 
 

@@ -45,8 +45,8 @@ class Bridge(c10d.ProcessGroup):
     """One group of ringway's, for torch."""
 
     def __init__(self, name: str, communicator: Communicator, inner: Any, devices: dict[str, Any]) -> None:
-        """`name` is torch's name for the backend; `inner` is a backend of torch's own, for calls that torch makes in C++ past this class; `devices`
-        are backends of torch's own for other devices, such as nccl for cuda."""
+        """`name` is torch's name for the backend; `inner` is a backend of torch's own, for calls that torch makes in
+        C++ past this class; `devices` are backends of torch's own for other devices, such as nccl for cuda."""
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self.communicator = communicator
         self._name = name
