@@ -11,12 +11,12 @@ from ringway.testing import RankPool
 
 def test_the_ddp_hook_trains_like_plain_ddp(pool: RankPool) -> None:
     plain = pool.run(rank_training.train_ddp, None, 0, 40, world_size=2)[0]
-    for codec in ("onebit", "int8"):
+    for codec, bound in (("onebit", 2.5), ("int8", 1.1)):
         ranks = pool.run(rank_training.train_ddp, codec, 3, 40, world_size=2)
         assert ranks[0][-1] == ranks[1][-1], "every rank has the same weights"
         assert ranks[0][:4] == pytest.approx(plain[:4], rel=1e-4), "the warm-up is plain DDP"
         assert sum(ranks[0][30:40]) < 0.5 * sum(ranks[0][:10]), "it learns"
-        assert sum(ranks[0][30:40]) < 1.3 * sum(plain[30:40])
+        assert sum(ranks[0][30:40]) < bound * sum(plain[30:40])
 
 
 def test_the_hook_warns_of_adam_and_not_of_sgd(pool: RankPool) -> None:
