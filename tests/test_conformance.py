@@ -9,6 +9,7 @@ from ringway.testing import conformance as suite
 
 BACKENDS = {
     "gloo": (1, 2, 3, 4),
+    "shm": (1, 2, 3, 8),
 }
 """The world sizes that a backend is started with; the largest also gets a sub-group."""
 

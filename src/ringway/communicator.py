@@ -55,6 +55,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         root = self.place("src", src, group_src)
+        if self.shortly(BROADCAST, async_op, log_name, tensor, root):
+            return None
         return self.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
@@ -108,6 +110,8 @@ class Communicator(Issuer):
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
+        if self.shortly(ALL_GATHER_SINGLE, async_op, log_name, output_tensor, input_tensor):
+            return None
         return self.issue(Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name))
 
     def gather(
@@ -160,6 +164,8 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
+        if op is _SUM and self.shortly(REDUCE_SCATTER_SINGLE, async_op, log_name, output, input, 0):
+            return None
         reduce, factor = parse_reduce(op)
         return self.issue(
             Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
@@ -187,6 +193,12 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
+        if (
+            not output_split_sizes
+            and not input_split_sizes
+            and self.shortly(ALL_TO_ALL_SINGLE, async_op, log_name, output, input)
+        ):
+            return None
         return self.issue(
             Call(
                 ALL_TO_ALL_SINGLE,
@@ -333,6 +345,8 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
+        if timeout is None and self.shortly(BARRIER, async_op, log_name):
+            return None
         return self.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
 
     def monitored_barrier(

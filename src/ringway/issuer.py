@@ -14,12 +14,29 @@ from torch import Tensor
 from ringway import _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, plan
-from ringway.call import ANY_SOURCE, DTYPE_CODE, RECV, UNKNOWN_DTYPE, Call
+from ringway.call import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    ANY_SOURCE,
+    BARRIER,
+    BROADCAST,
+    DTYPE_CODE,
+    RECV,
+    REDUCE_SCATTER_SINGLE,
+    UNKNOWN_DTYPE,
+    Call,
+    Op,
+)
 from ringway.checks import admit, check
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.work import Handle, Work
 
 _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
+_SHORT = tuple(
+    op.name for op in (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER)
+)
+"""The ops that a backend may have a short cut for (`Backend.quick`)."""
 
 
 class Observer(Protocol):
@@ -61,7 +78,7 @@ class Issuer:
         self.explain: Callable[[Issuer, BaseException], BaseException] | None = None
         """Turns a backend's error into one that knows what the other ranks know."""
         self.closed = False
-        self._check: Callable[[], None] | None = None
+        self._check = self._lane.check
         self._offered: Any = None
         self._works: weakref.WeakSet[Work] = weakref.WeakSet()
         self._barriers = 0
@@ -69,6 +86,7 @@ class Issuer:
             if isinstance(backend, Backend):
                 self._plans[device] = plan(backend)
         self._quick: Any = None
+        self._short_cuts: dict[str, Callable[..., int]] = {}
         self.quick_all_reduce: Callable[[Tensor, int], int] | None = None
         self.observers_changed()
 
@@ -114,27 +132,30 @@ class Issuer:
         `offered` to them lives as long as this group."""
         if signatures is not None:
             self._lane.compare(signatures)
-            self._check = self._lane.check
             self._offered = offered
 
     def _look(self) -> None:
         """For whoever waits: raises where waiting has become vain."""
         if self.closed and self._fault is not None:
             raise self._fault.with_traceback(None)
-        if self._check is not None:
-            self._check()
+        self._check()
 
     def look_for_parting(self) -> None:
         """Ends what is under way, though its backend will not, where ranks were found to call different things."""
-        if self._check is None or self.closed:
+        if self.closed or self._fault is not None:
             return
         try:
             self._check()
         except CollectiveMismatch as error:
-            self._abandon()
-            self.poison(error)
-            for work in list(self._works):
-                work.fail(error)
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends what is under way with `error`, though its backend still waits: nothing will come any more."""
+        self._abandon()
+        self.poison(error)
+        self._lane.fail(error)
+        for work in list(self._works):
+            work.fail(error)
 
     def require_health(self) -> None:
         if self._fault is not None:
@@ -150,9 +171,10 @@ class Issuer:
         backend = self._backends[self._default_device]
         if self._fault is None and not self._observers and isinstance(backend, Backend):
             self._quick = self._quick or backend.quick(self._lane)
-            self.quick_all_reduce = getattr(self._quick, "all_reduce", None)
+            self._short_cuts = {op: found for op in _SHORT if (found := getattr(self._quick, op, None)) is not None}
         else:
-            self.quick_all_reduce = None
+            self._short_cuts = {}
+        self.quick_all_reduce = self._short_cuts.get(ALL_REDUCE.name)
 
     def origins(self) -> dict[str, dict[str, str]]:
         """Where each op comes from, by device: native, or composed of what."""
@@ -264,6 +286,11 @@ class Issuer:
             raise UsageError(f"{name}={rank} is not a rank of the group {self.name}, which has {self.ranks}")
         return found
 
+    def shortly(self, op: Op, async_op: bool, label: str | None, *arguments: Any) -> bool:
+        """Whether a short cut took the call: only a synchronous one without a label has any."""
+        short_cut = None if async_op or label is not None else self._short_cuts.get(op.name)
+        return short_cut is not None and self.quickly(short_cut, *arguments)
+
     def quickly(self, function: Callable[..., int], *arguments: Any) -> bool:
         """Whether the short cut took the call."""
         try:
@@ -286,6 +313,7 @@ class Issuer:
                     backend.abort()
         self._plans.clear()
         self._quick = self.quick_all_reduce = None
+        self._short_cuts = {}
         for work in list(self._works):
             if not work.has_ended():
                 work.fail(self._fault or RingwayError(f"the group {self.name} was destroyed"))
