@@ -1,0 +1,181 @@
+"""One rank of one peer of benchmarks/collectives.py, which starts it: `python collectives_rank.py PEER ADDRESS`.
+
+It connects to the run's socket, says that it is ready, and measures what it is told until it is told no more.
+An order is {"op", "bytes", "calls"}; the answer is the seconds that one call took here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+Action = Callable[[], object]
+Prepare = Callable[[str, int], Action]
+
+
+def serve(peer: str, address: str) -> None:
+    rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link, ExitStack() as ends:
+        link.connect(address)
+        lines = link.makefile("rw")
+        try:
+            prepare, barrier = _MAKERS[peer](rank, int(os.environ["BENCH_RANKS"]), ends)
+        except Exception as error:  # the run goes on without this peer, and says why
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(json.dumps({"rank": rank, "error": reason}), file=lines, flush=True)
+            return
+        print(json.dumps({"rank": rank}), file=lines, flush=True)
+        _measure(lines, prepare, barrier)
+
+
+def _measure(lines: Any, prepare: Prepare, barrier: Action) -> None:
+    what: tuple[str, int] | None = None
+    action: Action = barrier
+    for line in lines:
+        order = json.loads(line)
+        if what != (order["op"], order["bytes"]):
+            action = barrier  # frees the old buffers before new ones are made
+            what = (order["op"], order["bytes"])
+            action = prepare(*what)
+        barrier()
+        started = time.perf_counter()
+        for _ in range(order["calls"]):
+            action()
+        print(json.dumps((time.perf_counter() - started) / order["calls"]), file=lines, flush=True)
+
+
+def _torch_calls(dist: Any, size: int) -> Prepare:
+    import torch
+
+    def prepare(op: str, nbytes: int) -> Action:
+        count = nbytes // 4
+        part = max(1, count // size)
+        if op == "barrier":
+            return lambda: dist.barrier()
+        if op in ("all_reduce", "broadcast"):
+            whole = torch.zeros(count)
+            return (lambda: dist.all_reduce(whole)) if op == "all_reduce" else (lambda: dist.broadcast(whole, 0))
+        own, fitting = torch.zeros(part), torch.zeros(part * size)
+        if op == "all_gather_into_tensor":
+            return lambda: dist.all_gather_into_tensor(fitting, own)
+        if op == "reduce_scatter_tensor":
+            return lambda: dist.reduce_scatter_tensor(own, fitting)
+        other = torch.zeros(part * size)
+        return lambda: dist.all_to_all_single(fitting, other)
+
+    return prepare
+
+
+def _store(size: int) -> Any:
+    import torch.distributed as c10d
+
+    return c10d.FileStore(os.environ["BENCH_STORE"], size)
+
+
+def _of_ringway(backend: str) -> Callable[[int, int, ExitStack], tuple[Prepare, Action]]:
+    def make(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
+        import ringway
+
+        ringway.init_process_group(backend, store=_store(size), rank=rank, world_size=size)
+        ends.callback(ringway.destroy_process_group)
+        return _torch_calls(ringway, size), ringway.barrier
+
+    return make
+
+
+def _gloo(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=_store(size), rank=rank, world_size=size)
+    ends.callback(dist.destroy_process_group)
+    return _torch_calls(dist, size), dist.barrier
+
+
+def _mpi(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
+    import numpy
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() != size:
+        raise RuntimeError(f"an MPI world of {world.Get_size()} instead of {size}")
+
+    def zeros(count: int) -> Any:
+        return numpy.zeros(count, numpy.float32)
+
+    def prepare(op: str, nbytes: int) -> Action:
+        count = nbytes // 4
+        part = max(1, count // size)
+        if op == "barrier":
+            return lambda: world.Barrier()
+        if op in ("all_reduce", "broadcast"):
+            whole = zeros(count)
+            return (
+                (lambda: world.Allreduce(MPI.IN_PLACE, whole))
+                if op == "all_reduce"
+                else (lambda: world.Bcast(whole, 0))
+            )
+        own, fitting = zeros(part), zeros(part * size)
+        if op == "all_gather_into_tensor":
+            return lambda: world.Allgather(own, fitting)
+        if op == "reduce_scatter_tensor":
+            return lambda: world.Reduce_scatter_block(fitting, own)
+        other = zeros(part * size)
+        return lambda: world.Alltoall(other, fitting)
+
+    return prepare, world.Barrier
+
+
+def _deepspeed(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
+    """Its op knows all_reduce only, and finds its peers by LOCAL_SIZE, MASTER_ADDR and MASTER_PORT."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.ops.op_builder import ShareMemCommBuilder
+
+    dist.init_process_group("gloo", store=_store(size), rank=rank, world_size=size)
+    ends.callback(dist.destroy_process_group)
+    ShareMemCommBuilder().load(verbose=False).initialize(size, rank)
+    dist.barrier()  # a rank's flags are set once it is through `initialize`, not before
+    reduce = torch.ops.deepspeed.inference_all_reduce_
+    probe = torch.ones(3)
+    reduce(probe)
+    if probe.tolist() != [float(size)] * 3:
+        raise RuntimeError(f"the sum of {size} ones came out as {probe.tolist()}")
+
+    def prepare(op: str, nbytes: int) -> Action:
+        tensor = torch.zeros(nbytes // 4)
+        return lambda: reduce(tensor)
+
+    return prepare, dist.barrier
+
+
+def _copy(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
+    import torch
+
+    torch.set_num_threads(1)
+
+    def prepare(op: str, nbytes: int) -> Action:
+        source, target = torch.zeros(nbytes // 4), torch.ones(nbytes // 4)
+        return lambda: target.copy_(source)
+
+    return prepare, lambda: None
+
+
+_MAKERS: dict[str, Callable[[int, int, ExitStack], tuple[Prepare, Action]]] = {
+    "ringway": _of_ringway("shm"),
+    "gloo": _gloo,
+    "mpich": _mpi,
+    "openmpi": _mpi,
+    "deepspeed": _deepspeed,
+    "ccl": _of_ringway("ccl"),
+    "copy": _copy,
+}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2])
