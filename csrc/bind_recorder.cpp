@@ -229,7 +229,18 @@ void bind_recorder(nb::module_& m) {
             })
         .def("end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
         .def("compare", &Lane::compare, nb::arg("signatures"))
-        .def("check", [](Lane& self) { if (!fault_of(self).is_none()) raise_parted(self); })
+        .def("check",
+             [](Lane& self) {
+                 // The traceback is of whoever raised it last; this raise is another.
+                 if (auto* told = static_cast<PyObject*>(self.told())) {
+                     PyException_SetTraceback(told, Py_None);
+                     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told)), told);
+                     throw nb::python_error();
+                 }
+                 if (!fault_of(self).is_none()) raise_parted(self);
+             })
+        .def(
+            "fail", [](Lane& self, nb::object error) { self.tell(error.release().ptr()); }, nb::arg("error"))
         .def_prop_ro("collectives", &Lane::collectives)
         .def_prop_ro("messages", &Lane::messages)
         .def_prop_ro("completed", &Lane::completed);

@@ -95,6 +95,9 @@ class Lane {
     // From now on collectives are compared with those of the other ranks; `begin` then throws Parted.
     void compare(std::shared_ptr<Signatures> signatures) { signatures_ = std::move(signatures); }
     const Signatures* signatures() const { return signatures_.get(); }
+    // The Python error that ended the group on another rank, kept for ever; null while there is none.
+    void tell(void* error) { told_.store(error, std::memory_order_release); }
+    void* told() const { return told_.load(std::memory_order_acquire); }
 
     uint64_t collectives() const { return collectives_.load(std::memory_order_relaxed); }
     uint64_t messages() const { return messages_.load(std::memory_order_relaxed); }
@@ -107,6 +110,7 @@ class Lane {
     uint32_t group_;
     int32_t size_;
     std::shared_ptr<Signatures> signatures_;
+    std::atomic<void*> told_{nullptr};
     std::atomic<uint64_t> collectives_{0};
     std::atomic<uint64_t> messages_{0};
     std::atomic<uint64_t> completed_{0};

@@ -5,7 +5,8 @@ functions did, or DDP. It is checked, numbered, recorded, started, and its end t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import index
 from typing import Any, Protocol
 
@@ -160,6 +161,17 @@ class Issuer:
     def require_health(self) -> None:
         if self._fault is not None:
             raise self._fault.with_traceback(None)
+
+    @contextmanager
+    def recorded(self, op: Op, label: str) -> Iterator[None]:
+        """Numbers and records what goes past the backends, through the store."""
+        token = self._lane.begin(op.code, 0, UNKNOWN_DTYPE, 0, -1, self._label(label))
+        ok = False
+        try:
+            yield
+            ok = True
+        finally:
+            self._lane.end(token, ok)
 
     def next_barrier(self) -> int:
         """Numbers the group's monitored barriers."""

@@ -6,13 +6,13 @@ first rank that knows why a group failed leaves it in the store, so that all rai
 
 from __future__ import annotations
 
-import json
 import os
+import threading
 from contextlib import suppress
-from typing import Any
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
+from ringway.observe import told
 from ringway.observe.flight import dump
 from ringway.observe.peers import Answer
 from ringway.observe.recorder import RecordedCall, recent_calls
@@ -42,9 +42,10 @@ def explain(issuer: Issuer, error: BaseException) -> BaseException:
 
 
 def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout) -> BaseException:
-    told = _read(watch, issuer)
-    if told is not None:
-        return told
+    assert watch.job is not None
+    before = told.read(watch.job, issuer)
+    if before is not None:
+        return before
     if isinstance(error, PeerLost) and error.rank is not None:
         explained: BaseException = error  # the backend knows for certain
     else:
@@ -54,7 +55,9 @@ def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout)
         waited = (call.completed_ns - call.issued_ns) / 1e9
         verdict = watch.investigate(call, waited)
         explained = _judged(watch, issuer, call, waited, verdict, error)
-    _write(watch, issuer, explained)
+    told.write(watch.job, issuer, explained)
+    # Others may wait for data that will not come, on connections that nobody has closed: they are woken to read it.
+    threading.Thread(target=watch.ask, args=(issuer.name,), name="ringway-tell", daemon=True).start()
     return explained
 
 
@@ -96,41 +99,6 @@ def _lost(rank: int, answer: Answer | None, verdict: Verdict) -> PeerLost:
         pid=None if address is None else address.pid,
         signal=None if answer is None else answer.signal,
     )
-
-
-_FACTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "lost": (PeerLost, ("rank", "host", "pid", "signal")),
-    "timeout": (CommTimeout, ("op", "sequence", "waited", "missing")),
-    "mismatch": (CollectiveMismatch, ("sides", "sequence")),
-}
-
-
-def _key(issuer: Issuer) -> str:
-    return f"ringway/fault/{issuer.name}"
-
-
-def _read(watch: StallWatch, issuer: Issuer) -> BaseException | None:
-    """What another rank found out before."""
-    assert watch.job is not None
-    text = watch.job.read(_key(issuer))
-    told = None if text is None else json.loads(text)
-    if told is None or told["reporter"] == watch.job.rank:
-        return None
-    kind, names = _FACTS[told["kind"]]
-    facts = {name: told[name] for name in names}
-    if "sides" in facts:
-        facts["sides"] = {int(rank): side for rank, side in facts["sides"].items()}
-    error: BaseException = kind(f"rank {told['reporter']} reports: {told['text']}", **facts)
-    return error
-
-
-def _write(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
-    assert watch.job is not None
-    for kind, (made, names) in _FACTS.items():
-        if isinstance(error, made):
-            facts = {name: getattr(error, name) for name in names}
-            told = {"kind": kind, "reporter": watch.job.rank, "text": str(error), **facts}
-            watch.job.write(_key(issuer), json.dumps(told), unless_there=True)
 
 
 def _attend(issuer: Issuer) -> None:

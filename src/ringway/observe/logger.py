@@ -32,21 +32,37 @@ class Logger:
     def __init__(self) -> None:
         self.settings = CommsLogger()
         self._printer: _Printer | None = None
+        self._lock = threading.RLock()
 
     def choose(self, settings: CommsLogger) -> None:
         """From now on, log as `settings` say; what was counted stays."""
-        self.settings = settings
-        ops = {_ALIASES.get(name, name) for name in settings.prof_ops}
-        codes = [OP_BY_NAME[name].code for name in ops if name in OP_BY_NAME]
-        world.recorder.choose(
-            settings.enabled, settings.prof_all, settings.debug, codes, [name for name in ops if name]
-        )
+        with self._lock:
+            self.settings = settings
+            self._tell_recorder(settings)
         if self._printer is not None:
             world.unwatch(self._printer)
             self._printer = None
         if settings.enabled and settings.verbose:
             self._printer = _Printer(settings)
             world.watch(self._printer)
+
+    def add(self, op_code: int, name: str, size: int, nbytes: int, nanoseconds: int) -> None:
+        """Logs one call under a name that need not be chosen: the recorder takes it while this one is written."""
+        with self._lock:
+            settings = self.settings
+            if not (settings.enabled and settings.prof_all):
+                chosen = settings.prof_ops if settings.enabled else ()
+                self._tell_recorder(replace(settings, enabled=True, prof_all=False, prof_ops=chosen), name)
+            try:
+                world.recorder.log(op_code, name, size, nbytes, nanoseconds)
+            finally:
+                self._tell_recorder(settings)
+
+    def _tell_recorder(self, settings: CommsLogger, *labels: str) -> None:
+        ops = {_ALIASES.get(name, name) for name in settings.prof_ops}
+        codes = [OP_BY_NAME[name].code for name in ops if name in OP_BY_NAME]
+        names = [name for name in (*ops, *labels) if name]
+        world.recorder.choose(settings.enabled, settings.prof_all, settings.debug, codes, names)
 
     def table(self) -> dict[str, dict[int, Line]]:
         return lines(world.recorder.logged())

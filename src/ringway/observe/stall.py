@@ -31,6 +31,7 @@ import torch.distributed.distributed_c10d as c10d_module
 from ringway import _core
 from ringway.config import resolve
 from ringway.issuer import Issuer
+from ringway.observe import told
 from ringway.observe.peers import Address, Answer, ask_all
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
 from ringway.observe.verdict import Verdict, judge, named, own_stack
@@ -205,6 +206,7 @@ class StallWatch:
             with suppress(Exception):
                 if woken == _ASKED:
                     responder.answer(stacks_text())
+                    self._give_up_what_failed()
                     self._asked()
                 if job is not None and learned is not job and (job.learn() or job.store_gone):
                     learned = job
@@ -279,6 +281,18 @@ class StallWatch:
                 answer = replace(answer, detail=f"its process is gone: {end}")
             told[rank] = answer
         return told
+
+    def _give_up_what_failed(self) -> None:
+        """Ends the calls of groups that failed on another rank, though their backends still wait."""
+        job = self.job
+        if job is None:
+            return
+        under_way = {recorded(row).group for _, row in world.recorder.under_way()}
+        for issuer in world.communicators():
+            if issuer.name in under_way and issuer.fault is None:
+                error = told.read(job, issuer)
+                if error is not None:
+                    issuer.give_up(error)
 
     def _asked(self) -> None:
         """Somebody waits; if it is for this rank, say so here too, where its user looks."""
