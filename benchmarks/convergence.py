@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 CODECS = ("onebit", "onebit:tensor", "int8", "int4", "fp8")
-STEPS = {"mlp": 1000, "transformer": 300}
+STEPS = {"mlp": 1000, "transformer": 500}
 WITHIN = 0.01
 WORSE = 0.05
 BATCH = 64
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.out = nn.Linear(self.width, self.symbols)
 
     def loss(self, generator: torch.Generator, count: int) -> Tensor:
-        chain = torch.randn(self.symbols, self.symbols, generator=torch.Generator().manual_seed(7)).mul(2).softmax(1)
+        chain = torch.randn(self.symbols, self.symbols, generator=torch.Generator().manual_seed(7)).mul(5).softmax(1)
         sequence = [torch.randint(self.symbols, (count,), generator=generator)]
         for _ in range(self.length):
             sequence.append(torch.multinomial(chain[sequence[-1]], 1, generator=generator).squeeze(1))
