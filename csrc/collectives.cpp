@@ -88,7 +88,7 @@ void Collectives::announce() {
 // Waits until the peer has come to this call, and compares what it called.
 void Collectives::meet(int peer) {
     const Entry& entry = segment_.entry(peer, sequence_);
-    wait(peer, [&] { return entry.sequence.load(kObserve) >= sequence_; });
+    wait(peer, [&] { return entry.sequence.load(kObserveEntry) >= sequence_; });
     if (entry.signature != signature_) mismatch(peer);
     met_[static_cast<size_t>(peer)] = sequence_;
 }
