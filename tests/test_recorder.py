@@ -82,6 +82,8 @@ def _status(context: RankContext, backend: str) -> None:
     assert last.duration > 0
     assert last.site is not None
     assert last.site[2] == "_status"
+    dist.monitored_barrier()
+    assert (dist.recent_calls(1)[0].op, dist.recent_calls(1)[0].label) == ("barrier", "monitored_barrier")
     dist.broadcast(torch.ones(2), src=1)
     assert dist.recent_calls(1)[0].peer == 1
     if dist.get_rank() == 0:

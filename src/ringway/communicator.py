@@ -355,7 +355,8 @@ class Communicator(Issuer):
         """A barrier through the store, on any backend, whose error names the ranks that did not come."""
         self.require_health()
         limit = seconds(timeout) or self.info.timeout
-        monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
+        with self.recorded(BARRIER, log_name or "monitored_barrier"):
+            monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
 
 
 def _splits(what: str, sizes: Sequence[int] | None) -> list[int] | None:

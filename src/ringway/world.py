@@ -150,7 +150,7 @@ class World:
 
     def communicators(self) -> list[Communicator]:
         """All that live, the world's first, then by name."""
-        return sorted(self._all, key=lambda c: (-c.size, c.name))
+        return sorted((c for c in self._all if not c.closed), key=lambda c: (-c.size, c.name))
 
     def forked(self) -> None:
         """A forked child holds no membership: its calls are refused, and its end disturbs nobody."""
