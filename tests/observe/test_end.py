@@ -22,7 +22,8 @@ PROGRAM = """
     try:
         dist.all_reduce(torch.ones(8))
     except dist.errors.RingwayError as error:
-        print("RAISED", type(error).__name__, getattr(error, "rank", None), str(error).replace(chr(10), " "), flush=True)
+        text = str(error).replace(chr(10), " ")
+        print("RAISED", type(error).__name__, getattr(error, "rank", None), text, flush=True)
         time.sleep(1)
         os._exit(0)
 """

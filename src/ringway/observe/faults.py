@@ -14,7 +14,6 @@ from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
 from ringway.observe import told
 from ringway.observe.flight import dump
-from ringway.observe.peers import Answer
 from ringway.observe.recorder import RecordedCall, recent_calls
 from ringway.observe.stall import StallWatch, watch
 from ringway.observe.verdict import Verdict
@@ -79,7 +78,7 @@ def _judged(
     if verdict.gone:
         rank = verdict.gone[0]
         answer = watch._with_ends(watch.ask(call.group, stacks=False)).get(rank)
-        return _lost(rank, answer, verdict)
+        return told.lost(rank, answer, verdict.text)
     if isinstance(error, PeerLost) and watch.job is not None and watch.job.store_gone:
         return error  # the store went with the connection, and nobody could be asked: the backend's word stands
     known = error.missing if isinstance(error, CommTimeout) else []
@@ -88,17 +87,6 @@ def _judged(
     else:
         text = verdict.text if verdict.missing else str(error)
     return CommTimeout(text, op=call.op, sequence=call.sequence, waited=waited, missing=known or list(verdict.missing))
-
-
-def _lost(rank: int, answer: Answer | None, verdict: Verdict) -> PeerLost:
-    address = None if answer is None else answer.address
-    return PeerLost(
-        verdict.text,
-        rank=rank,
-        host=None if address is None else address.host,
-        pid=None if address is None else address.pid,
-        signal=None if answer is None else answer.signal,
-    )
 
 
 def _attend(issuer: Issuer) -> None:

@@ -54,6 +54,10 @@ class Address:
     def who(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
+    def seems_gone(self) -> bool:
+        """Whether this host's table of processes says so: nothing is sent."""
+        return _process_state(self)[0] in ("Z", "X", "gone")
+
     @property
     def is_neighbour(self) -> bool:
         """Whether the pid means the same process here."""

@@ -42,6 +42,8 @@ _ASKED, _CLOSED = 1, 2
 _LOOK_MOST = 1.0
 _LOOK_LEAST = 0.05
 _KEPT_VERDICTS = 32
+_LOOK_FOR_DEAD = 0.5
+"""Seconds that a call waits before the processes of its group are looked at: most backends see a death sooner."""
 
 
 class Job:
@@ -211,7 +213,7 @@ class StallWatch:
                 if job is not None and learned is not job and (job.learn() or job.store_gone):
                     learned = job
             with suppress(Exception):
-                for issuer in world.communicators():
+                for issuer in open_groups():
                     issuer.look_for_parting()
                 self._look()
 
@@ -225,9 +227,28 @@ class StallWatch:
             waited = (now - call.issued_ns) / 1e9
             behind = call.group in groups_seen  # it waits for the one before it
             groups_seen.add(call.group)
+            if not behind and waited >= _LOOK_FOR_DEAD:
+                self._end_for_the_dead(call, waited)
             if not behind and token not in self._told and waited >= self._limit_of(token):
                 self._told.add(token)
                 self._say(self.investigate(call, waited).text)
+
+    def _end_for_the_dead(self, call: RecordedCall, waited: float) -> None:
+        """A call that waits for a process of this host that is gone ends now: its backend may have no connection to
+        that rank, and would wait until the timeout."""
+        job = self.job
+        issuer = next((each for each in open_groups() if each.name == call.group), None)
+        if job is None or issuer is None or issuer.fault is not None:
+            return
+        known = (job.addresses.get(rank) for rank in issuer.ranks if rank != job.rank)
+        if not any(address is not None and address.seems_gone() for address in known):
+            return
+        verdict = self.investigate(call, waited)
+        if verdict.gone:
+            rank = verdict.gone[0]
+            error = told.lost(rank, self.ask(call.group, stacks=False).get(rank), verdict.text)
+            told.write(job, issuer, error)
+            issuer.give_up(error)
 
     def _say(self, text: str) -> None:
         rank = "" if self.job is None else f"rank {self.job.rank}: "
@@ -237,7 +258,7 @@ class StallWatch:
     # Asking
 
     def members(self, group: str) -> Sequence[int]:
-        for issuer in world.communicators():
+        for issuer in open_groups():
             if issuer.name == group:
                 return issuer.ranks
         return ()
@@ -288,7 +309,7 @@ class StallWatch:
         if job is None:
             return
         under_way = {recorded(row).group for _, row in world.recorder.under_way()}
-        for issuer in world.communicators():
+        for issuer in open_groups():
             if issuer.name in under_way and issuer.fault is None:
                 error = told.read(job, issuer)
                 if error is not None:
@@ -299,7 +320,7 @@ class StallWatch:
         job = self.job
         if job is None:
             return
-        for issuer in world.communicators():
+        for issuer in open_groups():
             own = {c.sequence for c in self.own_answer().of_group(issuer.name).values()}
             waiting: dict[int, tuple[RecordedCall, list[int]]] = {}
             for rank, answer in self.ask(issuer.name, stacks=False).items():
@@ -315,6 +336,11 @@ class StallWatch:
                     who = named(ranks) + (" wait" if len(ranks) > 1 else " waits")
                     stack = own_stack(stacks_text())
                     self._say(f"{who} in {call.describe()} for this rank, whose Python stack is:\n{stack}")
+
+
+def open_groups() -> list[Issuer]:
+    """The groups that have not been destroyed: a destroyed one may linger, with a name that is used again."""
+    return [each for each in world.communicators() if not each.closed]
 
 
 def stacks_text() -> str:

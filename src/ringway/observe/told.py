@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
+from ringway.observe.peers import Answer
 
 _FACTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "lost": (PeerLost, ("rank", "host", "pid", "signal")),
@@ -49,3 +50,15 @@ def write(board: Board, issuer: Issuer, error: BaseException) -> None:
             facts = {name: getattr(error, name) for name in names}
             told = {"kind": kind, "reporter": board.rank, "text": str(error), **facts}
             board.write(_key(issuer), json.dumps(told), unless_there=True)
+
+
+def lost(rank: int, answer: Answer | None, text: str) -> PeerLost:
+    """The error for a rank whose process is gone."""
+    address = None if answer is None else answer.address
+    return PeerLost(
+        text,
+        rank=rank,
+        host=None if address is None else address.host,
+        pid=None if address is None else address.pid,
+        signal=None if answer is None else answer.signal,
+    )
