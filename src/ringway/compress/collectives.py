@@ -28,9 +28,10 @@ from torch import Tensor
 
 from ringway.communicator import Communicator
 from ringway.compress.auto import measured_forecast
+from ringway.compress.choice import kernels_for
 from ringway.compress.codec import Codec, get_codec
 from ringway.compress.feedback import ErrorFeedback, Slot, as_slot, is_outside
-from ringway.compress.kernels import VALUE_DTYPES, Kernels, kernels_for
+from ringway.compress.kernels import VALUE_DTYPES, Kernels
 from ringway.compress.layout import Layout, Window, frame_bytes, statuses
 from ringway.compress.onebit import OneBit
 from ringway.compress.report import SAMPLE_EVERY

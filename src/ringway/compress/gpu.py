@@ -38,6 +38,12 @@ def _device_code() -> ModuleType:
     return triton_kernels
 
 
+def _statistics_code() -> ModuleType:
+    from ringway.compress import triton_statistics
+
+    return triton_statistics
+
+
 def _views(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return frames, frames.view(torch.float32), frames.view(torch.int32)
 
@@ -81,7 +87,7 @@ class TritonKernels(Kernels):
     def measure(self, values: Tensor, residual: Tensor | None) -> Tensor:
         programs = -(-values.numel() // MEASURE_TILE)
         statistics = torch.empty(programs, dtype=torch.float32, device=values.device)
-        _device_code().measure[(programs,)](
+        _statistics_code().measure[(programs,)](
             values,
             residual,
             statistics,
@@ -114,7 +120,7 @@ class TritonKernels(Kernels):
     def measure_mean(self, frames: Tensor, residual: Tensor | None, count: int) -> Tensor:
         programs = -(-count // MEASURE_TILE)
         statistics = torch.empty(programs, dtype=torch.float32, device=frames.device)
-        _device_code().measure_mean[(programs,)](
+        _statistics_code().measure_mean[(programs,)](
             *_views(frames),
             residual,
             statistics,

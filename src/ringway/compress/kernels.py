@@ -13,8 +13,6 @@ the bit; a onebit scale is a sum, taken in another order, and agrees to `SCALE_T
 from __future__ import annotations
 
 import abc
-import functools
-import os
 from typing import ClassVar
 
 import torch
@@ -22,7 +20,6 @@ from torch import Tensor
 
 from ringway.compress.codec import Codec
 from ringway.compress.layout import Window
-from ringway.errors import UsageError, nearest
 
 SCALE_TOLERANCE = 2.0**-17
 """Relative difference of a onebit scale between kernels: 64 units in the last place of fp32. A lane adds up at
@@ -74,28 +71,3 @@ class Kernels(abc.ABC):
     @abc.abstractmethod
     def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
         """The mean of the frames' first `count` elements into `values`."""
-
-
-def kernels_for(codec: Codec, device: torch.device, name: str | None = None) -> Kernels:
-    """The fastest kernels that this codec and device have; `name` or the environment may insist on others."""
-    return _kernels_for(codec, device, name or os.environ.get(KERNELS_VARIABLE) or "auto")
-
-
-@functools.lru_cache(maxsize=256)
-def _kernels_for(codec: Codec, device: torch.device, chosen: str) -> Kernels:
-    from ringway.compress.gpu import TritonKernels
-    from ringway.compress.native import NativeKernels
-    from ringway.compress.reference import ReferenceKernels
-
-    fused = (NativeKernels, TritonKernels)
-    for kind in fused:
-        if chosen in ("auto", kind.name):
-            reason = kind.unfit(codec, device)
-            if reason is None:
-                return kind(codec)
-            if chosen == kind.name:
-                raise UsageError(f"kernels '{chosen}' cannot serve codec {codec.spec} on {device}: {reason}")
-    names = ("auto", "reference", *(kind.name for kind in fused))
-    if chosen not in names:
-        raise UsageError(f"kernels {chosen!r} are not known{nearest(chosen, names)}")
-    return ReferenceKernels(codec)

@@ -13,8 +13,9 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.communicator import Communicator
+from ringway.compress.choice import kernels_for
 from ringway.compress.codec import Codec, get_codec
-from ringway.compress.kernels import VALUE_DTYPES, Kernels, kernels_for
+from ringway.compress.kernels import VALUE_DTYPES, Kernels
 from ringway.compress.layout import Window, new_frames, statuses
 from ringway.errors import NotFinite, UsageError
 from ringway.work import Completion, Finishing, Handle, Work
