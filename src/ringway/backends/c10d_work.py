@@ -116,6 +116,13 @@ class Announced(Handle):
     def _error(self, error: BaseException) -> RingwayError:
         return mapped(error, self._call, time.monotonic() - self._began)
 
+    def _finished(self) -> None:
+        """The outcome of a work that has ended: its own, not that of the slice in which it did."""
+        try:
+            self._work.wait(SLICE)
+        except Exception as error:
+            raise self._error(error) from None
+
     def wait(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -123,9 +130,10 @@ class Announced(Handle):
                 left = SLICE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
                 self._work.wait(min(SLICE, left))
                 return
-            except Exception as error:
+            except Exception:
                 if self._work.is_completed():
-                    raise self._error(error) from None
+                    self._finished()  # perhaps well, at the very end of the slice
+                    return
                 if self._call.check is not None:
                     self._call.check()
                 if deadline is not None and time.monotonic() >= deadline:
