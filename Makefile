@@ -64,3 +64,10 @@ ccl-proof: build $(ONECCL)
 
 proofs:
 	@$(PYTHON) scripts/proofs.py
+
+# make torch-suite  torch's own suite for backends, on gloo and on shm, compared (minutes)
+.PHONY: torch-suite
+
+torch-suite: build
+	@$(PY) -c 'import expecttest' 2>/dev/null || $(PIP) expecttest==0.3.0  # torch's test classes import it
+	@$(PY) scripts/torch_suite.py

@@ -38,6 +38,7 @@ from ringway.call import (
     parse_reduce,
 )
 from ringway.communicator import Communicator
+from ringway.sparse import all_reduce_sparse
 from ringway.work import DONE, Handle, Together, Work, seconds
 
 
@@ -81,6 +82,9 @@ class Bridge(c10d.ProcessGroup):
         if len(members) > 1:
             return self.allreduce_coalesced(members, opts)
         reduce, factor = self._reduction(opts)
+        if members[0].layout is torch.sparse_coo:
+            all_reduce_sparse(self.communicator, members[0], reduce)
+            return Work(DONE, members, lambda error: error) if getattr(opts, "asyncOp", True) else None
         quick = self.communicator.quick_all_reduce
         if (
             quick is not None

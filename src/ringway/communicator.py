@@ -354,7 +354,8 @@ class Communicator(Issuer):
     ) -> None:
         """A barrier through the store, on any backend, whose error names the ranks that did not come."""
         self.require_health()
-        limit = seconds(timeout) or self.info.timeout
+        at_once = timeout in (0, timedelta(0))
+        limit = 0.0 if at_once else seconds(timeout) or self.info.timeout
         with self.recorded(BARRIER, log_name or "monitored_barrier"):
             monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
 

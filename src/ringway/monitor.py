@@ -45,8 +45,10 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
         named = missing if wait_all_ranks else missing[:1]
         ranks = ", ".join(str(info.ranks[place]) for place in named)
         raise CommTimeout(
-            f"monitored_barrier of group {info.name}: rank {ranks} did not come within {timeout:g} s"
-            + ("" if wait_all_ranks or len(missing) == 1 else " (wait_all_ranks=True names all)"),
+            # torch's own words, so that whoever looks for them finds them.
+            f"Rank{'s' if len(named) > 1 else ''} {ranks} failed to pass monitoredBarrier of group {info.name} within "
+            f"{timeout:g} s: Rank {info.ranks[info.rank]} timed out in monitoredBarrier"
+            + ("" if len(named) == len(missing) else " (wait_all_ranks=True names all that are missing)"),
             op="monitored_barrier",
             sequence=number,
             waited=timeout,

@@ -107,7 +107,7 @@ class Faults:
             text = f"{waiter} waited {waited:.1f} s for this rank in {_describe(own)}, and gave up"
         else:
             absent = ", ".join(map(str, missing))
-            text = f"{_describe(own)}: rank {absent} did not come within {waited:.1f} s ({waiter} waited)"
+            text = f"{_describe(own)}: rank {absent} did not come within the timeout of {waited:.1f} s ({waiter} did)"
         return CommTimeout(
             f"{text}; the group {self._group.name} has ended",
             op=OPS[own["op"]].name,

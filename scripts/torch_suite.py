@@ -1,0 +1,217 @@
+"""torch's own suite for backends, as its wheel ships it, on `gloo` and on `shm`.
+
+python scripts/torch_suite.py                        both, whole; exits 1 unless shm passes what runs on gloo
+python scripts/torch_suite.py all_reduce broadcast   only the tests whose names contain one of these words
+
+The suite decides at import, by the backend's name, which tests it defines as skipped. A name it has not heard of
+would skip half of them in silence. So it is imported as for gloo, and only then told that the backend is shm: every
+test that executes on gloo is called on shm. Ranks are processes, forked from one that has imported torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import unittest
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WORLD = 4
+"""The smallest world in which all tests run but those that want a large one."""
+LARGE_WORLD = 8
+TOO_SMALL = "Skipped due to small world size."
+TEST_LIMIT = 180
+"""Seconds for one test."""
+
+GLOO_WORDS = (
+    "It wants gloo's words on ranks other than 0, which learn from gloo only that rank 0 left them. "
+    "Here each of them names the missing rank, as rank 0 does."
+)
+NOT_ON_SHM = {
+    "test_monitored_barrier_gloo": GLOO_WORDS,
+    "test_monitored_barrier_failure_order": GLOO_WORDS,
+}
+"""Tests that execute on gloo and cannot pass on shm, and why."""
+
+NAMES_GLOO_IN_ITS_BODY = "test_accumulate_gradients"
+"""These tests pick their model by the backend's name, and have one for CPUs only under gloo's."""
+
+Outcome = dict[str, Any]
+
+
+class Outcomes(unittest.TestResult):
+    """Writes one line a test: its name, what came of it, why, and the seconds it took."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.too_small: list[str] = []
+        self._file = path.open("w", buffering=1)
+        self._began = 0.0
+
+    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802 - unittest's name
+        super().startTest(test)
+        self._began = time.monotonic()
+
+    def _write(self, test: unittest.TestCase, outcome: str, why: str = "") -> None:
+        took = round(time.monotonic() - self._began, 1)
+        line = {"test": test.id().rpartition(".")[2], "outcome": outcome, "why": why, "seconds": took}
+        self._file.write(json.dumps(line) + "\n")
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
+        self._write(test, "passed")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+        if reason == TOO_SMALL:
+            self.too_small.append(test.id().rpartition(".")[2])
+        self._write(test, "skipped", reason)
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        self._write(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+
+    addError = addFailure  # noqa: N815
+
+
+def import_suite() -> Any:
+    """The suite, as it is defined for gloo. Its settings are environment variables."""
+    scratch = tempfile.mkdtemp(prefix="torch-suite-")
+    os.environ.update(
+        BACKEND="gloo",
+        WORLD_SIZE=str(WORLD),
+        TEMP_DIR=scratch,
+        INIT_METHOD=f"file://{scratch}/shared_init_file",
+        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(TEST_LIMIT),
+        OMP_NUM_THREADS="1",
+    )
+    from torch.testing._internal.distributed import distributed_test
+
+    return distributed_test
+
+
+def turn_to(suite: Any, backend: str) -> None:
+    """Tells the suite, after its definitions were made, that this is the backend, and what it can do."""
+    import ringway
+
+    # torch's function refuses every backend but gloo by its name, before the group is asked.
+    suite.dist.monitored_barrier = ringway.monitored_barrier
+    for feature, backends in suite.DistTestCases.backend_feature.items():
+        if "gloo" in backends or feature == "plugin":
+            backends.add(backend)
+    suite.BACKEND = os.environ["BACKEND"] = backend
+
+
+def test_case(suite: Any) -> Any:
+    """The suite's tests as a class whose ranks are forked from this process."""
+
+    class Ranks(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+        def run_test(self, test_name: str, parent_pipe: Any) -> None:
+            if test_name.startswith(NAMES_GLOO_IN_ITS_BODY):
+                suite.BACKEND = "gloo"  # the group has been made; this is only the name the body asks for
+            super().run_test(test_name, parent_pipe)
+
+        def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
+            super()._check_return_codes(fn, elapsed_time)
+            # torch looks at rank 0 only.
+            killed = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode < 0}
+            assert not killed, f"ranks ended by a signal: {killed}"
+
+        def tearDown(self) -> None:
+            ranks = self.processes
+            super().tearDown()
+            for rank in ranks:
+                rank.join(1)
+                rank.kill()
+
+    return Ranks
+
+
+def run(suite: Any, backend: str, words: Sequence[str], folder: Path) -> None:
+    """In a process of its own: each test once, in the usual world, or in a large one where it asks for that."""
+    with (folder / f"{backend}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if backend != "gloo":
+        turn_to(suite, backend)
+    ranks = test_case(suite)
+    names = [
+        name
+        for name in unittest.defaultTestLoader.getTestCaseNames(ranks)
+        if not words or any(word in name for word in words)
+    ]
+    for world in (WORLD, LARGE_WORLD):
+        os.environ["WORLD_SIZE"] = str(world)
+        written = Outcomes(folder / f"{backend}-{world}.jsonl")
+        unittest.TestSuite(map(ranks, names)).run(written)
+        names = written.too_small
+
+
+def outcomes(suite: Any, backend: str, words: Sequence[str], folder: Path) -> dict[str, Outcome]:
+    """What came of each test, by its name."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=(suite, backend, words, folder))
+    process.start()
+    process.join()
+    if process.exitcode:
+        log = (folder / f"{backend}.log").read_text()
+        raise SystemExit(f"the suite did not run to its end on {backend}:\n{log[-4000:]}")
+    files = [folder / f"{backend}-{world}.jsonl" for world in (WORLD, LARGE_WORLD)]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return {line["test"]: line for line in lines}
+
+
+def print_counts(backend: str, found: dict[str, Outcome]) -> None:
+    count = Counter(outcome["outcome"] for outcome in found.values())
+    seconds = sum(outcome["seconds"] for outcome in found.values())
+    print(
+        f"{backend:5} {len(found)} tests: {count['passed'] + count['failed']} executed, {count['passed']} passed, "
+        f"{count['failed']} failed, {count['skipped']} skipped ({seconds:.0f} s)"
+    )
+
+
+def compare(gloo: dict[str, Outcome], shm: dict[str, Outcome]) -> int:
+    """Prints what differs; how many tests execute on gloo and do not pass on shm, without a reason on record."""
+    print_counts("gloo", gloo)
+    print_counts("shm", shm)
+    unexplained = 0
+    for name, outcome in gloo.items():
+        if outcome["outcome"] == "failed":
+            print(f"\non gloo itself, {name} failed:\n{outcome['why']}")
+        ours = shm[name]
+        if outcome["outcome"] == "skipped" or ours["outcome"] == "passed":
+            continue
+        if name in NOT_ON_SHM:
+            print(f"\n{name}: {ours['outcome']} on shm. {NOT_ON_SHM[name]}")
+            continue
+        unexplained += 1
+        print(f"\n{name}: {outcome['outcome']} on gloo, {ours['outcome']} on shm:\n{ours['why']}")
+    print("\nNot run, on either:")
+    for why, count in Counter(o["why"] for o in gloo.values() if o["outcome"] == "skipped").most_common():
+        print(f"{count:4}  {why}")
+    return unexplained
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--keep", type=Path, help="a folder for the outcomes and the ranks' output")
+    arguments = parser.parse_args()
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="torch-suite-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    suite = import_suite()
+    gloo, shm = (outcomes(suite, backend, arguments.words, folder) for backend in ("gloo", "shm"))
+    unexplained = compare(gloo, shm)
+    print(f"\n{unexplained} tests execute on gloo and do not pass on shm, without a reason on record")
+    sys.exit(1 if unexplained else 0)
+
+
+if __name__ == "__main__":
+    main()
