@@ -43,6 +43,26 @@ def test_output_carries_the_rank_and_all_variables_are_there(pool: RankPool) -> 
         assert f"[rank {rank}] oops" in output
 
 
+def test_lines_are_whole_whoever_writes_meanwhile(pool: RankPool) -> None:
+    """Half a line, bytes that are no text, and a last line without an end."""
+    script = r"printf half; sleep 0.5; printf ' and half] \n\377\376\n'; printf end"
+    (code, _), output = _try(pool, _shell(script), 2)
+    assert code == 0
+    lines = output.splitlines()
+    for rank in range(2):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}]")]
+        assert mine == [f"[rank {rank}] half and half] ", f"[rank {rank}] \ufffd\ufffd", f"[rank {rank}] end"], output
+
+
+def test_program_that_cannot_be_started_is_named(pool: RankPool, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("neither a script nor a program")
+    program.chmod(0o755)
+    (ended,) = pool.try_run(_run, [str(program)], 2, world_size=1, timeout=120)
+    assert not ended.ok
+    assert "Exec format error" in str(ended)
+
+
 def test_first_failure_stops_the_others_and_gives_the_exit_code(pool: RankPool) -> None:
     began = time.monotonic()
     (code, summary), output = _try(pool, _shell("test $RANK = 1 && exit 7; sleep 100; echo late"), 3)
@@ -74,12 +94,12 @@ from ringway.launch.discover import discover
 from ringway.launch.rendezvous import rendezvous
 info = discover()
 assert info.source == "ringway run" and info.hosted_by_launcher
-store = rendezvous(info, 60)
+store = rendezvous(info, 60, token=os.environ["RINGWAY_JOB_TOKEN"])
 if info.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(0.5)
 store.set(f"alive {info.rank}", "yes")
-store.wait(["alive 1", "alive 2"])
+store.wait([f"alive {info.rank}"])
 print("the store lives", flush=True)
 """
 
@@ -87,10 +107,14 @@ print("the store lives", flush=True)
 def test_store_outlives_rank_0(pool: RankPool, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_USES_STORE_AFTER_DEATH)
-    (code, summary), output = _try(pool, [sys.executable, str(program)], 3, "keep")
-    assert code == 128 + signal.SIGKILL, output
-    assert "rank 0" in summary
-    assert output.count("the store lives") == 2
+    environment: dict[str, str | None] = {"RINGWAY_JOB_TOKEN": "of the user's"}  # part of the identity on both sides
+    (ended,) = pool.try_run(
+        _run, [sys.executable, str(program)], 2, "keep", world_size=1, timeout=120, environment=environment
+    )
+    assert ended.ok, ended
+    assert ended.value[0] == 128 + signal.SIGKILL, ended.output
+    assert "rank 0" in ended.value[1]
+    assert "the store lives" in ended.output
 
 
 _PLAIN_TORCH = """
@@ -135,6 +159,34 @@ def test_signal_reaches_every_rank_and_ends_the_run(pool: RankPool, tmp_path: Pa
     assert ended.value[0] == 128 + getattr(signal, name)
     assert f"ended by {name}" in ended.value[1]
     assert ended.output.count(f"saw {name}") == 2
+
+
+def _insist(context: RankContext, script: str, ready: str) -> tuple[Ended, float]:
+    """Ctrl-C until the ranks, which ignore it, are gone."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not all(Path(ready + str(rank)).exists() for rank in range(2)):
+            time.sleep(0.02)
+        while not ended.wait(0.3):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+    began = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for what comes after the run
+    outcome = run(["sh", "-c", script, ready], 2, grace=100)
+    ended.set()
+    return (outcome.code, outcome.summary), time.monotonic() - began
+
+
+def test_ctrl_c_again_does_not_wait_for_ranks_that_ignore_it(pool: RankPool, tmp_path: Path) -> None:
+    script = "trap '' INT TERM; touch $0$RANK; while :; do sleep 0.05; done"
+    (ended,) = pool.try_run(_insist, script, str(tmp_path / "ready"), world_size=1, timeout=100)
+    assert ended.ok, ended
+    (code, summary), seconds = ended.value
+    assert (code, summary.startswith("ended by SIGINT")) == (128 + signal.SIGINT, True)
+    assert seconds < 50
+    pool.replace()  # that process ignores Ctrl-C now
 
 
 def test_user_signal_is_passed_on_without_ending_the_run(pool: RankPool, tmp_path: Path) -> None:

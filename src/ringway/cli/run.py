@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +34,8 @@ def _command(command: list[str], module: bool) -> list[str]:
     if module:
         return [sys.executable, "-m", *command]
     if command[0].endswith(".py"):
+        if not Path(command[0]).exists():
+            raise UsageError(f"there is no script '{command[0]}' in {Path.cwd()}")
         return [sys.executable, *command]
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no program '{command[0]}'; name a script ending in .py, or a program")

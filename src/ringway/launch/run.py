@@ -6,6 +6,7 @@ added is the store, which lives here in the launcher so that any rank may die, a
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import secrets
@@ -13,10 +14,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from types import FrameType
+from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -27,8 +31,9 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from ringway.errors import UsageError
 from ringway.launch import ports
-from ringway.launch.rendezvous import host_store
+from ringway.launch.rendezvous import host_store, identity
 from ringway.launch.sources import LOOPBACK
 
 ON_DEATH = ("stop", "keep")
@@ -36,6 +41,8 @@ _POLL = 0.05
 _STORE_TIMEOUT = 1800.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_PREFIX = "[rank "
+_LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -57,34 +64,40 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     run_id = secrets.token_hex(16)
     listener = ports.listen(LOOPBACK, 0)
     port = listener.getsockname()[1]
-    store = host_store(listener, LOOPBACK, run_id, ranks, _STORE_TIMEOUT)
+    job = identity(run_id, os.environ.get("RINGWAY_JOB_TOKEN", ""))
+    store = host_store(listener, LOOPBACK, job, ranks, _STORE_TIMEOUT)
     logs = tempfile.mkdtemp(prefix="ringway-run-")
     handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     started = time.monotonic()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
     context: PContext | None = None
     pass_on = _PassOn()
+    shown = _WholeLines(sys.stdout), _WholeLines(sys.stderr)
     try:
-        context = start_processes(
-            name="rank",
-            entrypoint=command[0],
-            args={rank: tuple(command[1:]) for rank in range(ranks)},
-            envs={rank: _environment(rank, ranks, port, run_id) for rank in range(ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL),
-            log_line_prefixes={rank: f"[rank {rank}] " for rank in range(ranks)},
-        )
+        with redirect_stdout(shown[0]), redirect_stderr(shown[1]):  # where torch takes both from
+            context = start_processes(
+                name="rank",
+                entrypoint=command[0],
+                args={rank: tuple(command[1:]) for rank in range(ranks)},
+                envs={rank: _environment(rank, ranks, port, run_id) for rank in range(ranks)},
+                logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL),
+                log_line_prefixes={rank: f"{_PREFIX}{rank}] " for rank in range(ranks)},
+            )
         assert isinstance(context, SubprocessContext)
         pass_on.to(context)
         return _attend(context, on_death, grace, started)
     except SignalException as caught:  # start_processes has ended its ranks itself if it came in there
         if context is not None:
-            _close_on_signal(context, caught.sigval, grace)
+            _close(context, caught.sigval, grace)
         name = _signal_name(caught.sigval)
         return Outcome(128 + caught.sigval, f"ended by {name} after {_seconds(started)}")
+    except OSError as error:
+        if context is not None:
+            raise
+        raise UsageError(f"cannot start '{command[0]}': {error.strerror or error}") from error
     finally:
         del store
+        for output in shown:
+            output.end()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         shutil.rmtree(logs, ignore_errors=True)
@@ -118,15 +131,51 @@ def _attend(context: SubprocessContext, on_death: str, grace: int, started: floa
         ended = [rank for rank in sorted(running) if _code(context, rank) is not None]
         running.difference_update(ended)
         failed += [rank for rank in ended if _code(context, rank) != 0]
-    context.close(signal.SIGTERM, timeout=grace)
+    _close(context, signal.SIGTERM, grace)
     return _outcome(context, failed, sorted(running), started)
 
 
-def _close_on_signal(context: PContext, number: signal.Signals, grace: int) -> None:
+def _close(context: PContext, number: signal.Signals, grace: int) -> None:
+    """End the ranks that are left: by this signal, after `grace` seconds or a second Ctrl-C by SIGKILL."""
     try:
         context.close(number, timeout=grace)
-    except SignalException:  # the user insists
+    except SignalException:  # the user insists, and may do so again while the killed are collected
+        for ending in _ENDING:
+            signal.signal(ending, signal.SIG_IGN)
         context.close(signal.SIGKILL, timeout=grace)
+
+
+class _WholeLines(io.TextIOBase):
+    """torch's tail hands over what it finds, half a line too, each piece with its prefix. Here the pieces of a
+    line wait for its end, so that no prefix and no other rank's output stands in the middle of it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        if isinstance(stream, io.TextIOWrapper):
+            # A rank may print what the terminal's encoding cannot: better escaped than not at all.
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+        self._stream = stream
+        self._begun: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        prefix, _, piece = text.partition("] ")
+        with self._lock:
+            if not prefix.startswith(_PREFIX):  # the launcher's own, a warning perhaps
+                return self._stream.write(text)
+            line = self._begun.pop(prefix, "") + piece
+            if not line.endswith("\n") and len(line) < _LONGEST_LINE:
+                self._begun[prefix] = line
+            else:
+                self._show(prefix, line)
+        return len(text)
+
+    def end(self) -> None:
+        """Nothing more will come: lines that were never ended are."""
+        for prefix, line in self._begun.items():
+            self._show(prefix, line)
+
+    def _show(self, prefix: str, line: str) -> None:
+        self._stream.write(f"{prefix}] {line}" + ("" if line.endswith("\n") else "\n"))
 
 
 class _PassOn:
