@@ -82,6 +82,7 @@ def test_variables_of_the_logger() -> None:
         ({"ringway": {"timeout": 0}}, "timeout", "above 0"),
         ({"ringway": {"timeout": float("nan")}}, "timeout", "above 0"),
         ({"ringway": {"timeout": True}}, "timeout", "a number of seconds"),
+        ({"ringway": {"timeout": 10**400}}, "timeout", "at most"),
         ({"ringway": {"recorder_size": 1.5}}, "recorder_size", "a whole number"),
         ({"ringway": {"check": "never"}}, "check", "always, sample, stall"),
         ({"ringway": {"backend": ""}}, "backend", "a name"),
@@ -99,11 +100,33 @@ def test_wrong_values_are_named(config: dict[str, Any], key: str, words: str) ->
     assert words in str(caught.value)
 
 
-def test_wrong_variable_names_itself() -> None:
+@pytest.mark.parametrize("value", ["ten", "1_0", "\u0661\u0662", "\u00b2", "9" * 5000, "inf", "nan"])
+def test_wrong_variable_names_itself(value: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(environ={"RINGWAY_TIMEOUT": "ten"})
+        resolve(environ={"RINGWAY_TIMEOUT": value})
     assert caught.value.source == "RINGWAY_TIMEOUT"
-    assert "'ten'" in str(caught.value)
+    assert f"'{value}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["c.json", "c.toml"])
+def test_file_with_a_byte_order_mark(tmp_path: Path, name: str) -> None:
+    text = '{"ringway": {"timeout": 7}}' if name == "c.json" else "[ringway]\ntimeout = 7\n"
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert resolve(tmp_path / name, {}).timeout == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.json", '{"ringway": {"timeout": 7, "timeout": 8}}'),
+        ("c.json", '{"ringway": {"timeout": 7}, "ringway": {"stall_after": 8}}'),
+        ("c.toml", "[ringway]\ntimeout = 7\ntimeout = 8\n"),
+    ],
+)
+def test_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"twice|overwrite"):
+        resolve(tmp_path / name, {})
 
 
 def test_misspelled_variable_is_told() -> None:

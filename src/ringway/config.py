@@ -11,7 +11,6 @@ Inside our blocks an unknown key is an error. `Config.source` says which of thes
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -49,7 +48,7 @@ class Kind:
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("a number of seconds")
-    if not (math.isfinite(value) and 0 < value <= MAX_SECONDS):
+    if not 0 < value <= MAX_SECONDS:  # false for NaN too
         raise ValueError(f"a number of seconds above 0 and at most {MAX_SECONDS:.0f}")
     return float(value)
 
@@ -99,6 +98,8 @@ def _parse_flag(text: str) -> object:
 
 
 def _parse_number(text: str) -> object:
+    if not text.isascii() or "_" in text:  # digits of other scripts, and '1_0', are numbers to Python only
+        return text
     try:
         return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
     except ValueError:
@@ -305,8 +306,9 @@ def _checked(setting: Setting, value: object, source: str, *, text: bool = False
 def _read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
     name = os.fspath(path)
     try:
-        text = Path(name).read_text(encoding="utf-8")
-        content = _read_toml(text) if name.endswith(".toml") else json.loads(text)
+        text = Path(name).read_text(encoding="utf-8-sig")  # editors of some systems put a mark in front
+        toml = name.endswith(".toml")
+        content = _read_toml(text) if toml else json.loads(text, object_pairs_hook=_each_key_once)
     except OSError as error:
         raise ConfigError(f"cannot read {name} ({said_by}): {error.strerror or error}", source=name) from error
     except (ValueError, RecursionError) as error:  # decoding errors of text, JSON and TOML are ValueErrors
@@ -314,6 +316,16 @@ def _read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name} ({said_by}) holds no table", source=name)
     return content
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON's readers take the last of equal keys; which one was meant is not ours to guess. TOML forbids them."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {key!r} stands twice in one table")
+        table[key] = value
+    return table
 
 
 def _read_toml(text: str) -> Mapping[str, Any]:
