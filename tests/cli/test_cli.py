@@ -65,6 +65,17 @@ def test_env_of_a_launcher_that_contradicts_itself() -> None:
     assert "rank 5 is not below the world size 2 (seen: RANK=5, WORLD_SIZE=2)" in text
 
 
+def test_env_shows_the_others_when_the_innermost_contradicts_itself() -> None:
+    environ: dict[str, str | None] = {"RANK": "5", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "2"}
+    facts = json.loads(_env("--json", environ=environ))
+    assert facts["launcher"] is None
+    seen = {entry["source"]: entry for entry in facts["seen"]}
+    assert "rank 5 is not below" in seen["environment"]["error"]
+    assert seen["PMI (MPICH, Intel MPI)"]["size"] == 2
+    assert not any(entry["chosen"] for entry in facts["seen"])
+    assert "PMI (MPICH, Intel MPI)" in _env(environ=environ)
+
+
 def test_env_of_a_backend_that_cannot_be() -> None:
     facts = json.loads(_env("--json", environ={"RINGWAY_BACKEND": "ucc"}))
     assert facts["choice"]["backend"] is None
@@ -79,6 +90,7 @@ def test_schema() -> None:
     ("arguments", "environ", "words"),
     [
         (["run", "-n", "1", "no-such-program"], {}, "there is no program 'no-such-program'"),
+        (["run", "-n", "1", "no-such-script.py"], {}, "there is no script 'no-such-script.py' in /"),
         (["run", "-n", "1", "--on-death", "weep", "x.py"], {}, "use stop or keep"),
         (["env"], {"RINGWAY_TIMEOUT": "soon"}, "timeout is 'soon' in RINGWAY_TIMEOUT"),
     ],

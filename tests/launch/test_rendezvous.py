@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -80,6 +81,8 @@ def _by_file(context: RankContext, path: str) -> bytes:
     store = rendezvous(_info(context.rank, context.world_size, None), PATIENT, path=path)
     store.set(f"from {context.rank}", str(context.rank))
     store.wait([f"from {1 - context.rank}"])
+    if context.rank == 0:
+        shutil.copy(path, path + ".left")  # as a job that was killed would leave it
     return bytes(store.get(f"from {1 - context.rank}"))
 
 
@@ -255,6 +258,40 @@ def test_address_that_does_not_lead_to_rank_0_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"cannot reach it as no-such-host\.invalid") as caught:
         rendezvous(_info(0, 2, _free_port(), address="no-such-host.invalid"), 5.0)
     assert "set MASTER_ADDR to an address of rank 0's host" in str(caught.value)
+
+
+def _meet_by(context: RankContext, address: str, port: int) -> bytes:
+    store = rendezvous(_info(context.rank, context.world_size, port, address=address), PATIENT)
+    store.set(f"from {context.rank}", str(context.rank))
+    found = bytes(store.get(f"from {1 - context.rank}"))
+    store.add("done", 1)
+    while context.rank == 0 and store.add("done", 0) < context.world_size:
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+@pytest.mark.parametrize("address", ["::1", "localhost"])
+def test_loopback_by_another_name(pool: RankPool, address: str) -> None:
+    assert pool.run(_meet_by, address, _free_port(), world_size=2, timeout=60) == [b"1", b"0"]
+
+
+def test_folder_of_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="there is no folder"):
+        rendezvous(_info(0, 2, None), 100, path=str(tmp_path / "none" / "store"))
+
+
+def test_file_of_an_earlier_job_is_told(pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    pool.run(_by_file, path, world_size=2)  # torch removes the file when all leave in peace
+    with pytest.raises(RendezvousError, match=r"has arrived twice at .*earlier job, remove the file"):
+        rendezvous(_info(0, 2, None), 5.0, path=path + ".left")
+
+
+def test_host_without_a_route_is_still_told_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "address_towards", lambda host: None)
+    with pytest.raises(RendezvousError, match=r"an address of rank 0's host$"):
+        rendezvous(_info(0, 2, _free_port(), address="no-such-host.invalid"), 5.0)
 
 
 def test_ctrl_c_ends_the_wait() -> None:

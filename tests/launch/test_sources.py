@@ -74,6 +74,16 @@ CONTRADICTIONS = {
     "PMIx without a size": ({"PMIX_RANK": "0"}, "PMIx", "WORLD_SIZE"),
     "SageMaker elsewhere": ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, "SageMaker", "SM_CURRENT_HOST=b"),
     "SageMaker's list is not one": ({"SM_HOSTS": "a,b"}, "SageMaker", "SM_HOSTS"),
+    "Kubeflow without an address": (
+        {"KUBERNETES_SERVICE_HOST": "x", "PET_NNODES": "2", "PET_NODE_RANK": "0"},
+        "Kubernetes",
+        "PET_MASTER_ADDR is not set",
+    ),
+    "an indexed Job without an address": (
+        {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "2"},
+        "Kubernetes",
+        "MASTER_ADDR is not set",
+    ),
     "Kubeflow wants torchrun": (
         {"KUBERNETES_SERVICE_HOST": "x", "PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8"},
         "Kubernetes",
@@ -91,6 +101,13 @@ def test_contradiction_is_named_with_what_was_seen(name: str) -> None:
     assert caught.value.source == source
     assert caught.value.seen.items() <= environ.items()
     assert caught.value.seen
+
+
+def test_values_do_nothing_to_the_terminal_that_shows_them() -> None:
+    with pytest.raises(DiscoveryError) as caught:
+        discover({"RANK": "\x1b[31m1\udcff", "WORLD_SIZE": "2"})
+    assert str(caught.value).isprintable()
+    assert r"\x1b[31m1\udcff" in str(caught.value)
 
 
 def test_outer_launcher_in_trouble_does_not_matter_to_the_inner() -> None:

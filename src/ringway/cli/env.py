@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ringway.launch.discover import Seen
 
 _PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "address", "port", "hosted_by_launcher")
 
@@ -34,7 +37,8 @@ def report() -> dict[str, Any]:
     from ringway.backends.select import CONSIDERED, Standing, decide, obstacle, obstacles
     from ringway.config import SETTINGS, resolve
     from ringway.errors import DiscoveryError, RingwayError
-    from ringway.launch.discover import explore
+    from ringway.launch.ancestry import ancestors
+    from ringway.launch.discover import all_seen, explore
 
     settings = resolve()
     document: dict[str, Any] = {
@@ -50,19 +54,12 @@ def report() -> dict[str, Any]:
     try:
         found = explore()
     except DiscoveryError as error:
-        return document | {"launcher": None, "error": str(error), "seen": error.seen}
+        seen = [_seen(entry) for entry in all_seen(os.environ, ancestry=ancestors)]
+        return document | {"launcher": None, "error": str(error), "seen": seen}
     document["launcher"] = {"source": found.info.source, **{key: getattr(found.info, key) for key in _PLACE}}
     document["launcher"]["notes"] = list(found.info.notes)
-    document["seen"] = [
-        {
-            "source": seen.source,
-            "chosen": place == 0,
-            "error": str(seen.error) if seen.error else None,
-            "rank": seen.info.rank if seen.info else None,
-            "size": seen.info.size if seen.info else None,
-        }
-        for place, seen in enumerate(found.seen)
-    ]
+    document["seen"] = [_seen(entry) for entry in found.seen]
+    document["seen"][0]["chosen"] = True
     together = Standing(True, obstacles())
     apart = Standing(found.info.on_one_host, obstacles())
     try:
@@ -72,6 +69,16 @@ def report() -> dict[str, Any]:
     except RingwayError as error:
         document["choice"] = {"backend": None, "reason": str(error)}
     return document
+
+
+def _seen(entry: Seen) -> dict[str, Any]:
+    return {
+        "source": entry.source,
+        "chosen": False,
+        "error": str(entry.error) if entry.error else None,
+        "rank": entry.info.rank if entry.info else None,
+        "size": entry.info.size if entry.info else None,
+    }
 
 
 def _policy(given: Any) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def _print(document: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     if document["launcher"] is None:
         console.print(f"Launcher: {document['error']}")
-    else:
+    if document["seen"]:
         console.print(_launcher_table(document))
     console.print(_backend_table(document))
     console.print(_config_table(document))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -57,8 +57,7 @@ def explore(
     if environ is None:
         environ = os.environ
         ancestry = ancestors if ancestry is None else ancestry
-    sources = [source for source in SOURCES if source.name not in ignored]
-    seen = _innermost_first(sources, environ, ancestry)
+    seen = all_seen(environ, ignored, ancestry)
     if rank >= 0 or size >= 0 or _has_address(init_method):
         chosen = _from_arguments(environ, rank, size, init_method, seen[0].info if seen else None)
         return Discovery(chosen, (Seen(chosen.source, chosen), *seen))
@@ -72,9 +71,12 @@ def explore(
     return Discovery(_with_job(first.info, environ, ancestry), tuple(seen))
 
 
-def _innermost_first(sources: Sequence[Source], environ: Mapping[str, str], ancestry: Ancestry | None) -> list[Seen]:
+def all_seen(environ: Mapping[str, str], ignored: Collection[str] = (), ancestry: Ancestry | None = None) -> list[Seen]:
+    """Every launcher that left its variables, the innermost first, those in trouble too."""
     found: list[tuple[int, Seen]] = []
-    for source in sources:
+    for source in SOURCES:
+        if source.name in ignored:
+            continue
         try:
             info = source.read(environ)
         except DiscoveryError as error:

@@ -78,7 +78,7 @@ class Variables:
         return value
 
     def error(self, what: str) -> DiscoveryError:
-        listed = ", ".join(f"{name}={value}" for name, value in sorted(self.seen.items()))
+        listed = ", ".join(f"{name}={_shown(value)}" for name, value in sorted(self.seen.items()))
         return DiscoveryError(f"{self.source}: {what} (seen: {listed})", source=self.source, seen=self.seen)
 
     def info(
@@ -121,3 +121,8 @@ class Variables:
             hosted_by_launcher=hosted_by_launcher,
             notes=notes,
         )
+
+
+def _shown(value: str) -> str:
+    """A value as it is, unless it would do something to the terminal, or could not be printed at all."""
+    return value if value.isprintable() else repr(value)

@@ -25,7 +25,8 @@ def choices(job: str) -> list[int]:
 def listen(address: str | None, port: int) -> socket.socket:
     """A listening socket, on loopback alone if `address` is. Raises OSError where the port is taken."""
     if address is not None and is_loopback(address):
-        return _bound(socket.AF_INET, "127.0.0.1", port)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return _bound(family, loopback_number(address), port)
     if socket.has_dualstack_ipv6():
         return _bound(socket.AF_INET6, "::", port)
     return _bound(socket.AF_INET, "0.0.0.0", port)
@@ -47,6 +48,11 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
 
 def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def loopback_number(address: str) -> str:
+    """A loopback address as a number: `localhost` may be two, and a store listens on one."""
+    return address if ":" in address else "127.0.0.1"
 
 
 def address_towards(host: str) -> str | None:

@@ -45,11 +45,12 @@ class _Place:
     """Where the store was found, in words for messages."""
 
     address: str
-    port: int
+    port: int | None = None
     host: str = ""
 
     def __str__(self) -> str:
-        return f"{self.address}:{self.port}" + (f" ({self.host})" if self.host else "")
+        address = f"[{self.address}]" if ":" in self.address and self.port else self.address
+        return address + (f":{self.port}" if self.port else "") + (f" ({self.host})" if self.host else "")
 
 
 class _Deadline:
@@ -80,15 +81,17 @@ def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str |
     if info.size == 1 and path is None:
         return HashStore()  # nobody to meet: no port, no address
     deadline = _Deadline(timeout)
-    identity = _identity(info, token)
+    named = identity(info.job, token)
     if path is not None:
-        return _roll_call(FileStore(path, info.size), info, deadline, _Place(path, 0))
+        if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it, and not say so
+            raise RendezvousError(f"there is no folder {os.path.dirname(path)!r} for the store's file {path}")
+        return _roll_call(FileStore(path, info.size), info, deadline, _Place(path))
     if info.address is None:
-        store, place = _agree_through_mpi(info, identity, deadline)
+        store, place = _agree_through_mpi(info, named, deadline)
     elif info.rank == 0 and not info.hosted_by_launcher:
-        store, place = _host(info, identity, deadline)
+        store, place = _host(info, named, deadline)
     else:
-        store, place = _join(info, identity, deadline)
+        store, place = _join(info, named, deadline)
     try:
         return _roll_call(store, info, deadline, place)
     except DistError as error:
@@ -104,7 +107,7 @@ def host_store(listener: socket.socket, address: str, job: str, size: int, timeo
     """Open a store on a socket that already listens, and write into it whose it is."""
     port = listener.getsockname()[1]
     store = TCPStore(
-        "127.0.0.1" if ports.is_loopback(address) else address,
+        ports.loopback_number(address) if ports.is_loopback(address) else address,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -115,8 +118,9 @@ def host_store(listener: socket.socket, address: str, job: str, size: int, timeo
     return store
 
 
-def _identity(info: LaunchInfo, token: str) -> str:
-    return f"{info.job}\n{token}" if token else info.job
+def identity(job: str, token: str) -> str:
+    """What tells a job from others: the launcher's id for it, and the user's token where there is one."""
+    return f"{job}\n{token}" if token else job
 
 
 def _digest(job: str) -> str:
@@ -135,9 +139,9 @@ def _host_of_store(info: LaunchInfo) -> str:
 # --- connect
 
 
-def _host(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, _Place]:
+def _host(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
     assert info.address is not None
-    offered = [info.port] if info.port is not None else ports.choices(identity)
+    offered = [info.port] if info.port is not None else ports.choices(job)
     for port in offered:
         try:
             listener = ports.listen(info.address, port)
@@ -146,12 +150,12 @@ def _host(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, 
                 raise RendezvousError(f"rank 0 cannot listen on port {port}: {error}") from error
             owner = ports.holder(port)
             if owner is not None and owner[0] == os.getpid() and info.port is not None:
-                return _join(info, identity, deadline)  # the store of an earlier start in this very process
+                return _join(info, job, deadline)  # the store of an earlier start in this very process
             if info.port is not None:
                 raise RendezvousError(_taken(info.port, error, owner)) from error
             continue
         _check_way_back(info.address, port)
-        store = host_store(listener, info.address, identity, info.size, deadline.seconds)
+        store = host_store(listener, info.address, job, info.size, deadline.seconds)
         return store, _Place(info.address, port, _signature())
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free one")
 
@@ -162,9 +166,16 @@ def _check_way_back(address: str, port: int) -> None:
         socket.create_connection((address, port), timeout=_PROBE).close()
     except OSError as error:
         raise RendezvousError(
-            f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as {address}:{port} ({error}); "
-            f"set MASTER_ADDR to an address of rank 0's host, such as {ports.own_address()}"
+            f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as {_Place(address, port)} "
+            f"({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
         ) from error
+
+
+def _for_example() -> str:
+    try:
+        return f", such as {ports.own_address()}"
+    except RendezvousError:  # a host without a route or a name that resolves
+        return ""
 
 
 def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
@@ -174,9 +185,9 @@ def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
     return f"MASTER_PORT={port} is taken {by}; set another, or none where the launcher is ringway run"
 
 
-def _join(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, _Place]:
+def _join(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
     assert info.address is not None
-    offered = [info.port] if info.port is not None else ports.choices(identity)
+    offered = [info.port] if info.port is not None else ports.choices(job)
     obstacles: dict[int, str] = {}
     # An earlier job may still be closing its store on the port that this one was given.
     grace = _Deadline(min(_GRACE, deadline.seconds))
@@ -184,19 +195,21 @@ def _join(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, 
     def attempt() -> tuple[Store, _Place] | None:
         for port in offered:
             try:
-                return _open(info, identity, port, deadline)
+                return _open(info, job, port, deadline)
             except OSError as error:
                 obstacles[port] = str(error)
             except RendezvousError as error:
                 obstacles[port] = str(error)
                 if info.port is not None and grace.left() == 0:
                     raise
+            except DistError as error:  # it went away while it was asked whose it is
+                obstacles[port] = str(error).splitlines()[0]
         return None
 
     found = deadline.poll(attempt)
     if found is not None:
         return found
-    where = f"{info.address}:{info.port}" if info.port is not None else f"{info.address}, ports {offered}"
+    where = str(_Place(info.address, info.port)) + ("" if info.port is not None else f", ports {offered}")
     reasons = sorted(set(obstacles.values()))
     raise RendezvousError(
         f"rank {info.rank} of {info.size} on {socket.gethostname()}: no store at {where} within "
@@ -206,7 +219,7 @@ def _join(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, 
     )
 
 
-def _open(info: LaunchInfo, identity: str, port: int, deadline: _Deadline) -> tuple[Store, _Place]:
+def _open(info: LaunchInfo, job: str, port: int, deadline: _Deadline) -> tuple[Store, _Place]:
     """Connect to one port. OSError: nobody there yet. RendezvousError: somebody else is there."""
     assert info.address is not None
     patience = min(_PROBE, deadline.left()) or 0.001
@@ -214,9 +227,9 @@ def _open(info: LaunchInfo, identity: str, port: int, deadline: _Deadline) -> tu
     socket.create_connection((info.address, port), timeout=patience).close()
     store = _client(info.address, port, deadline.seconds)
     if store is None:
-        raise RendezvousError(f"what listens at {info.address}:{port} is not a store of torch.distributed")
+        raise RendezvousError(f"what listens at {_Place(info.address, port)} is not a store of torch.distributed")
     place = _Place(info.address, port)
-    place.host = _recognize(store, info, identity, place)
+    place.host = _recognize(store, info, job, place)
     return store, place
 
 
@@ -246,7 +259,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
     return result[0]
 
 
-def _agree_through_mpi(info: LaunchInfo, identity: str, deadline: _Deadline) -> tuple[Store, _Place]:
+def _agree_through_mpi(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
     """Several hosts, and a launcher that tells no address: MPI itself carries rank 0's to the others."""
     try:
         from mpi4py import MPI
@@ -266,7 +279,7 @@ def _agree_through_mpi(info: LaunchInfo, identity: str, deadline: _Deadline) -> 
     listener = ports.listen(None, 0) if info.rank == 0 else None
     mine = (ports.own_address(), listener.getsockname()[1], os.urandom(16).hex()) if listener else None
     address, port, secret = world.bcast(mine, root=0)
-    job = identity + secret
+    job += secret
     if listener is not None:
         store = host_store(listener, address, job, info.size, deadline.seconds)
         return store, _Place(address, port, _signature())
@@ -277,9 +290,9 @@ def _agree_through_mpi(info: LaunchInfo, identity: str, deadline: _Deadline) -> 
 # --- recognize
 
 
-def _recognize(store: Store, info: LaunchInfo, identity: str, place: _Place) -> str:
+def _recognize(store: Store, info: LaunchInfo, job: str, place: _Place) -> str:
     """Who hosts this store, once it has said that it is this job's."""
-    mine = {"job": _digest(identity), "size": info.size}
+    mine = {"job": _digest(job), "size": info.size}
     if info.hosted_by_launcher and info.source != "ringway run":
         # torchrun's store says nothing of its job: the first rank to come writes it, the others compare.
         claim = json.dumps({**mine, "host": "torchrun"})
@@ -323,7 +336,8 @@ def _roll_call(store: Store, info: LaunchInfo, deadline: _Deadline, place: _Plac
         before = bytes(rounds.get(f"round {turn - 1}/rank {info.rank}")).decode()
         if before != me:
             raise RendezvousError(
-                f"rank {info.rank} has arrived twice: first from {before}, now from {me}",
+                f"rank {info.rank} has arrived twice at {place}: first from {before}, now from {me}"
+                + ("" if place.port else ". If the first was an earlier job, remove the file"),
                 arrived={info.rank: before},
             )
     here = PrefixStore(f"round {turn}", rounds)

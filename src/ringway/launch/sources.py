@@ -85,11 +85,15 @@ def _read_torch_variables(
         hosted_by_launcher=hosted_by_launcher,
         notes=notes,
     )
-    if size > 1 and (address is None or port is None):
-        raise found.error(
-            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, so {size} ranks cannot meet"
-        )
+    if size > 1:
+        _require(found, "MASTER_ADDR", address, size)
+        _require(found, "MASTER_PORT", port, size)
     return info
+
+
+def _require(found: Variables, name: str, value: object, size: int) -> None:
+    if value is None:
+        raise found.error(f"{name} is not set, so {size} ranks cannot meet")
 
 
 def _read_open_mpi(found: Variables, address: str | None, port: int | None) -> LaunchInfo | None:
@@ -264,6 +268,8 @@ def from_kubernetes(environ: Environ) -> LaunchInfo | None:
     if rank is None or size is None:
         return None
     address, port = _given_address(found)
+    if size > 1:
+        _require(found, "MASTER_ADDR", address, size)
     return found.info(
         rank=rank, size=size, local_rank=0, node_rank=rank, address=address, port=port, notes=("indexed Job",)
     )
@@ -275,13 +281,16 @@ def _read_kubeflow(found: Variables) -> LaunchInfo:
     per_node = found.text("PET_NPROC_PER_NODE") or "1"
     if per_node != "1":
         raise found.error(f"{per_node} processes a node are wanted, which torchrun has to start")
+    address = found.text("PET_MASTER_ADDR", "MASTER_ADDR")
+    if nodes > 1:
+        _require(found, "PET_MASTER_ADDR", address, nodes)
     return found.info(
         rank=rank,
         size=nodes,
         local_rank=0,
         local_size=1,
         node_rank=rank,
-        address=found.text("PET_MASTER_ADDR", "MASTER_ADDR"),
+        address=address,
         port=found.port("PET_MASTER_PORT", "MASTER_PORT"),
         job=found.text("PET_RDZV_ID") or "",
         notes=("Kubeflow, one process a node",),
