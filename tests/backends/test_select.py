@@ -75,6 +75,13 @@ def test_unknown_backend_suggests_the_nearest() -> None:
         _decide((True, {}), explicit="glop")
 
 
+def test_ranks_that_were_told_different_things_are_named() -> None:
+    told = {0: Standing(True, {}, "gloo"), 1: Standing(True, {}, "gloo"), 2: Standing(True, {})}
+    info = LaunchInfo(rank=0, size=3, source="torchrun")
+    with pytest.raises(UsageError, match="rank 0 was told to use backend 'gloo', rank 2 no backend"):
+        decide("gloo", "argument", info, told)
+
+
 def test_obstacles_of_this_machine() -> None:
     assert obstacle("gloo") is None
     found = obstacle("ucc")

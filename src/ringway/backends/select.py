@@ -21,7 +21,7 @@ import torch.distributed as c10d
 from torch._C._distributed_c10d import Store
 
 from ringway.backends import registry
-from ringway.errors import BackendUnavailable, RendezvousError
+from ringway.errors import BackendUnavailable, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 
@@ -47,10 +47,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank tells the others: whether it shares rank 0's host, and what it lacks."""
+    """What one rank tells the others: whether it shares rank 0's host, what it lacks, and what it was told to use."""
 
     with_rank_0: bool
     obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
+    wanted: str | None = None
 
 
 def _no_mpi() -> Obstacle | None:
@@ -120,13 +121,21 @@ def obstacles(names: tuple[str, ...] = CONSIDERED) -> dict[str, Obstacle]:
 
 def select(explicit: str | None, said_by: str, info: LaunchInfo, store: Store, timeout: float) -> Choice:
     """The job's backend. Every rank calls it, with the store that all have reached."""
-    wanted = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
-    standings = _tell_each_other(wanted, info, store, timeout)
+    names = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
+    try:
+        standings = _tell_each_other(explicit, names, info, store, timeout)
+    except c10d.DistError as error:
+        host = "the launcher" if info.hosted_by_launcher else "rank 0"
+        raise RendezvousError(
+            f"rank {info.rank}: the job's store went away while the ranks chose a backend: its host, {host}, died",
+            missing=[] if info.hosted_by_launcher else [0],
+        ) from error
     return decide(explicit, said_by, info, standings)
 
 
 def decide(explicit: str | None, said_by: str, info: LaunchInfo, standings: Mapping[int, Standing]) -> Choice:
     """The choice, out of what all ranks said. Pure, so equal on all."""
+    _agreed(standings)
     elsewhere = [rank for rank, standing in standings.items() if not standing.with_rank_0]
     lacking: dict[str, tuple[int, Obstacle]] = {}
     for rank, standing in standings.items():
@@ -140,6 +149,15 @@ def decide(explicit: str | None, said_by: str, info: LaunchInfo, standings: Mapp
     if "nccl" not in lacking:
         return Choice(f"cpu:{cpu},cuda:nccl", f"{reason}; every rank has CUDA and NCCL")
     return Choice(cpu, reason)
+
+
+def _agreed(standings: Mapping[int, Standing]) -> None:
+    """Ranks on different backends would wait for each other until the timeout: their settings differ."""
+    first = standings[0].wanted
+    for rank, standing in standings.items():
+        if standing.wanted != first:
+            ours, theirs = (f"backend '{name}'" if name else "no backend" for name in (first, standing.wanted))
+            raise UsageError(f"rank 0 was told to use {ours}, rank {rank} {theirs}; give all ranks the same")
 
 
 def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: list[int], size: int) -> None:
@@ -169,15 +187,17 @@ def _for_cpu(info: LaunchInfo, elsewhere: list[int], lacking: Mapping[str, tuple
     return "gloo", apart
 
 
-def _tell_each_other(names: tuple[str, ...], info: LaunchInfo, store: Store, timeout: float) -> dict[int, Standing]:
+def _tell_each_other(
+    wanted: str | None, names: tuple[str, ...], info: LaunchInfo, store: Store, timeout: float
+) -> dict[int, Standing]:
     if info.size == 1:
-        return {0: Standing(True, obstacles(names))}
+        return {0: Standing(True, obstacles(names), wanted)}
     deadline = time.monotonic() + timeout
     with ExitStack() as open_until_all_told:
         if info.rank == 0:
             store.set("standing/meet", open_until_all_told.enter_context(meeting_point()))
         name = _wait(store, "standing/meet", 0, deadline).decode()
-        mine = Standing(info.rank == 0 or shares_host(name), obstacles(names))
+        mine = Standing(info.rank == 0 or shares_host(name), obstacles(names), wanted)
         store.set(f"standing/{info.rank}", json.dumps(asdict(mine)))
         found = {rank: _read(_wait(store, f"standing/{rank}", rank, deadline)) for rank in range(info.size)}
         # Rank 0 may host the store, and may be about to raise what was decided: it stays until all have read.
@@ -190,7 +210,8 @@ def _tell_each_other(names: tuple[str, ...], info: LaunchInfo, store: Store, tim
 
 def _read(text: bytes) -> Standing:
     said = json.loads(text)
-    return Standing(said["with_rank_0"], {name: Obstacle(**what) for name, what in said["obstacles"].items()})
+    lacking = {name: Obstacle(**what) for name, what in said["obstacles"].items()}
+    return Standing(said["with_rank_0"], lacking, said["wanted"])
 
 
 def _wait(store: Store, key: str, rank: int, deadline: float) -> bytes:
