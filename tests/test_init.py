@@ -160,6 +160,8 @@ def test_wrong_arguments_are_refused_before_anything_is_opened() -> None:
         dist.init_distributed(dist_init_required=False)
     with pytest.raises(UsageError, match="timeout"):
         dist.init_distributed(timeout=timedelta(seconds=-1))
+    with pytest.raises(UsageError, match="neither a timedelta nor a number"):
+        dist.init_distributed(timeout="soon")
     with pytest.raises(UsageError, match="world_size"):
         dist.init_distributed(rank=2, world_size=2)
     with pytest.raises(ConfigError, match="did you mean 'timeout'"):

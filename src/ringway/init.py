@@ -80,17 +80,21 @@ def init_distributed(
 def _adopt(verbose: bool) -> None:
     adopted = world.communicator(None)
     if verbose and adopted.rank == 0:
-        _say(f"torch.distributed is initialized ({adopted.size} ranks, {groups.get_backend()}); using it as it is")
+        ranks = _ranks(adopted.size)
+        _say(f"torch.distributed is initialized ({ranks}, {groups.get_backend()}); using it as it is")
 
 
 def _limit(timeout: timedelta | float | None, settings: Config) -> tuple[float, str]:
     """The one timeout, in seconds, and who said it."""
     if timeout is None:
         return settings.timeout, settings.source("timeout")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    try:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError):
+        raise UsageError(f"timeout={timeout!r} is neither a timedelta nor a number of seconds") from None
     if not 0 < seconds <= MAX_SECONDS:
         raise UsageError(f"timeout={timeout} is not above 0 and at most {MAX_SECONDS:.0f} seconds")
-    return seconds, "argument"
+    return seconds, getattr(timeout, "source", "argument")  # deepspeed's default says that it is one
 
 
 def _wanted(dist_backend: str | None, settings: Config) -> tuple[str | None, str]:
@@ -114,10 +118,12 @@ def _prepare(settings: Config, info: LaunchInfo) -> None:
 
 
 def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str) -> str:
-    ranks = "1 rank" if info.size == 1 else f"{info.size} ranks"
-    return (
-        f"{ranks}, by {info.source}; backend {choice.backend} ({choice.reason}); timeout {limit:g} s ({limit_source})"
-    )
+    backend = f"backend {choice.backend} ({choice.reason})"
+    return f"{_ranks(info.size)}, by {info.source}; {backend}; timeout {limit:g} s ({limit_source})"
+
+
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"
 
 
 def _say(line: str) -> None:

@@ -61,6 +61,8 @@ def _every_op(context: RankContext) -> None:
     for gather in (dist.all_gather_into_tensor, dist.allgather_fn):
         gather(whole.zero_(), mine)
         assert torch.equal(whole, torch.cat([full(1), full(2)]))
+    with pytest.raises(UsageError, match="output 0 is not contiguous"):
+        dist.all_gather_coalesced([torch.empty(4, 2).T], [mine])
     outs = [torch.empty(8), torch.empty(2, 2)]
     dist.all_gather_coalesced(outs, [mine, mine[:2]])
     assert torch.equal(outs[0], whole)
@@ -164,6 +166,8 @@ def _profiling(context: RankContext) -> dict[str, int]:
     }
     assert logger.get_operation_summary("gradients")[1024]["count"] == 1
     assert logger.get_raw_data()["gradients"][1024][0] == 1
+    with pytest.raises(AttributeError, match="reset_data"):
+        logger.comms_dict = {}
     assert logger.get_operation_summary("nothing") is None
     assert dist.get_comm_operation_count() == logger.get_total_operations() == 3
     logger.start_profiling_op(["all_reduce"])
@@ -173,6 +177,10 @@ def _profiling(context: RankContext) -> dict[str, int]:
     assert logger.get_operation_summary("all_reduce")[1024]["count"] == 1
     logger.append("all_reduce", "by hand", 2.0, 4096)
     assert logger.get_operation_summary("by hand")[4096]["total_latency_ms"] == pytest.approx(2.0)
+    logger.append("all_reduce", "by hand", 4.0, 4096)
+    count, latencies, *rates = logger.get_raw_data()["by hand"][4096]
+    assert count == len(latencies) == len(rates[0]) == len(rates[1]) == 2
+    assert sum(latencies) == pytest.approx(6.0)
     summary = logger.log_all(print_log=False, return_dict=True)
     assert summary["metadata"]["world_size"] == SIZE
     assert "gradients" in summary["summary"]
@@ -294,6 +302,22 @@ def test_timeout_that_was_set_is_the_one_that_holds(monkeypatch: pytest.MonkeyPa
     assert _limits(monkeypatch, config={"ringway": {"timeout": 7}}) is None
     monkeypatch.setenv("RINGWAY_TIMEOUT", "9")
     assert _limits(monkeypatch) is None
+
+
+def _outer_launcher(context: RankContext) -> tuple[str, ...]:
+    """deepspeed's start under MPI inside a job whose variables are still there."""
+    ringway.destroy_process_group()
+    dist.init_distributed(rank=0, world_size=1)
+    ringway.destroy_process_group()
+    return tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def test_variables_left_behind_are_this_jobs(pool: RankPool) -> None:
+    outer: dict[str, str | None] = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
+    (ended,) = pool.try_run(_outer_launcher, world_size=1, environment=outer)
+    assert ended.ok, ended
+    assert ended.value == ("0", "1", "node1")
+    assert "timeout 600 s (deepspeed's default)" in ended.output
 
 
 def test_message_sizes() -> None:

@@ -61,14 +61,22 @@ def torch_op(op: Any) -> Any:
     return getattr(call.ReduceOp, op.name)
 
 
+class _Default(timedelta):
+    """A timeout that nobody passed: the line that tells the timeout says where it came from."""
+
+    source: str
+
+
 def _default_timeout() -> timedelta:
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     try:
-        return timedelta(minutes=int(minutes))
+        limit = _Default(minutes=int(minutes))
     except (ValueError, OverflowError):
         raise ConfigError(
             f"DEEPSPEED_TIMEOUT={minutes!r} is not a number of minutes", key="timeout", source="DEEPSPEED_TIMEOUT"
         ) from None
+    limit.source = "DEEPSPEED_TIMEOUT" if "DEEPSPEED_TIMEOUT" in os.environ else "deepspeed's default"
+    return limit
 
 
 default_pg_timeout = _default_timeout()

@@ -70,16 +70,13 @@ def init_distributed(
 def _leave_variables(port: int) -> None:
     host, port = _store_address(port)
     local_rank = world.local_rank
-    found = {
-        "RANK": str(groups.get_rank()),
-        "WORLD_SIZE": str(groups.get_world_size()),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
+    # The place is this job's, whatever an outer launcher had set; an address that was given stays as it was written.
+    os.environ["RANK"] = str(groups.get_rank())
+    os.environ["WORLD_SIZE"] = str(groups.get_world_size())
     if local_rank is not None:
-        found["LOCAL_RANK"] = str(local_rank)
-    for name, value in found.items():
-        os.environ.setdefault(name, value)
+        os.environ["LOCAL_RANK"] = str(local_rank)
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def _store_address(port: int) -> tuple[str, int]:
@@ -203,11 +200,11 @@ def init_deepspeed_backend(ds_backend: str, timeout: Any, init_method: str | Non
     """deepspeed's own backends: oneCCL is the only one it has; for others there is nothing to do."""
     if ds_backend != CCL_BACKEND:
         return None
-    rank = os.environ.get("RANK")
-    size = os.environ.get("WORLD_SIZE")
+    found = Variables(os.environ, "environment")
+    rank, size = found.number("RANK"), found.number("WORLD_SIZE", least=1)
     return CCLBackend(
-        rank=int(rank) if rank else -1,
-        world_size=int(size) if size else -1,
+        rank=-1 if rank is None else rank,
+        world_size=-1 if size is None else size,
         timeout=timeout,
         init_method=init_method,
     )

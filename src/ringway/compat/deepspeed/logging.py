@@ -27,7 +27,8 @@ _PARTS = ("all_gather", "all_gather_into_tensor", "gather", "scatter")
 class CommsLogger:
     """deepspeed's logger object. A process has one logger, so all objects of this class show that one.
 
-    ringway keeps histograms, not every latency: where deepspeed lists all, there is one entry, the mean.
+    ringway keeps histograms, not every latency: where deepspeed lists each call's, the mean stands that many times,
+    so that their number, sum and average are right.
     """
 
     enabled: bool
@@ -46,6 +47,8 @@ class CommsLogger:
         return list(value) if name == "prof_ops" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in CommsLogger.__annotations__:
+            raise AttributeError(f"'{name}' of the comms logger cannot be set; reset_data() forgets what was logged")
         log.configure(**{name: value})
 
     def configure(self, comms_config: Any) -> None:
@@ -70,12 +73,15 @@ class CommsLogger:
         op = OP_BY_NAME.get(raw_name)
         code = USER_OP if op is None else op.code
         size = get_world_size() if is_initialized() else 1
-        _log(code, record_name, size, msg_size, int(latency * 1e6))
+        log.logger.add(code, record_name, size, msg_size, int(latency * 1e6))
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         return {
             name: {
-                size: [line.count, [line.mean_ms], [line.algorithm_gbps], [line.bus_gbps]]
+                size: [
+                    line.count,
+                    *([mean] * line.count for mean in (line.mean_ms, line.algorithm_gbps, line.bus_gbps)),
+                ]
                 for size, line in sizes.items()
             }
             for name, sizes in log.logger.table().items()
@@ -147,16 +153,6 @@ def timed_op(func: F) -> F:
     return _timed_op(func)
 
 
-def _log(code: int, name: str, size: int, nbytes: int, nanoseconds: int) -> None:
-    """Logs one call, chosen or not: the books take only names that are chosen, so this one is while it is written."""
-    settings = log.logger.settings
-    log.configure(enabled=True, prof_ops=[*settings.prof_ops, name])
-    try:
-        world.recorder.log(code, name, size, nbytes, nanoseconds)
-    finally:
-        log.logger.choose(settings)
-
-
 def profiled(function: F) -> F:
     """Adds deepspeed's `prof=True`: this one call is logged even where its op is not chosen."""
     signature = inspect.signature(function)
@@ -180,7 +176,7 @@ def profiled(function: F) -> F:
         def ended(error: BaseException | None = None) -> None:
             if error is None:
                 code = USER_OP if op is None else op.code
-                _log(code, name, size, nbytes, _core.monotonic_ns() - began)
+                log.logger.add(code, name, size, nbytes, _core.monotonic_ns() - began)
 
         result = function(*args, **kwargs)
         if isinstance(result, Work):

@@ -357,6 +357,9 @@ def all_gather_coalesced(
         raise UsageError(
             f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; each needs one"
         )
+    for place, output in enumerate(output_tensors):
+        if not output.is_contiguous():
+            raise UsageError(f"all_gather_coalesced: output {place} is not contiguous")
     member = api.communicator(group)
     pieces = [output.view(-1).tensor_split(member.size) for output in output_tensors]
     by_rank = [[piece[rank] for piece in pieces] for rank in range(member.size)]
