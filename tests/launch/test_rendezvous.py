@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import Store
@@ -119,7 +120,7 @@ def _host_dies(context: RankContext, port: int) -> str:
     else:
         roll_call = room._roll_call
         room._roll_call = lambda *facts: store.set("calling", "") or roll_call(*facts)
-    with pytest.raises(RendezvousError) as caught:
+    with _quickly_convinced(), pytest.raises(RendezvousError) as caught:
         rendezvous(_info(context.rank, 3, port), 200.0)
     room._roll_call = roll_call
     assert caught.value.missing == [0]
@@ -138,6 +139,28 @@ def test_death_of_the_stores_host_ends_the_wait(pool: RankPool) -> None:
     assert other.kind == "returned", other
     assert "went away" in other.value
     assert "rank 0, died" in other.value
+
+
+def _closes_and_opens(context: RankContext, port: int) -> list[str]:
+    """Rank 1 finds the store of rank 0's earlier start, which is closed while it waits there."""
+    roll_call = room._roll_call
+
+    def calling(store: Store, *facts: Any) -> Store:
+        room._roll_call = roll_call
+        context.store.set("calling", "")
+        return roll_call(store, *facts)
+
+    if context.rank == 0:
+        earlier = host_store(ports.listen("127.0.0.1", port), "127.0.0.1", "", 2, PATIENT)
+        context.store.wait(["calling"])
+        del earlier
+    else:
+        room._roll_call = calling
+    return _meet(context, port)
+
+
+def test_store_of_an_earlier_start_that_closes_is_left_for_the_next(pool: RankPool) -> None:
+    assert pool.run(_closes_and_opens, _free_port(), world_size=2, timeout=100) == [["0"]] * 2
 
 
 @pytest.fixture

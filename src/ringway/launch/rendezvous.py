@@ -92,15 +92,19 @@ def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str |
         store, place = _host(info, named, deadline)
     else:
         store, place = _join(info, named, deadline)
-    try:
-        return _roll_call(store, info, deadline, place)
-    except DistError as error:
-        raise RendezvousError(
-            f"rank {info.rank}: the store at {place} went away while the ranks were meeting: its host, "
-            f"{_host_of_store(info)}, died or closed it",
-            arrived={info.rank: socket.gethostname()},
-            missing=[] if info.hosted_by_launcher else [0],
-        ) from error
+    while True:
+        try:
+            return _roll_call(store, info, deadline, place)
+        except DistError as error:
+            opened = _opened_again(info, named, deadline)
+            if opened is None:
+                raise RendezvousError(
+                    f"rank {info.rank}: the store at {place} went away while the ranks were meeting: its host, "
+                    f"{_host_of_store(info)}, died or closed it",
+                    arrived={info.rank: socket.gethostname()},
+                    missing=[] if info.hosted_by_launcher else [0],
+                ) from error
+            store, place = opened
 
 
 def host_store(listener: socket.socket, address: str, job: str, size: int, timeout: float) -> Store:
@@ -217,6 +221,16 @@ def _join(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Plac
         arrived={info.rank: socket.gethostname()},
         missing=[] if info.hosted_by_launcher else [0],
     )
+
+
+def _opened_again(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place] | None:
+    """A program that starts again may find rank 0's earlier store while that is being closed: its next one."""
+    if info.rank == 0 or info.hosted_by_launcher or info.address is None:
+        return None
+    try:
+        return _join(info, job, _Deadline(min(_GRACE, deadline.left())))
+    except RendezvousError:
+        return None
 
 
 def _open(info: LaunchInfo, job: str, port: int, deadline: _Deadline) -> tuple[Store, _Place]:
