@@ -6,6 +6,7 @@ The same programs run on each backend of BACKENDS; a later backend adds one line
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,63 @@ def _torch_functions(context: RankContext, backend: str) -> None:
         assert dist.communicator(pair).lane.collectives == 1
 
 
+def _sparse(context: RankContext, backend: str) -> None:
+    """Sparse tensors are summed, by torch's function, by ours, and by DDP."""
+    context.start(backend)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for all_reduce in (c10d.all_reduce, dist.all_reduce):
+        for async_op in (False, True):
+            # Each rank has one entry more than the last, and all have entry 0.
+            own = torch.sparse_coo_tensor(torch.arange(rank + 1)[None], torch.ones(rank + 1, 3), (size, 3))
+            work = all_reduce(own, async_op=async_op)
+            assert (work is not None) == async_op
+            if work is not None:
+                work.wait()
+            expected = torch.arange(size, 0, -1.0)[:, None].expand(size, 3)
+            torch.testing.assert_close(own.to_dense(), expected)
+    with pytest.raises(dist.errors.UsageError, match="can only sum"):
+        c10d.all_reduce(own, c10d.ReduceOp.MAX)
+    with pytest.raises(dist.errors.CollectiveMismatch, match=f"rank {size - 1}: shape \\[{size + 1}"):
+        c10d.all_reduce(torch.zeros(2 + rank).to_sparse())
+
+    model = nn.parallel.DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
+    model(torch.tensor([0, 1 + rank])).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient.is_sparse
+    expected = torch.zeros(8, 4)
+    expected[0] = 1
+    expected[1 : 1 + size] = 1 / size
+    torch.testing.assert_close(gradient.to_dense(), expected)
+
+
+def _monitored(context: RankContext, backend: str) -> None:
+    """torch's words for who did not come, and no patience where none was asked for."""
+    context.start(backend)
+    rank = dist.get_rank()
+    group = c10d.distributed_c10d._get_default_group()
+    group.monitored_barrier(timedelta(seconds=60))
+    if rank == 0:
+        with pytest.raises(dist.errors.CommTimeout, match="Rank 1 failed to pass monitoredBarrier") as raised:
+            group.monitored_barrier(timedelta(0))
+        assert raised.value.missing == [1]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "program",
-    [_ddp, _ddp_hooks, _ddp_join, _fsdp, _dtensor, _functional, _compiled, _coalescing, _torch_functions],
+    [
+        _ddp,
+        _ddp_hooks,
+        _ddp_join,
+        _fsdp,
+        _dtensor,
+        _functional,
+        _compiled,
+        _coalescing,
+        _torch_functions,
+        _sparse,
+        _monitored,
+    ],
     ids=lambda program: program.__name__.strip("_"),
 )
 def test_torch_runs_on_our_group(pool: RankPool, backend: str, program: Any) -> None:

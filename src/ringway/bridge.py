@@ -83,8 +83,7 @@ class Bridge(c10d.ProcessGroup):
             return self.allreduce_coalesced(members, opts)
         reduce, factor = self._reduction(opts)
         if members[0].layout is torch.sparse_coo:
-            all_reduce_sparse(self.communicator, members[0], reduce)
-            return Work(DONE, members, lambda error: error) if getattr(opts, "asyncOp", True) else None
+            return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
         quick = self.communicator.quick_all_reduce
         if (
             quick is not None

@@ -7,6 +7,7 @@ from datetime import timedelta
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ringway.call import (
@@ -36,6 +37,7 @@ from ringway.checks import listed
 from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.monitor import monitored_barrier
+from ringway.sparse import all_reduce_sparse
 from ringway.work import Work, seconds
 
 _SUM = ReduceOp.SUM
@@ -71,6 +73,8 @@ class Communicator(Issuer):
         ):
             return None
         reduce, factor = parse_reduce(op)
+        if getattr(tensor, "layout", None) is torch.sparse_coo:
+            return all_reduce_sparse(self, tensor, reduce, async_op)
         return self.issue(Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name))
 
     def inference_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> None:
