@@ -177,16 +177,20 @@ def _deepspeed_op(folder: Path, ranks: int) -> Iterator[dict[str, str]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for stale in built.glob("*/lock"):
             stale.unlink()
-        done = subprocess.run(
-            [sys.executable, "-c", build],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=BUILD_SECONDS,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", build],
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=BUILD_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise Absent(f"its op was not built within {BUILD_SECONDS:g} s") from None
     if done.returncode != 0:
-        raise Absent(f"its op was not built: {done.stderr.strip().splitlines()[-1]}")
+        last = (done.stderr.strip().splitlines() or [f"the build ended with {done.returncode}"])[-1]
+        raise Absent(f"its op was not built: {last}")
     try:
         yield environment
     finally:
