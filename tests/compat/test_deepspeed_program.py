@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ import ringway
 from ringway.compat import deepspeed as dist
 from ringway.compat.deepspeed import launcher
 from ringway.errors import DiscoveryError, UsageError
+from ringway.launch.run import run
 from ringway.testing import RankContext, RankPool
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_dropin.py"
@@ -354,12 +354,12 @@ def test_timers_and_small_classes() -> None:
         dist.P2POp(print, torch.ones(1), 0)
 
 
-def test_example_under_ringway_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ringway.cli", "run", "-n", "2", str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[rank 0] sum 3, logged ['broadcast', 'gradients'] on 2 ranks" in done.stdout
+def _launch_example(context: RankContext) -> int:
+    return run([sys.executable, str(EXAMPLE)], 2).code
+
+
+def test_example_under_ringway_run(pool: RankPool) -> None:
+    (launcher_ended,) = pool.try_run(_launch_example, world_size=1, timeout=200)
+    assert launcher_ended.ok, launcher_ended
+    assert launcher_ended.value == 0, launcher_ended.output
+    assert "[rank 0] sum 3, logged ['broadcast', 'gradients'] on 2 ranks" in launcher_ended.output

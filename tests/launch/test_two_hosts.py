@@ -135,8 +135,8 @@ def test_shared_memory_is_refused_by_name(hosts: tuple[Host, Host]) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_missing_host_is_named(hosts: tuple[Host, Host]) -> None:
-    first = hosts[0].start("collectives", _slurm(hosts, 0, "33") | {"RINGWAY_TIMEOUT": "4"})
-    alone = hosts[1].start("collectives", _slurm(hosts, 1, "34") | {"RINGWAY_TIMEOUT": "4"})
+    first = hosts[0].start("collectives", _slurm(hosts, 0, "33") | {"RINGWAY_TIMEOUT": "2"})
+    alone = hosts[1].start("collectives", _slurm(hosts, 1, "34") | {"RINGWAY_TIMEOUT": "2"})
     facts, _ = _facts(first)
     assert facts.get("error") == "RendezvousError", facts
     assert facts["missing"] == [1]
