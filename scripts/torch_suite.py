@@ -81,9 +81,9 @@ class Outcomes(unittest.TestResult):
     addError = addFailure  # noqa: N815
 
 
-def import_suite() -> Any:
+def import_suite(scratch: str) -> Any:
     """The suite, as it is defined for gloo. Its settings are environment variables."""
-    scratch = tempfile.mkdtemp(prefix="torch-suite-")
+    tempfile.tempdir = scratch  # it leaves files behind
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(WORLD),
@@ -220,10 +220,11 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--keep", type=Path, help="a folder for the outcomes and the ranks' output")
     arguments = parser.parse_args()
-    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="torch-suite-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    suite = import_suite()
-    gloo, shm = (outcomes(suite, backend, arguments.words, folder) for backend in ("gloo", "shm"))
+    with tempfile.TemporaryDirectory(prefix="torch-suite-") as scratch:
+        folder = arguments.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        suite = import_suite(scratch)
+        gloo, shm = (outcomes(suite, backend, arguments.words, folder) for backend in ("gloo", "shm"))
     unexplained = compare(gloo, shm)
     print(f"\n{unexplained} tests fail on shm, or execute on gloo only, without a reason on record")
     sys.exit(1 if unexplained else 0)
