@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ringway import groups
 from ringway.api import irecv, isend, recv, send
-from ringway.compress.collectives import AllReduce, Setting
 from ringway.compress.choice import kernels_for
+from ringway.compress.collectives import AllReduce, Setting
 from ringway.compress.onebit import OneBit
 from ringway.errors import BackendUnavailable, UsageError
 from ringway.world import world

@@ -1,6 +1,6 @@
 """The device code of the pass before the pass: what a scale for the whole tensor is made from."""
 # mypy: ignore-errors
-# ruff: noqa: N803, N806 - Triton spells its compile-time arguments in capitals
+# ruff: noqa: N803 - Triton spells its compile-time arguments in capitals
 
 import triton
 import triton.language as tl
