@@ -39,7 +39,7 @@ types: build
 	@$(VENV)/bin/mypy
 
 unit: build
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n 2 --dist loadfile
 
 test: lint types unit
 

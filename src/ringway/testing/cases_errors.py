@@ -174,7 +174,7 @@ def tensors_without_memory_of_their_own(probe: Probe) -> None:
         yield partial(dist.all_reduce, torch.ones(1).expand(4))
         yield partial(dist.all_gather_into_tensor, torch.ones(1).expand(2 * size), torch.ones(2))
         yield partial(dist.all_reduce, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
-        yield partial(dist.all_reduce, torch.eye(3).to_sparse())
+        yield partial(dist.broadcast, torch.eye(3).to_sparse(), group_src=0)
 
     _refused(probe, calls())
 
