@@ -45,6 +45,8 @@ _SPIN_RATE = 0.5e9
 _NAP_LEAST = 20e-6
 _NAP_MOST = 1e-3
 _LEAVE_SECONDS = 10.0
+_LAST_WORDS = 0.5
+"""Seconds in which the launcher carries out what a rank said before it ended the job: MPICH's drops the rest."""
 
 # What each launcher tells its ranks, and which MPIs understand it.
 _LAUNCHERS = (
@@ -226,6 +228,7 @@ def _abort(why: str) -> None:
     who = _rank_in_words or f"MPI rank {MPI.COMM_WORLD.Get_rank()}"
     print(f"ringway: {who} {why}; ending the MPI job", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    time.sleep(_LAST_WORDS)
     MPI.COMM_WORLD.Abort(1)
 
 
