@@ -15,7 +15,6 @@ import argparse
 import copy
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringway
+from ringway import _core
 from ringway.bench.runner import Candidate, Estimate, Ranks, measure, paired_ratio
 from ringway.bench.table import in_ratio, in_time, machine
 from ringway.parallel import register_data_parallel_hooks
@@ -125,8 +125,8 @@ def _travels(training: Training) -> tuple[float, list[Travel]]:
     moments: list[int] = []
     first_weight = next(training.model.parameters())
     marks = [
-        first_weight.register_hook(lambda gradient: moments.append(time.monotonic_ns())),
-        training.model.register_forward_hook(lambda module, inputs, output: moments.append(time.monotonic_ns())),
+        first_weight.register_hook(lambda gradient: moments.append(_core.monotonic_ns())),
+        training.model.register_forward_hook(lambda module, inputs, output: moments.append(_core.monotonic_ns())),
     ]
     training.step()
     for mark in marks:

@@ -9,7 +9,7 @@ namespace ringway {
 
 enum class State : uint8_t { Issued = 0, Completed = 1, Failed = 2 };
 
-// Nanoseconds of the system's monotonic clock: one clock for all processes of a host.
+// Nanoseconds of a monotonic clock that all processes of a host share.
 int64_t monotonic_ns();
 
 struct Entry {

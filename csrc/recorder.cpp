@@ -16,9 +16,22 @@ thread_local bool quiet_here = false;
 }  // namespace
 
 int64_t monotonic_ns() {
+#if defined(__aarch64__)
+    // The counter that the kernel's monotonic clock is made of, and like it the same for all processes of a host.
+    // Read directly it takes a third of the time; it only lacks the kernel's slow adjustments of its rate.
+    static const uint64_t scale = [] {
+        uint64_t frequency;
+        asm("mrs %0, cntfrq_el0" : "=r"(frequency));
+        return (uint64_t{1000000000} << 32) / frequency;
+    }();
+    uint64_t ticks;
+    asm volatile("mrs %0, cntvct_el0" : "=r"(ticks));
+    return static_cast<int64_t>((static_cast<unsigned __int128>(ticks) * scale) >> 32);
+#else
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+#endif
 }
 
 void set_quiet(bool quiet) { quiet_here = quiet; }
