@@ -18,9 +18,9 @@ _STATES = ("issued", "completed", "failed")
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call as the recorder kept it. Times are nanoseconds of the host's monotonic counter (`_core.monotonic_ns`); `completed_ns` is
-    0 while the call is under way. `site` is (file, line, function), or None where no Python frame of the
-    program's was on the stack (the autograd engine's threads)."""
+    """One call as the recorder kept it. Times are nanoseconds of the host's monotonic counter, as
+    `_core.monotonic_ns()` gives them; `completed_ns` is 0 while the call is under way. `site` is (file, line,
+    function), or None where no Python frame of the program's was on the stack (the autograd engine's threads)."""
 
     sequence: int
     op: str
