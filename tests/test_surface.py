@@ -114,19 +114,19 @@ def test_codes_are_the_native_cores() -> None:
         assert lane.begin_plain(1, torch.zeros(3).to(dtype), 0, -1, ~(1 << code) & 0xFFFF) == 0, dtype
 
 
-def _seconds(code: str) -> float:
-    script = f"import time, sys; a = time.perf_counter(); {code}; print(time.perf_counter() - a)"
+def _seconds(before: str, code: str) -> float:
+    """CPU time, which a busy machine does not stretch."""
+    script = f"import time; {before}; a = time.process_time(); {code}; print(time.process_time() - a)"
     return float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
 
 
 def test_import_adds_little_to_torchs() -> None:
-    """The goal is 15 %; a slow machine may be noisy, so the best of some tries counts, with slack."""
     ratios = []
     for _ in range(5):
-        ratios.append(_seconds("import torch; a = time.perf_counter(); import ringway") / _seconds("import torch"))
-        if min(ratios) < 0.15:
+        ratios.append(_seconds("import torch", "import ringway") / _seconds("pass", "import torch"))
+        if ratios[-1] < 0.15:
             return
-    assert min(ratios) < 0.3, ratios
+    raise AssertionError(ratios)
 
 
 def test_nothing_optional_is_imported() -> None:
