@@ -1,14 +1,11 @@
 #include "responder.h"
 
-#include <Python.h>
 #include <arpa/inet.h>
-#include <dlfcn.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -22,6 +19,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "stacks.h"
 #include "story.h"
 
 namespace ringway {
@@ -115,23 +113,7 @@ bool same_secret(const char* given, const std::string& token) {
     return differ == 0;
 }
 
-std::string read_back(int fd) {
-    std::string text(kMaxStackBytes, '\0');
-    const ssize_t got = pread(fd, &text[0], text.size(), 0);
-    text.resize(got > 0 ? static_cast<size_t>(got) : 0);
-    return text;
-}
-
-using DumpThreads = const char* (*)(int, PyInterpreterState*, PyThreadState*);
-
-DumpThreads dump_threads() {
-    static const auto found = reinterpret_cast<DumpThreads>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
-    return found;
-}
-
 }  // namespace
-
-bool dumps_stacks() { return dump_threads() != nullptr; }
 
 Responder::Responder(std::shared_ptr<Recorder> recorder, const std::string& address, const std::string& token,
                      const std::string& facts)
@@ -235,36 +217,23 @@ std::string Responder::stacks() {
     if (changed_.wait_for(guard, kPatience, [&] { return answered_ >= question || closing_; }) && !closing_) {
         latest_stacks_ = answer_;
     } else if (!closing_) {
-        // Whoever holds the GIL has not let go of it for a second, so no frame changes while it is read.
-        if (dumps_stacks()) {
-            const int fd = memfd_create("ringway-stacks", MFD_CLOEXEC);
-            dump_threads()(fd, PyInterpreterState_Main(), nullptr);
-            latest_stacks_ = read_back(fd);
-            ::close(fd);
-        } else if (signal_fd_ >= 0 && ftruncate(signal_fd_, 0) == 0) {
-            lseek(signal_fd_, 0, SEEK_SET);
-            sigset_t own;
-            sigemptyset(&own);
-            sigaddset(&own, signal_);
-            pthread_sigmask(SIG_UNBLOCK, &own, nullptr);
-            pthread_kill(pthread_self(), signal_);
-            latest_stacks_ = read_back(signal_fd_);
-        } else {
-            latest_stacks_.clear();
-        }
+        // Somebody holds the GIL and does not let go of it.
+        const int number = signal_, fd = signal_fd_;
+        guard.unlock();
+        const std::string text = stacks_of_a_copy(number, fd);
+        guard.lock();
+        latest_stacks_ = text;
     }
     latest_stacks_ns_ = monotonic_ns();
     return latest_stacks_;
 }
 
-Waking Responder::wait(double seconds) {
+bool Responder::wait() {
     std::unique_lock<std::mutex> guard(lock_);
-    const auto called = [this] { return asked_ > seen_ || closing_ || !leaving_.empty(); };
-    changed_.wait_for(guard, std::chrono::duration<double>(seconds), called);
-    if (closing_ || !leaving_.empty()) return Waking::Closed;
-    if (asked_ == seen_) return Waking::Nothing;
+    changed_.wait(guard, [this] { return asked_ > seen_ || closing_ || !leaving_.empty(); });
+    if (closing_ || !leaving_.empty()) return false;
     seen_ = asked_;
-    return Waking::Asked;
+    return true;
 }
 
 void Responder::answer(const std::string& stacks) {

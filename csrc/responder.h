@@ -21,11 +21,6 @@
 
 namespace ringway {
 
-enum class Waking { Nothing = 0, Asked = 1, Closed = 2 };
-
-// Whether this interpreter lets its frames be read without the GIL by a plain call.
-bool dumps_stacks();
-
 class Responder {
   public:
     // `address` is the one to listen on. `facts` is a JSON object that is part of each reply.
@@ -37,10 +32,10 @@ class Responder {
 
     int port() const { return port_; }
 
-    // For the rank's watching thread, without the GIL: sleeps until somebody asks for stacks, or `seconds`.
-    Waking wait(double seconds);
-    // The watching thread's answer: stacks taken with the GIL. If it does not come, the GIL is not to be had, and
-    // the frames, which then stand still, are read without it.
+    // For a thread of the rank's that does nothing else, without the GIL: sleeps until somebody asks for stacks;
+    // false at the end.
+    bool wait();
+    // That thread's answer: stacks taken with the GIL. If it does not come in time, they are read without.
     void answer(const std::string& stacks);
     // Where the interpreter cannot be asked for stacks directly: a signal at which faulthandler writes them to
     // `fd`. It is raised in the responder's own thread only.

@@ -1,9 +1,10 @@
 """The stall watch: a call that waits too long says whom it waits for, and why.
 
-One thread a rank sleeps in the rank's responder and looks once a second at what is under way: that is local and
-costs a few microseconds. While all is well nothing is sent. When a call has waited `stall_after` seconds, the
-thread asks the other ranks of its group where they are and prints one verdict; a rank that is asked prints who is
-waiting for it. At the call's end `faults.py` turns the same answers into the error that is raised.
+One thread a rank looks once a second at what is under way: that is local and costs a few microseconds. While all
+is well nothing is sent. When a call has waited `stall_after` seconds, the thread asks the other ranks of its group
+where they are and prints one verdict; a rank that is asked prints who is waiting for it. A second thread does
+nothing but answer with the Python stacks, so that two ranks may ask each other at once. At the call's end
+`faults.py` turns the same answers into the error that is raised.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from ringway.observe.verdict import Verdict, judge, named, own_stack
 from ringway.world import world
 
 STALL_AFTER = 30.0
-_ASKED, _CLOSED = 1, 2
 _LOOK_MOST = 1.0
 _LOOK_LEAST = 0.05
 _KEPT_VERDICTS = 32
@@ -113,7 +113,9 @@ class StallWatch:
         self.job: Job | None = None
         self.verdicts: deque[str] = deque(maxlen=_KEPT_VERDICTS)
         self.responder: _core.Responder | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: tuple[threading.Thread, ...] = ()
+        self._was_asked = threading.Event()
+        self._ended = False
         self._limits: list[tuple[int, int | None, float]] = []
         self._told: set[int] = set()
         self._told_waiters: set[tuple[str, int]] = set()
@@ -146,9 +148,15 @@ class StallWatch:
         job.publish(Address(job.rank, socket.gethostname(), self._ip, self.responder.port, self._token, os.getpid()))
         self.job = job
         self._told_waiters.clear()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ringway-stall-watch", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            self._threads = (
+                threading.Thread(target=self._run, name="ringway-stall-watch", daemon=True),
+                threading.Thread(
+                    target=self._answer, args=(self.responder,), name="ringway-stall-answers", daemon=True
+                ),
+            )
+            for thread in self._threads:
+                thread.start()
 
     def leave(self) -> None:
         """At the interpreter's end: whoever still waits for this rank is told why it will not come."""
@@ -158,8 +166,10 @@ class StallWatch:
         self.responder.farewell(why)
         if self.job is not None and self.job.size > 1:
             self.job.write(f"ringway/end/{self.job.rank}", why)
-        if self._thread is not None:
-            self._thread.join(1.0)
+        self._ended = True
+        self._was_asked.set()
+        for thread in self._threads:
+            thread.join(1.0)
 
     def forked(self) -> None:
         """A child has none of this: its parent's sockets are closed in it."""
@@ -192,22 +202,25 @@ class StallWatch:
         shortest = min([self.seconds, *(limit[2] for limit in self._limits)])
         return min(max(shortest / 4, _LOOK_LEAST), _LOOK_MOST)
 
-    # The thread
+    # The threads
+
+    def _answer(self, responder: _core.Responder) -> None:
+        while responder.wait():
+            responder.answer(stacks_text())
+            self._was_asked.set()
 
     def _run(self) -> None:
         learned: Job | None = None
         while True:
-            responder, job = self.responder, self.job
-            if responder is None:
-                return
+            job = self.job
             # Addresses are wanted soon: the store may die as early as any rank.
-            woken = responder.wait(self._pause() if learned is job else _LOOK_LEAST)
-            if woken == _CLOSED:
+            asked = self._was_asked.wait(self._pause() if learned is job else _LOOK_LEAST)
+            if self._ended:
                 return
             # Nothing that goes wrong here may take the watch away.
             with suppress(Exception):
-                if woken == _ASKED:
-                    responder.answer(stacks_text())
+                if asked:
+                    self._was_asked.clear()
                     self._give_up_what_failed()
                     self._asked()
                 if job is not None and learned is not job and (job.learn() or job.store_gone):
