@@ -24,6 +24,15 @@ bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64
     return false;
 }
 
+// A request whose only input is a copy.
+struct CopiedInput {
+    CopiedInput(const Request& r, int64_t bytes) : copy(r.in.at(0), r.in.at(0) + bytes), request(r) {
+        request.in = Blocks{copy.data(), 0, nullptr};
+    }
+    std::vector<std::byte> copy;
+    Request request;
+};
+
 }  // namespace
 
 void Collectives::dispatch(const Request& r) {
@@ -57,7 +66,7 @@ void Collectives::dispatch(const Request& r) {
 
 void Collectives::alone(const Request& r) {
     const bool paired = r.op == Op::AllToAll || r.op == Op::AllToAllSingle;
-    const int64_t bytes = paired && r.send_bytes != nullptr ? r.send_bytes[0] : r.count * r.element;
+    const int64_t bytes = paired ? r.bytes_to(0) : r.count * r.element;
     if (reduces(r.op)) {
         sources_[0] = r.in.at(0);
         reduce_sources(r, r.out.at(0), nullptr, bytes);
@@ -207,7 +216,10 @@ void Collectives::reduce(const Request& r) {
 
 void Collectives::all_gather(const Request& r) {
     const int64_t bytes = r.count * r.element;
-    if (overlaps_askew(r.in.at(0), r.out, size_, bytes)) return all_gather(with_copied_input(r, bytes));
+    if (overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
+        CopiedInput copy(r, bytes);
+        return all_gather(copy.request);
+    }
     if (fits_entry(bytes)) {
         announce_with(r.in.at(0), bytes);
         move_bytes(r.out.at(rank_), payload(rank_), bytes);
@@ -248,7 +260,10 @@ void Collectives::gather_in_steps(const Request& r, int taker) {
 void Collectives::gather(const Request& r) {
     const int64_t bytes = r.count * r.element;
     const bool root = rank_ == r.root;
-    if (root && overlaps_askew(r.in.at(0), r.out, size_, bytes)) return gather(with_copied_input(r, bytes));
+    if (root && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
+        CopiedInput copy(r, bytes);
+        return gather(copy.request);
+    }
     if (!fits_entry(bytes)) {
         announce();
         return gather_in_steps(r, r.root);
@@ -325,13 +340,6 @@ void Collectives::reduce_scatter(const Request& r) {
             reduce_sources(r, r.out.at(0) + turn * part, nullptr, size_at(turn));
         },
         [](int64_t, uint64_t) {});
-}
-
-Request Collectives::with_copied_input(const Request& r, int64_t bytes) {
-    copied_.assign(r.in.at(0), r.in.at(0) + bytes);
-    Request apart = r;
-    apart.in = Blocks{copied_.data(), 0, nullptr};
-    return apart;
 }
 
 }  // namespace ringway::shm

@@ -29,9 +29,9 @@ bool Collectives::announce_row(const Request& r) {
     int64_t all = 0;
     int64_t largest = 0;
     for (int rank = 0; rank < size_; ++rank) {
-        const int64_t to = r.send_bytes != nullptr ? r.send_bytes[rank] : r.count * r.element;
+        const int64_t to = r.bytes_to(rank);
         row->bytes[rank] = to;
-        row->bytes[size_ + rank] = r.recv_bytes != nullptr ? r.recv_bytes[rank] : r.count * r.element;
+        row->bytes[size_ + rank] = r.bytes_from(rank);
         if (rank == rank_) continue;
         all += to;
         largest = std::max(largest, to);
@@ -42,31 +42,37 @@ bool Collectives::announce_row(const Request& r) {
         std::byte* data = own_payload() + Row::size_for(size_);
         for (int rank = 0; rank < size_; ++rank) {
             if (rank == rank_) continue;
-            move_bytes(data, r.in.at(rank), row->to(rank));
-            data += row->to(rank);
+            move_bytes(data, r.in.at(rank), r.bytes_to(rank));
+            data += r.bytes_to(rank);
         }
     }
     announce();
     return eager;
 }
 
-// Where the block for this rank begins in the entry of `from`.
-const std::byte* Collectives::eager_block(int from) const {
+// The block for this rank in the entry of `from`: it lies behind those for the ranks before.
+const std::byte* Collectives::eager_block(int from, int64_t bytes) {
     const auto* row = reinterpret_cast<const Row*>(payload(from));
-    const std::byte* data = payload(from) + Row::size_for(size_);
-    for (int rank = 0; rank < rank_; ++rank)
-        if (rank != from) data += row->to(rank);
-    return data;
+    int64_t at = Row::size_for(size_);
+    bool inside = true;
+    for (int rank = 0; rank < rank_; ++rank) {
+        if (rank == from) continue;
+        const int64_t before = row->to(rank);
+        inside = inside && before >= 0 && fits_entry(before);
+        at += inside ? before : 0;
+    }
+    if (inside && fits_entry(at + bytes)) return payload(from) + at;
+    members_.report_corrupt(*facts_, from);
+    throw Unfinished{Outcome::Faulted};
 }
 
 // Whether a block that is written may still have to be read. The own block that stays where it is may not.
 bool Collectives::shares_memory(const Request& r) const {
-    const auto bytes = [&](const int64_t* each, int rank) { return each != nullptr ? each[rank] : r.count * r.element; };
     for (int i = 0; i < size_; ++i)
         for (int o = 0; o < size_; ++o) {
             const std::byte* in = r.in.at(i);
             const std::byte* out = r.out.at(o);
-            const int64_t in_bytes = bytes(r.send_bytes, i), out_bytes = bytes(r.recv_bytes, o);
+            const int64_t in_bytes = r.bytes_to(i), out_bytes = r.bytes_from(o);
             const bool same = i == rank_ && o == rank_ && in == out;
             if (!same && in_bytes > 0 && out_bytes > 0 && in < out + out_bytes && out < in + in_bytes) return true;
         }
@@ -78,9 +84,8 @@ void Collectives::all_to_all(const Request& r) {
     std::vector<std::vector<std::byte>> apart(static_cast<size_t>(size_));
     std::vector<std::byte*> blocks(static_cast<size_t>(size_));
     for (int rank = 0; rank < size_; ++rank) {
-        const int64_t bytes = r.send_bytes != nullptr ? r.send_bytes[rank] : r.count * r.element;
         auto& block = apart[static_cast<size_t>(rank)];
-        block.assign(r.in.at(rank), r.in.at(rank) + bytes);
+        block.assign(r.in.at(rank), r.in.at(rank) + r.bytes_to(rank));
         blocks[static_cast<size_t>(rank)] = block.data();
     }
     Request separate = r;
@@ -105,12 +110,13 @@ void Collectives::exchange(const Request& r) {
     for (int i = 1; i < size_; ++i) {
         const int peer = (rank_ + i) % size_;
         meet(peer);
-        check_pair(peer, peer, rank_, row(peer)->to(rank_), row(rank_)->from(peer, size_));
-        check_pair(peer, rank_, peer, row(rank_)->to(peer), row(peer)->from(rank_, size_));
+        check_pair(peer, peer, rank_, row(peer)->to(rank_), r.bytes_from(peer));
+        check_pair(peer, rank_, peer, r.bytes_to(peer), row(peer)->from(rank_, size_));
         largest = std::max(largest, row(peer)->largest_streamed);
-        if (row(peer)->largest_streamed == 0) move_bytes(r.out.at(peer), eager_block(peer), row(peer)->to(rank_));
+        const int64_t bytes = r.bytes_from(peer);
+        if (row(peer)->largest_streamed == 0) move_bytes(r.out.at(peer), eager_block(peer, bytes), bytes);
     }
-    move_bytes(r.out.at(rank_), r.in.at(rank_), row(rank_)->to(rank_));
+    move_bytes(r.out.at(rank_), r.in.at(rank_), r.bytes_to(rank_));
     if (largest == 0) return;
 
     const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
@@ -123,7 +129,7 @@ void Collectives::exchange(const Request& r) {
             for (int rank = 0; rank < size_ && !eager; ++rank)
                 if (rank != rank_)
                     move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part,
-                         size_at(row(rank_)->to(rank), turn));
+                               size_at(r.bytes_to(rank), turn));
         },
         [&](int64_t turn, uint64_t step) {
             for (int i = 1; i < size_; ++i) {
@@ -131,7 +137,7 @@ void Collectives::exchange(const Request& r) {
                 if (row(peer)->largest_streamed == 0) continue;
                 reach(peer, &RankControl::produced, step + 1);
                 move_bytes(r.out.at(peer) + turn * part, segment_.in_cell(peer, step) + rank_ * part,
-                     size_at(row(peer)->to(rank_), turn));
+                           size_at(r.bytes_from(peer), turn));
             }
         },
         [](int64_t, uint64_t) {});

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <optional>
 #include <unordered_map>
 
@@ -53,7 +54,9 @@ nb::dict described(const CallFacts& facts) {
     d["root"] = facts.root;
     d["count"] = facts.count;
     d["number"] = facts.number;
-    d["place"] = std::string(facts.place);
+    // Another process wrote it, and may have cut it in the middle of a character.
+    d["place"] = nb::steal(PyUnicode_DecodeUTF8(
+        facts.place, static_cast<Py_ssize_t>(strnlen(facts.place, kTextBytes)), "replace"));
     return d;
 }
 
@@ -105,13 +108,14 @@ struct PyTask {
 
 class PyGroup {
   public:
-    PyGroup(int fd, int rank, int size, const std::vector<int>& pids, const std::vector<int>& pidfds, double timeout_s,
-            nb::object raise)
+    PyGroup(int fd, int rank, int size, const std::vector<int>& pids, const std::vector<int>& pidfds, int cpus,
+            double timeout_s, nb::object raise)
         : timeout_s_(timeout_s), raise_(std::move(raise)) {
         std::vector<Peer> peers;
         for (size_t i = 0; i < pids.size(); ++i) peers.push_back({pids[i], pidfds[i]});
         auto mapping = std::make_shared<Mapping>(fd, size);
-        engine_ = std::shared_ptr<Engine>(new Engine(std::move(mapping), rank, std::move(peers)), &PyGroup::release);
+        engine_ = std::shared_ptr<Engine>(new Engine(std::move(mapping), rank, std::move(peers), cpus),
+                                          &PyGroup::release);
     }
 
     // Threads that end may want the GIL, so it is not held while they are waited for.
@@ -133,6 +137,7 @@ class PyGroup {
     nb::object fault() const { return described(engine_->members.fault()); }
     Engine& engine() { return *engine_; }
     double timeout_s() const { return timeout_s_; }
+    void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
     nb::handle raiser() const { return raise_; }
 
     // Runs on this thread what can run now; else queues it and waits. Raises what went wrong.
@@ -316,17 +321,16 @@ nb::object message(PyGroup& group, nb::handle tensor, int op, int dtype, int64_t
 #include "shm_quick.h"
 
 void bind_shm(nb::module_& m) {
-    m.def("shm_create_segment", [](int size) {
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
-            return Segment::create(size);
+            std::rethrow_exception(thrown);
         } catch (const OutOfMemory& error) {
             PyErr_SetString(PyExc_MemoryError, error.what());
-            throw nb::python_error();
         }
-    }, nb::arg("size"));
+    });
+    m.def("shm_create_segment", &Segment::create, nb::arg("size"));
     m.attr("SHM_MAX_RANKS") = kMaxRanks;
     m.def("shm_isa", &reducer_isa);
-    m.def("shm_usable_cpus", &usable_cpus);
     m.def("shm_can_reduce", [](int dtype, int reduce) {
         return find_reducer(static_cast<DType>(dtype), static_cast<Reduce>(reduce)) != nullptr;
     }, nb::arg("dtype"), nb::arg("reduce"));
@@ -342,25 +346,29 @@ void bind_shm(nb::module_& m) {
         }, nb::arg("callback"));
 
     nb::class_<PyGroup>(m, "ShmGroup")
-        .def(nb::init<int, int, int, const std::vector<int>&, const std::vector<int>&, double, nb::object>(),
-             nb::arg("fd"), nb::arg("rank"), nb::arg("size"), nb::arg("pids"), nb::arg("pidfds"), nb::arg("timeout"),
-             nb::arg("raise_outcome"))
+        .def(nb::init<int, int, int, const std::vector<int>&, const std::vector<int>&, int, double, nb::object>(),
+             nb::arg("fd"), nb::arg("rank"), nb::arg("size"), nb::arg("pids"), nb::arg("pidfds"), nb::arg("cpus"),
+             nb::arg("timeout"), nb::arg("raise_outcome"))
         .def("collective", &collective, nb::arg("inputs"), nb::arg("outputs"), nb::arg("op"), nb::arg("dtype"),
              nb::arg("element"), nb::arg("reduce"), nb::arg("factor"), nb::arg("root"), nb::arg("input_splits").none(),
              nb::arg("output_splits").none(), nb::arg("timeout"), nb::arg("number"), nb::arg("asynchronous"))
         .def("message", &message, nb::arg("tensor"), nb::arg("op"), nb::arg("dtype"), nb::arg("element"),
              nb::arg("peer"), nb::arg("tag"), nb::arg("timeout"), nb::arg("number"), nb::arg("asynchronous"))
+        .def("interrupted", [](PyGroup& self) { self.engine().members.report_interrupted(); })
+        .def("set_timeout", &PyGroup::set_timeout, nb::arg("timeout"))
         .def("fault", &PyGroup::fault)
         .def("close", &PyGroup::close)
         .def("abort", &PyGroup::abort);
 
     nb::class_<Quick>(m, "ShmQuick")
-        .def(nb::init<PyGroup&, Lane&>(), nb::arg("group"), nb::arg("lane"), nb::keep_alive<1, 2>(),
-             nb::keep_alive<1, 3>())
+        .def(nb::init<PyGroup&, Lane&, nb::dict>(), nb::arg("group"), nb::arg("lane"), nb::arg("profiler"),
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
         .def("all_reduce", &Quick::all_reduce, nb::arg("tensor"), nb::arg("reduce"))
         .def("broadcast", &Quick::broadcast, nb::arg("tensor"), nb::arg("root"))
         .def("all_gather_into_tensor", &Quick::all_gather, nb::arg("output"), nb::arg("input"))
         .def("reduce_scatter_tensor", &Quick::reduce_scatter, nb::arg("output"), nb::arg("input"), nb::arg("reduce"))
         .def("all_to_all_single", &Quick::all_to_all, nb::arg("output"), nb::arg("input"))
-        .def("barrier", &Quick::barrier);
+        .def("barrier", &Quick::barrier)
+        .def("serve", &Quick::serve, nb::arg("op"), nb::arg("least"), nb::arg("most"))
+        .def("hold", &Quick::hold, nb::arg("change"));
 }

@@ -112,15 +112,26 @@ void Collectives::give_up(Waking why, int peer) {
         throw Unfinished{Outcome::Interrupted};
     }
     if (why == Waking::TimedOut) {
-        std::vector<int> missing;
-        for (int other = 0; other < size_; ++other)
-            if (other != rank_ && segment_.entry(other, sequence_).sequence.load(kObserve) < sequence_)
-                missing.push_back(other);
-        if (missing.empty()) missing.push_back(peer);
-        members_.report_timeout(*facts_, patience_->waited_s(), missing);
+        members_.report_timeout(*facts_, patience_->waited_s(), late(peer));
         throw Unfinished{Outcome::Faulted};
     }
     throw Unfinished{members_.faulted() ? Outcome::Faulted : Outcome::Closed};
+}
+
+// Whose fault it is that `peer` is waited for in vain: those that have not come to the call; or, where all have, the
+// one that the peer waits for itself, or that one in its turn.
+std::vector<int> Collectives::late(int peer) const {
+    std::vector<int> missing;
+    for (int other = 0; other < size_; ++other)
+        if (other != rank_ && segment_.entry(other, sequence_).sequence.load(kObserve) < sequence_)
+            missing.push_back(other);
+    if (!missing.empty()) return missing;
+    for (int hop = 0; hop < size_; ++hop) {
+        const uint32_t awaited = segment_.header().waiting[peer].load(std::memory_order_seq_cst);
+        if (awaited == 0 || awaited > static_cast<uint32_t>(size_) || static_cast<int>(awaited) - 1 == rank_) break;
+        peer = static_cast<int>(awaited) - 1;
+    }
+    return {peer};
 }
 
 void Collectives::post(Counter& counter, uint64_t value) {

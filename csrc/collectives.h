@@ -50,6 +50,10 @@ struct Request {
     uint64_t number = 0;
     uint32_t site = 0;
     const char* place = "";
+
+    // all_to_all's blocks.
+    int64_t bytes_to(int rank) const { return send_bytes != nullptr ? send_bytes[rank] : count * element; }
+    int64_t bytes_from(int rank) const { return recv_bytes != nullptr ? recv_bytes[rank] : count * element; }
 };
 
 class Collectives final : public Guard {
@@ -59,7 +63,9 @@ class Collectives final : public Guard {
     // Runs one collective to its end. One at a time.
     Outcome run(const Request& request, Host& host);
 
-    bool stop(int peer, bool look_for_dead) override { return members_.stop(peer, look_for_dead, *facts_); }
+    bool stop(int peer, bool look_for_dead, const Look& ready) override {
+        return members_.stop(peer, look_for_dead, *facts_, ready);
+    }
 
   private:
     static constexpr int kEverybody = -1;
@@ -96,7 +102,7 @@ class Collectives final : public Guard {
     void exchange(const Request& r);
     bool announce_row(const Request& r);
     bool shares_memory(const Request& r) const;
-    const std::byte* eager_block(int from) const;
+    const std::byte* eager_block(int from, int64_t bytes);
     void check_pair(int peer, int from, int to, int64_t sent, int64_t expected);
     void gather_in_steps(const Request& r, int taker);
 
@@ -120,11 +126,11 @@ class Collectives final : public Guard {
         if (waking != Waking::Ready) give_up(waking, peer);
     }
     [[noreturn]] void give_up(Waking why, int peer);
+    std::vector<int> late(int peer) const;
 
     Deal deal(const Request& r) const;
     bool fits_entry(int64_t bytes) const;
     bool reduces_flat(int64_t bytes) const;
-    Request with_copied_input(const Request& r, int64_t bytes);
     void reduce_sources(const Request& r, void* result, void* copy, int64_t bytes);
     const double* factors(const Request& r);
     const std::byte* payload(int rank) const { return members_.segment().entry(rank, sequence_).payload; }
@@ -145,7 +151,6 @@ class Collectives final : public Guard {
     std::vector<uint64_t> met_;  // the latest call in which each peer's signature was seen
     std::vector<const void*> sources_;
     std::vector<double> factors_;
-    std::vector<std::byte> copied_;
 };
 
 }  // namespace ringway::shm

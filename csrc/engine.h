@@ -8,8 +8,8 @@
 namespace ringway::shm {
 
 struct Engine {
-    Engine(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers)
-        : members(std::move(mapping), rank, std::move(peers)),
+    Engine(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus)
+        : members(std::move(mapping), rank, std::move(peers), cpus),
           collectives(members),
           messages(members),
           progress(members, collectives) {}

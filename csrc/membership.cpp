@@ -70,9 +70,10 @@ int signal_that_ended(const Peer& peer) {
 
 }  // namespace
 
-Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers)
+Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus)
     : rank_(rank),
       size_(mapping->size),
+      cpus_(cpus),
       born_in_(generation()),
       segment_(std::move(mapping), rank),
       peers_(std::move(peers)) {
@@ -112,16 +113,17 @@ bool Membership::dead(int peer) {
     return fcntl(segment_.fd(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own) {
+bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
     const Peer& other = peers_[static_cast<size_t>(peer)];
     if (segment_.header().left[peer].load(std::memory_order_seq_cst) != 0) {
+        if (ready()) return false;
         report(FaultKind::PeerLeft, own, [&](Fault& fault) {
             fault.rank = peer;
             fault.pid = other.pid;
         });
         return true;
     }
-    if (!look_for_dead || !dead(peer)) return false;
+    if (!look_for_dead || !dead(peer) || ready()) return false;
     const int signal = signal_that_ended(other);
     report(FaultKind::PeerLost, own, [&](Fault& fault) {
         fault.rank = peer;
@@ -131,9 +133,9 @@ bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own) {
     return true;
 }
 
-bool Membership::stop(int peer, bool look_for_dead, const CallFacts& own) {
+bool Membership::stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
     if (leaving_.load(std::memory_order_seq_cst) || faulted()) return true;
-    if (peer != kAnyone) return gone(peer, look_for_dead, own);
+    if (peer != kAnyone) return gone(peer, look_for_dead, own, ready);
     // From anyone: one that has left can still be missed by nobody, as long as there are others.
     int there = 0;
     int last = rank_;
@@ -141,10 +143,10 @@ bool Membership::stop(int peer, bool look_for_dead, const CallFacts& own) {
         if (other == rank_) continue;
         last = other;
         const bool has_left = segment_.header().left[other].load(std::memory_order_seq_cst) != 0;
-        if (!has_left && gone(other, look_for_dead, own)) return true;
+        if (!has_left && gone(other, look_for_dead, own, ready)) return true;
         there += has_left ? 0 : 1;
     }
-    return there == 0 && size_ > 1 && gone(last, look_for_dead, own);
+    return there == 0 && size_ > 1 && gone(last, look_for_dead, own, ready);
 }
 
 bool Membership::forked() const { return generation() != born_in_; }
@@ -198,6 +200,10 @@ void Membership::report_timeout(const CallFacts& own, double waited, const std::
         fault.waited = waited;
         for (const int rank : missing) fault.missing[rank / 64] |= uint64_t{1} << (rank % 64);
     });
+}
+
+void Membership::report_corrupt(const CallFacts& own, int peer) {
+    report(FaultKind::Corrupt, own, [&](Fault& fault) { fault.rank = peer; });
 }
 
 void Membership::report_interrupted() {

@@ -26,7 +26,8 @@ struct Unfinished {
 
 class Membership {
   public:
-    Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers);
+    // `cpus`: how many the processes of the group may use together.
+    Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus);
     ~Membership();
     Membership(const Membership&) = delete;
     Membership& operator=(const Membership&) = delete;
@@ -34,7 +35,7 @@ class Membership {
     int rank() const { return rank_; }
     int size() const { return size_; }
     Segment& segment() { return segment_; }
-    bool ranks_fit_cpus() const { return size_ <= usable_cpus(); }
+    bool ranks_fit_cpus() const { return size_ <= cpus_; }
 
     // Whether calls can be made at all; throws Unfinished if not. Costs two loads.
     void check();
@@ -51,8 +52,10 @@ class Membership {
         fill(*fault);
         publish(*fault);
     }
+    // `bytes` is 0 where it was a thread that could not be had.
     void report_memory(const CallFacts& own, int64_t bytes);
     void report_timeout(const CallFacts& own, double waited, const std::vector<int>& missing);
+    void report_corrupt(const CallFacts& own, int peer);
     void report_interrupted();
     void abort();
 
@@ -60,13 +63,13 @@ class Membership {
     void leave();
     bool left() const { return leaving_.load(std::memory_order_seq_cst); }
 
-    // Whether a wait for `peer` (or kAnyone) is in vain: a fault, a close, or the peer is gone, which is then
-    // reported. `own` is the call that waits.
-    bool stop(int peer, bool look_for_dead, const CallFacts& own);
+    // Whether a wait for `peer` (or kAnyone) is in vain: a fault, a close, or the peer is gone and what it was to do
+    // is not `ready`, which is then reported. `own` is the call that waits.
+    bool stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
 
   private:
     bool dead(int peer);
-    bool gone(int peer, bool look_for_dead, const CallFacts& own);
+    bool gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
     void wake_everybody();
     Fault* claim(FaultKind kind, const CallFacts& own);
     void publish(Fault& fault);
@@ -74,6 +77,7 @@ class Membership {
 
     int rank_;
     int size_;
+    int cpus_;
     uint32_t born_in_;  // generation of forks
     Segment segment_;
     std::vector<Peer> peers_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 
 namespace ringway::shm {
 namespace {
@@ -60,10 +61,19 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
             end(message, Outcome::Faulted, finished);
         }
         const bool needs_thread = in_background && !idle() && !stopping_;
-        if (needs_thread && !thread_.joinable()) thread_ = std::thread([this] { work(); });
+        if (needs_thread && !thread_.joinable()) start_thread(*message, finished);
     }
     for (const auto& done : finished) done->finish(done->verdict);
     look_again();
+}
+
+void PointToPoint::start_thread(const Message& message, Messages& finished) {
+    try {
+        thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+        members_.report_memory(message.facts, 0);
+        end_all(Outcome::Faulted, finished);
+    }
 }
 
 // Makes all threads of this rank look at its messages: there is a new one, or one is done. Threads wait in two
@@ -164,7 +174,7 @@ bool PointToPoint::push(int peer, Messages& finished) {
     uint64_t head = start;
     while (!box.empty() && head - start < ring_bytes_) {
         Message& message = *box.front();
-        const uint64_t room = ring_bytes_ - (head - ring.tail.load(kObserve));
+        const uint64_t room = ring_bytes_ - under_way(peer, head - ring.tail.load(kObserve), message.facts);
         if (!message.framed) {
             if (room < padded(sizeof(Frame))) break;
             const Frame frame{message.facts, message.bytes, message.tag};
@@ -190,6 +200,17 @@ bool PointToPoint::push(int peer, Messages& finished) {
     return head != start;
 }
 
+// The bytes between a ring's two ends, which never are more than the ring.
+uint64_t PointToPoint::under_way(int peer, uint64_t bytes, const CallFacts& facts) {
+    if (bytes > ring_bytes_) corrupt(peer, facts);
+    return bytes;
+}
+
+void PointToPoint::corrupt(int peer, const CallFacts& facts) {
+    members_.report_corrupt(facts, peer);
+    throw Unfinished{Outcome::Faulted};
+}
+
 // Copies what has arrived from `peer` to where it belongs, as far as that is known.
 bool PointToPoint::pull(int peer, Messages& finished) {
     Inbox& box = inbox_[static_cast<size_t>(peer)];
@@ -198,11 +219,12 @@ bool PointToPoint::pull(int peer, Messages& finished) {
     uint64_t tail = start;
     bool matched = false;
     while (tail - start < ring_bytes_) {
-        const auto there = static_cast<int64_t>(ring.head.load(kObserve) - tail);
+        const auto there = static_cast<int64_t>(under_way(peer, ring.head.load(kObserve) - tail, box.frame.facts));
         if (box.into == nullptr && box.aside == nullptr) {
             matched = match_aside(peer, finished) || matched;
             if (there == 0) break;
             read_ring(peer, tail, &box.frame, sizeof(Frame));
+            if (box.frame.bytes < 0) corrupt(peer, box.frame.facts);
             if (!open_frame(peer, finished)) break;
             tail += padded(sizeof(Frame));
             box.left = box.frame.bytes;
@@ -348,14 +370,14 @@ void PointToPoint::expire(Messages& finished) {
     end_all(Outcome::Faulted, finished);
 }
 
-bool PointToPoint::stop(int peer, bool look_for_dead) {
+bool PointToPoint::stop(int peer, bool look_for_dead, const Look& ready) {
     (void)peer;
     std::lock_guard<std::mutex> guard(lock_);
     bool stopped = false;
     bool any = false;
     for_each_pending([&](const Message& message) {
         any = true;
-        if (!stopped) stopped = members_.stop(message.peer, look_for_dead, message.facts);
+        if (!stopped) stopped = members_.stop(message.peer, look_for_dead, message.facts, ready);
     });
     return stopped || (!any && members_.left());
 }

@@ -62,7 +62,7 @@ class PointToPoint final : public Guard {
     // Drops the messages that are done, as Progress::sweep does.
     void sweep();
 
-    bool stop(int peer, bool look_for_dead) override;
+    bool stop(int peer, bool look_for_dead, const Look& ready) override;
 
   private:
     using Messages = std::vector<std::shared_ptr<Message>>;
@@ -91,6 +91,8 @@ class PointToPoint final : public Guard {
     bool advance(Messages& finished);
     bool push(int peer, Messages& finished);
     bool pull(int peer, Messages& finished);
+    uint64_t under_way(int peer, uint64_t bytes, const CallFacts& facts);
+    [[noreturn]] void corrupt(int peer, const CallFacts& facts);
     bool open_frame(int peer, Messages& finished);
     bool match_aside(int peer, Messages& finished);
     bool sets_aside(int peer) const;
@@ -110,6 +112,7 @@ class PointToPoint final : public Guard {
     bool step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host);
     bool give_way(std::unique_lock<std::mutex>& guard, Host& host);
     void work();
+    void start_thread(const Message& message, Messages& finished);
 
     void write_ring(int to, uint64_t at, const void* from, int64_t bytes);
     void read_ring(int from, uint64_t at, void* to, int64_t bytes) const;

@@ -1,6 +1,7 @@
 #include "progress.h"
 
 #include <chrono>
+#include <system_error>
 
 namespace ringway::shm {
 namespace {
@@ -46,15 +47,25 @@ void Progress::submit(std::shared_ptr<Collective> task) {
     Host host;
     if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id())
         return task->finish(collectives_.run(task->request, host));
-    bool stopping;
+    bool ends;
     {
         std::lock_guard<std::mutex> guard(lock_);
-        queue_.push_back(std::move(task));
-        stopping = stopping_;
-        if (!thread_.joinable() && !stopping) thread_ = std::thread([this] { work(); });
+        ends = stopping_ || !has_thread();
+        if (!ends) queue_.push_back(task);
     }
+    if (ends) return task->finish(members_.faulted() ? Outcome::Faulted : Outcome::Closed);
     changed_.notify_all();
-    if (stopping) stop();
+}
+
+// Starts the thread if there is none. Where none can be had the group is over: the other ranks would wait for ever.
+bool Progress::has_thread() {
+    if (thread_.joinable()) return true;
+    try {
+        thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+        members_.report_memory(CallFacts{}, 0);
+    }
+    return thread_.joinable();
 }
 
 bool Progress::wait(const Task& task, double timeout_s, Host& host) {

@@ -43,6 +43,7 @@ class Progress {
     void join();
 
   private:
+    bool has_thread();
     void work();
 
     Membership& members_;

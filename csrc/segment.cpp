@@ -64,7 +64,7 @@ int Segment::create(int size) {
         throw std::invalid_argument("a segment holds 1 to " + std::to_string(kMaxRanks) + " ranks, not " +
                                     std::to_string(size));
     const Geometry geometry(size);
-    const int fd = memfd_create("ringway", MFD_CLOEXEC);
+    const int fd = memfd_create("ringway", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) throw OutOfMemory("memfd_create failed: " + why(errno), static_cast<int64_t>(geometry.total));
     try {
         if (ftruncate(fd, static_cast<off_t>(geometry.total)) != 0)
@@ -78,6 +78,7 @@ int Segment::create(int size) {
         header.size = size;
         if (pwrite(fd, static_cast<const void*>(&header), offsetof(Header, fault), 0) < 0)
             throw OutOfMemory("could not write the segment's header: " + why(errno), 0);
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);  // who cut it would kill all with SIGBUS
     } catch (...) {
         close(fd);
         throw;

@@ -76,6 +76,7 @@ enum class FaultKind : int32_t {
     Interrupted,  // `rank` was interrupted (Ctrl-C) in the middle of a call
     Aborted,      // `rank` aborted the group
     Memory,       // `rank` could not reserve `bytes`
+    Corrupt,      // `reporter` read what `rank` cannot have meant to write
 };
 
 // What one rank sends and another expects, where those differ.

@@ -6,7 +6,9 @@ namespace {
 
 class Quick {
   public:
-    Quick(PyGroup& group, Lane& lane) : group_(group), lane_(lane), size_(group.engine().members.size()) {}
+    // `profiler` holds the names of torch.autograd.profiler, which says there whether a profiler is on.
+    Quick(PyGroup& group, Lane& lane, nb::dict profiler)
+        : group_(group), lane_(lane), profiler_(std::move(profiler)), size_(group.engine().members.size()) {}
 
     // Each returns 0 when the call is done, 1 when it is not one for a short cut: then nothing has happened.
 
@@ -64,7 +66,17 @@ class Quick {
         return run(r, 0);
     }
 
+    // Another backend of the same group does the calls of an op that are smaller or larger.
+    void serve(int op, int64_t least, int64_t most) { range_.at(static_cast<size_t>(op)) = {least, most}; }
+    // While the sum of changes is not zero, something that was issued elsewhere before has to end first.
+    void hold(int change) { held_ += change; }
+
   private:
+    struct Range {
+        int64_t least = 0, most = INT64_MAX;
+        bool holds(int64_t bytes) const { return least <= bytes && bytes <= most; }
+    };
+
     static bool plain(nb::handle tensor, TensorView& view) {
         return view_tensor(tensor.ptr(), view) && view.cpu && view.contiguous;
     }
@@ -87,7 +99,15 @@ class Quick {
         return r;
     }
 
+    // A call that a profiler is to see takes the long way, where it becomes an event.
+    bool profiled() const {
+        static PyObject* const name = PyUnicode_InternFromString("_is_profiler_enabled");
+        return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
+    }
+
     int run(Request& r, int64_t bytes) {
+        if (profiled()) return 1;
+        if (held_ != 0 || !range_[static_cast<size_t>(r.op)].holds(bytes)) return 1;
         const uint64_t token = lane_.begin(r.op, bytes, r.dtype, r.reduce, r.root, 0, r.site);
         r.number = lane_.collectives() - 1;
         GilHost host;
@@ -104,7 +124,11 @@ class Quick {
 
     PyGroup& group_;
     Lane& lane_;
+    const nb::dict profiler_;
     const int size_;
+    std::array<Range, 12> range_;  // by op; the last that has a short cut is the barrier
+    int held_ = 0;
 };
+static_assert(static_cast<int>(Op::Barrier) == 11);
 
 }  // namespace

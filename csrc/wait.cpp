@@ -1,7 +1,6 @@
 #include "wait.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -33,13 +32,6 @@ int64_t now_ns() {
     return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-int usable_cpus() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof set, &set) != 0) return static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
-    return CPU_COUNT(&set);
-}
-
 Waiter::Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guard& guard)
     : words_(words),
       rank_(rank),
@@ -52,21 +44,21 @@ void wake(std::atomic<uint32_t>& word) {
     if (word.exchange(0, std::memory_order_seq_cst) != 0) futex(&word, FUTEX_WAKE, 1, nullptr);
 }
 
-Waking Waiter::slowly(int peer, Patience& patience, Look look, const void* what) {
+Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
     const bool hopeful = misses_ < kMissesBorne || ++waits_ % kOneIn == 0;
-    if (may_spin_ && hopeful && spin(patience, look, what)) return Waking::Ready;
+    if (may_spin_ && hopeful && spin(patience, ready)) return Waking::Ready;
     patience.host.block();
-    const Waking waking = sleep(peer, patience, look, what);
+    const Waking waking = sleep(peer, patience, ready);
     words_[rank_].store(0, std::memory_order_relaxed);
     return waking;
 }
 
-bool Waiter::spin(Patience& patience, Look look, const void* what) {
+bool Waiter::spin(Patience& patience, const Look& ready) {
     const int64_t start = now_ns();
     patience.deadline_ns(start);
     for (;;) {
         for (int i = 0; i < kLooksPerClock; ++i) {
-            if (look(what)) {
+            if (ready()) {
                 misses_ = 0;
                 return true;
             }
@@ -81,13 +73,13 @@ bool Waiter::spin(Patience& patience, Look look, const void* what) {
     }
 }
 
-Waking Waiter::sleep(int peer, Patience& patience, Look look, const void* what) {
+Waking Waiter::sleep(int peer, Patience& patience, const Look& ready) {
     const uint32_t announced = peer == kAnyone ? kForAnyone : static_cast<uint32_t>(peer) + 1;
     bool look_for_dead = false;
     for (;;) {
         words_[rank_].store(announced, std::memory_order_seq_cst);
-        if (look(what)) return Waking::Ready;
-        if (guard_.stop(peer, look_for_dead)) return look(what) ? Waking::Ready : Waking::Stopped;
+        if (ready()) return Waking::Ready;
+        if (guard_.stop(peer, look_for_dead, ready)) return ready() ? Waking::Ready : Waking::Stopped;
         const int64_t now = now_ns();
         const int64_t left = patience.deadline_ns(now) - now;
         if (left <= 0) return Waking::TimedOut;

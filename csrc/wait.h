@@ -32,11 +32,20 @@ class Host {
 
 enum class Waking { Ready, TimedOut, Interrupted, Stopped };
 
-// Says whether a wait that is not over should be given up: a fault, a close, a peer that is gone.
+// Whether what is waited for has come.
+struct Look {
+    bool (*look)(const void*);
+    const void* what;
+
+    bool operator()() const { return look(what); }
+};
+
+// Says whether a wait that is not over should be given up: a fault, a close, a peer that is gone. A peer may have
+// done all that was asked of it and then gone, so `ready` is asked again once it is seen to be gone.
 class Guard {
   public:
     virtual ~Guard() = default;
-    virtual bool stop(int peer, bool look_for_dead) = 0;
+    virtual bool stop(int peer, bool look_for_dead, const Look& ready) = 0;
 };
 
 // How long one call may still take, and on which thread it waits.
@@ -71,8 +80,8 @@ class Waiter {
             if (ready()) return Waking::Ready;
             relax();
         }
-        return slowly(
-            peer, patience, [](const void* what) { return (*static_cast<const Ready*>(what))(); }, &ready);
+        return slowly(peer, patience,
+                      Look{[](const void* what) { return (*static_cast<const Ready*>(what))(); }, &ready});
     }
 
     // Wakes whoever sleeps for what this rank has just posted.
@@ -92,10 +101,9 @@ class Waiter {
     static constexpr int kQuickLooks = 64;
     static constexpr uint32_t kForAnyone = UINT32_MAX;
 
-    using Look = bool (*)(const void*);
-    Waking slowly(int peer, Patience& patience, Look look, const void* what);
-    bool spin(Patience& patience, Look look, const void* what);
-    Waking sleep(int peer, Patience& patience, Look look, const void* what);
+    Waking slowly(int peer, Patience& patience, const Look& ready);
+    bool spin(Patience& patience, const Look& ready);
+    Waking sleep(int peer, Patience& patience, const Look& ready);
 
     std::atomic<uint32_t>* words_;
     int rank_;
@@ -106,8 +114,5 @@ class Waiter {
     int misses_ = 0;  // spins in vain since the last that was not
     unsigned waits_ = 0;
 };
-
-// How many CPUs this process may use.
-int usable_cpus();
 
 }  // namespace ringway::shm

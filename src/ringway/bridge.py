@@ -7,13 +7,15 @@ pair torch calls depends on its version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway.backends.c10d import Gloo
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -55,6 +57,9 @@ class Bridge(c10d.ProcessGroup):
         custom = c10d.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(custom)
         self._register_backend(torch.device("cpu"), custom, inner)
+        self._inner = inner  # torch would give out another Python object for it, that tells nobody
+        if isinstance(inner, Gloo):
+            inner.told = _weakly(communicator.set_timeout)
         for device, backend in devices.items():
             self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
 
@@ -201,6 +206,18 @@ class Bridge(c10d.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def _weakly(told: Callable[[float], None]) -> Callable[[float], None]:
+    """The method, as long as its object lives: the group that tells lives as long as torch likes."""
+    method = weakref.WeakMethod(told)
+
+    def tell(seconds: float) -> None:
+        found = method()
+        if found is not None:
+            found(seconds)
+
+    return tell
 
 
 class _WorkHandle(Handle):

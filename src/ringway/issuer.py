@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import index
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class Issuer:
         self.explain: Callable[[Issuer, BaseException], BaseException] | None = None
         """Turns a backend's error into one that knows what the other ranks know."""
         self.closed = False
+        self._limit: float | None = None
         self._check = self._lane.check
         self._offered: Any = None
         self._works: weakref.WeakSet[Work] = weakref.WeakSet()
@@ -188,6 +190,14 @@ class Issuer:
             self._short_cuts = {}
         self.quick_all_reduce = self._short_cuts.get(ALL_REDUCE.name)
 
+    def set_timeout(self, seconds: float) -> None:
+        """The limit of calls that name none, from now on; until then it is the group's."""
+        self.info = replace(self.info, timeout=seconds)
+        self._limit = seconds
+        for backend in self._backends.values():
+            if isinstance(backend, Backend):
+                backend.set_timeout(seconds)
+
     def origins(self) -> dict[str, dict[str, str]]:
         """Where each op comes from, by device: native, or composed of what."""
         return {device: dict(made.origins) for device, made in self._plans.items()}
@@ -199,6 +209,7 @@ class Issuer:
         self.require_health()
         call.size = self.size
         call.group = self.name
+        call.timeout = call.timeout or self._limit
         made = self._plan(admit(call) or self._default_device)
         check(call, self.rank)
         dtype = call.dtype

@@ -245,6 +245,13 @@ def register_with_torch(registration: registry.Registration) -> None:
     c10d.Backend.default_device_backend_map.update(defaults)
 
 
+def introduce_to_torch() -> None:
+    """Makes the names of all our backends known to torch. From 2.14 on torch calls it by itself, through an entry
+    point, when a program names one of them that has not imported ringway."""
+    for registration in registry.registrations():
+        register_with_torch(registration)
+
+
 def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
     announcements.wait_for_quiet(LEAVING_SECONDS)
@@ -268,7 +275,6 @@ def _introduce() -> None:
 
 _introduce()
 world = World()
-for _registration in registry.registrations():
-    register_with_torch(_registration)
+introduce_to_torch()
 os.register_at_fork(after_in_child=world.forked)
 atexit.register(_leave)

@@ -10,6 +10,7 @@ import socket
 import statistics
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def test_a_stranger_is_turned_away() -> None:
     segments: dict[int, shm_meeting.SharedSegment] = {}
 
     def arrive(rank: int) -> None:
-        segments[rank] = shm_meeting.meet(store, rank, 2, 60)
+        segments[rank] = shm_meeting.meet(store, rank, 2, 60, replace)
 
     host = threading.Thread(target=arrive, args=(0,))
     host.start()
@@ -199,7 +200,7 @@ def test_a_stranger_is_turned_away() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(30)
         stranger.connect("\0" + meeting["name"])
-        hello = {"token": secrets.token_hex(32), "rank": 1, "pid": os.getpid()}
+        hello = {"token": secrets.token_hex(32), "rank": 1, "pid": os.getpid(), "cpus": [0]}
         shm_meeting._send(stranger, hello)
         assert stranger.recv(1000) == b""
     arrive(1)
@@ -208,6 +209,8 @@ def test_a_stranger_is_turned_away() -> None:
     assert os.fstat(segments[0].fd).st_ino == os.fstat(segments[1].fd).st_ino
     assert segments[0].pids == segments[1].pids == [os.getpid()] * 2
     for segment in segments.values():
+        # Nothing of it goes to a program that this one starts.
+        assert not any(os.get_inheritable(fd) for fd in (segment.fd, *segment.pidfds) if fd >= 0)
         segment.close()
 
 

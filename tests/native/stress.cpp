@@ -184,7 +184,8 @@ int main(int argc, char** argv) {
     const auto mapping = std::make_shared<Mapping>(Segment::create(size), size);
     std::vector<std::unique_ptr<Engine>> engines;
     for (int rank = 0; rank < size; ++rank)
-        engines.push_back(std::make_unique<Engine>(mapping, rank, std::vector<Peer>(static_cast<size_t>(size), Peer{getpid(), -1})));
+        engines.push_back(std::make_unique<Engine>(mapping, rank, std::vector<Peer>(static_cast<size_t>(size), Peer{getpid(), -1}),
+                                                   static_cast<int>(std::thread::hardware_concurrency())));
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank)
         threads.emplace_back([&, rank] {

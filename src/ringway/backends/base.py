@@ -103,6 +103,9 @@ class Backend(metaclass=_LikeTorch):
         """
         return None
 
+    def set_timeout(self, seconds: float) -> None:
+        """The limit of calls that name none, from now on. Only short cuts need to be told: a `Call` says its own."""
+
     def close(self) -> None:
         """End the backend. Idempotent and bounded."""
 

@@ -237,6 +237,20 @@ class TorchBackend(C10dBackend):
         return self._start(call, self._group._reduce_scatter_base, call.outputs[0], call.inputs[0], options)
 
 
+_TorchsGloo: Any = c10d.ProcessGroupGloo if c10d.is_gloo_available() else object
+
+
+class Gloo(_TorchsGloo):  # type: ignore[misc]
+    """torch's gloo, which tells when torch gives the group another timeout (`_set_pg_timeout`)."""
+
+    told: Callable[[float], None] | None = None
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        if self.told is not None:
+            self.told(timeout.total_seconds())
+
+
 def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
     """A gloo of torch's for the group; on the loopback interface only where all its ranks share a host."""
     if not c10d.is_gloo_available():
@@ -244,11 +258,11 @@ def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
     timeout = timedelta(seconds=info.timeout)
     device = _gloo_device(info, loopback or info.size == 1)
     if device is None:
-        return c10d.ProcessGroupGloo(info.store, info.rank, info.size, timeout)
+        return Gloo(info.store, info.rank, info.size, timeout)
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timeout
-    return c10d.ProcessGroupGloo(info.store, info.rank, info.size, options)
+    return Gloo(info.store, info.rank, info.size, options)
 
 
 def _gloo_device(info: GroupInfo, loopback: bool) -> Any:

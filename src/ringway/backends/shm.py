@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ringway import _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.shm_faults import Faults
-from ringway.backends.shm_meeting import meet
+from ringway.backends.shm_meeting import SharedSegment, meet
+from ringway.backends.shm_profile import profiled
 from ringway.call import DTYPE_CODE, UNKNOWN_DTYPE, Call, Reduce
 from ringway.errors import CommTimeout, UsageError
 from ringway.work import DONE, Completion, Handle
@@ -70,24 +72,37 @@ class ShmBackend(Backend):
 
     def __init__(self, group: GroupInfo) -> None:
         super().__init__(group)
-        segment = meet(group.store, group.rank, group.size, group.timeout)
         self._faults = Faults(group)
-        try:
-            self._native = _core.ShmGroup(
-                segment.fd, group.rank, group.size, segment.pids, segment.pidfds, group.timeout, self._faults.throw
-            )
-        except BaseException:
-            segment.close()
-            raise
+        self._limit = _finite(group.timeout)
+        self._native = meet(group.store, group.rank, group.size, group.timeout, self._attach)
         _open.add(self)
+
+    def _attach(self, segment: SharedSegment) -> _core.ShmGroup:
+        return _core.ShmGroup(
+            segment.fd,
+            self.rank,
+            self.size,
+            segment.pids,
+            segment.pidfds,
+            len(segment.cpus),
+            self._limit,
+            self._faults.throw,
+        )
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         return _core.shm_can_reduce(DTYPE_CODE.get(dtype, UNKNOWN_DTYPE), int(reduce))
 
     def quick(self, lane: _core.Lane) -> _core.ShmQuick:
-        return _core.ShmQuick(self._native, lane)
+        return _core.ShmQuick(self._native, lane, vars(profiler))
+
+    def set_timeout(self, seconds: float) -> None:
+        self._limit = _finite(seconds)
+        self._native.set_timeout(self._limit)
 
     def _collective(self, call: Call) -> Handle:
+        return profiled(call, self._start) if profiler._is_profiler_enabled else self._start(call)
+
+    def _start(self, call: Call) -> Handle:
         dtype = call.dtype
         task = self._native.collective(
             _as_they_are(call.inputs),
@@ -110,6 +125,9 @@ class ShmBackend(Backend):
     reduce_scatter = reduce_scatter_tensor = all_to_all = all_to_all_single = barrier = _collective
 
     def _message(self, call: Call) -> Handle:
+        return profiled(call, self._start_message) if profiler._is_profiler_enabled else self._start_message(call)
+
+    def _start_message(self, call: Call) -> Handle:
         tensor = _as_they_are(call.inputs)[0] if call.inputs else _writable(call.outputs)[0]
         task = self._native.message(
             tensor,
@@ -124,20 +142,32 @@ class ShmBackend(Backend):
         )
         handle = _Handle(task, call, self._faults)
         if not call.async_op:
-            handle.wait()
+            self._wait_for(handle)
         return handle
 
     send = recv = _message
 
+    def _wait_for(self, handle: Handle) -> None:
+        """For a message that is sent or received synchronously."""
+        try:
+            handle.wait()
+        finally:
+            # Interrupted: the message would still take, or give, what is meant for another.
+            if not handle.done():
+                self._native.interrupted()
+
     def _timeout(self, call: Call) -> float:
-        timeout = self.group.timeout if call.timeout is None else call.timeout
-        return timeout if math.isfinite(timeout) else _FOREVER
+        return self._limit if call.timeout is None else _finite(call.timeout)
 
     def close(self) -> None:
         self._native.close()
 
     def abort(self) -> None:
         self._native.abort()
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else _FOREVER
 
 
 def _as_they_are(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

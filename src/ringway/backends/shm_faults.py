@@ -35,6 +35,7 @@ class _Kind(IntEnum):
     INTERRUPTED = 5
     ABORTED = 6
     MEMORY = 7
+    CORRUPT = 8
 
 
 class Faults:
@@ -65,16 +66,29 @@ class Faults:
         if kind is _Kind.TIMEOUT:
             return self._timeout(fault)
         if kind is _Kind.MEMORY:
+            return self._no_memory(fault)
+        if kind is _Kind.CORRUPT:
             return RingwayError(
-                f"{self._rank(fault['rank'])} could not get {fault['bytes']} bytes of memory during "
-                f"{_describe(fault['own'])} of the group {self._group.name}; the group has ended. "
-                "Raise the memory limit of the job or its container"
+                f"{self._rank(fault['rank'])} has written into the shared memory of the group {self._group.name} what "
+                "cannot be: something in that process writes where it should not. The group has ended"
             )
         return self._lost(kind, fault)
 
     def _rank(self, place: int) -> str:
         """A member by its global rank, as users know it."""
         return f"rank {self._group.ranks[place]}"
+
+    def _no_memory(self, fault: Facts) -> RingwayError:
+        who, name = self._rank(fault["rank"]), self._group.name
+        if not fault["bytes"]:
+            return RingwayError(
+                f"{who} could not start the thread that asynchronous calls of the group {name} need; the group has "
+                "ended. Raise the limits of the job or its container on threads and memory"
+            )
+        return RingwayError(
+            f"{who} could not get {fault['bytes']} bytes of memory during {_describe(fault['own'])} of the group "
+            f"{name}; the group has ended. Raise the memory limit of the job or its container"
+        )
 
     def _lost(self, kind: _Kind, fault: Facts) -> RingwayError:
         place, name = fault["rank"], self._group.name

@@ -4,11 +4,13 @@ Rank 0 makes the segment, a memfd, and listens on an abstract unix socket whose 
 group's corner of the store. The others connect, which proves that they are on the same host and in the same
 network namespace; both ends look at the other's credentials, so that the user is the same; the token proves that
 they belong to the group. Each hands over a descriptor of its own process, and gets the segment and those of all.
+Only when every rank has mapped the segment does any of them begin.
 Nothing has a name in a file system, so nothing is left behind, however the ranks end.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hmac
 import json
@@ -17,14 +19,14 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch.distributed as c10d
 
 from ringway import _core
-from ringway.errors import BackendUnavailable, RendezvousError, RingwayError
+from ringway.errors import BackendUnavailable, RendezvousError
 
 _KEY = "shm/meeting"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: Linux's struct ucred
@@ -34,61 +36,66 @@ _PATIENCE = 300.0
 """Seconds for a group to meet: its ranks have just talked through the store, so nobody is far."""
 
 
+Group = TypeVar("Group")
+
+
 @dataclass
 class SharedSegment:
-    """What a rank has after the meeting. The descriptors are its own; -1 where the kernel has no pidfds."""
+    """What a rank has after the meeting. The descriptors are its own; -1 where the kernel has no pidfds. `cpus` are
+    those that any rank of the group may run on."""
 
     fd: int
     pids: list[int]
     pidfds: list[int]
+    cpus: set[int] = field(default_factory=lambda: set(os.sched_getaffinity(0)))
 
     def close(self) -> None:
         _close([self.fd, *self.pidfds])
 
 
-def meet(store: c10d.Store, rank: int, size: int, timeout: float) -> SharedSegment:
-    """Every rank of the group calls it; all get the same segment, or all raise."""
+def meet(store: c10d.Store, rank: int, size: int, timeout: float, attach: Callable[[SharedSegment], Group]) -> Group:
+    """Every rank of the group calls it; all get what their `attach` makes of the same segment, or all raise."""
     if size > _core.SHM_MAX_RANKS:
         raise BackendUnavailable("shm", f"a group of {size} ranks is larger than its limit of {_core.SHM_MAX_RANKS}")
     deadline = time.monotonic() + min(timeout, _PATIENCE)
     if rank == 0:
-        return _host(store, size, deadline)
-    return _join(store, rank, size, deadline)
+        return _host(store, size, deadline, attach)
+    return _join(store, rank, size, deadline, attach)
 
 
 # Rank 0's side
 
 
-def _host(store: c10d.Store, size: int, deadline: float) -> SharedSegment:
+def _host(store: c10d.Store, size: int, deadline: float, attach: Callable[[SharedSegment], Group]) -> Group:
     try:
         fd = _core.shm_create_segment(size)
     except MemoryError as error:
         store.set(_KEY, json.dumps({"error": str(error)}))
         raise _no_memory(str(error)) from None
-    if size == 1:
-        return SharedSegment(fd, [os.getpid()], [-1])
     segment = SharedSegment(fd, [os.getpid()] + [0] * (size - 1), [_own_pidfd()] + [-1] * (size - 1))
     members: dict[int, socket.socket] = {}
     try:
-        _gather(store, segment, members, deadline)
+        if size > 1:
+            _gather(store, segment, members, deadline)
         for member in members.values():
             _send_segment(member, segment)
         for rank, member in members.items():
             answer = _read(member, deadline, f"rank {rank}")
             if "error" in answer:
-                raise RingwayError(f"rank {rank} could not map the shared segment: {answer['error']}")
+                raise _error_in({**answer, "error": f"rank {rank}: {answer['error']}"})
+        group = _attached(segment, attach)
         for member in members.values():
             _send(member, {"go": True})
     except BaseException as error:
         for member in members.values():
             with contextlib.suppress(OSError):
-                _send(member, {"error": str(error)})
+                _send(member, _in_words(error))
         segment.close()
         raise
     finally:
         for member in members.values():
             member.close()
-    return segment
+    return group
 
 
 def _gather(store: c10d.Store, segment: SharedSegment, members: dict[int, socket.socket], deadline: float) -> None:
@@ -119,6 +126,7 @@ def _gather(store: c10d.Store, segment: SharedSegment, members: dict[int, socket
                 continue
             segment.pids[rank] = int(hello["pid"])
             segment.pidfds[rank] = fds[0] if fds else -1
+            segment.cpus |= set(hello["cpus"])
             members[rank] = member
 
 
@@ -134,13 +142,14 @@ def _send_segment(member: socket.socket, segment: SharedSegment) -> None:
     parts = [have[at : at + _FDS_A_MESSAGE] for at in range(0, len(have), _FDS_A_MESSAGE)] or [[]]
     for index, ranks in enumerate(parts):
         fds = [segment.pidfds[rank] for rank in ranks] + ([segment.fd] if index == 0 else [])
-        _send(member, {"pids": segment.pids, "ranks": ranks, "more": index + 1 < len(parts)}, fds)
+        told = {"pids": segment.pids, "cpus": sorted(segment.cpus), "ranks": ranks, "more": index + 1 < len(parts)}
+        _send(member, told, fds)
 
 
 # The others' side
 
 
-def _join(store: c10d.Store, rank: int, size: int, deadline: float) -> SharedSegment:
+def _join(store: c10d.Store, rank: int, size: int, deadline: float, attach: Callable[[SharedSegment], Group]) -> Group:
     meeting = json.loads(_wait_for_key(store, deadline))
     if "error" in meeting:
         raise _no_memory(meeting["error"])
@@ -154,18 +163,22 @@ def _join(store: c10d.Store, rank: int, size: int, deadline: float) -> SharedSeg
         if not _same_user(link):
             raise BackendUnavailable("shm", "rank 0 runs as another user")
         own = _own_pidfd()
-        _send(link, {"token": meeting["token"], "rank": rank, "pid": os.getpid()}, [own] if own >= 0 else [])
+        hello = {"token": meeting["token"], "rank": rank, "pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))}
+        _send(link, hello, [own] if own >= 0 else [])
         _close([own])
         segment = _receive_segment(link, size, deadline)
         try:
-            _send(link, {"ok": True})
-            answer = _read(link, deadline, "rank 0")
-            if "error" in answer:
-                raise RendezvousError(str(answer["error"]))
-        except BaseException:
+            group = _attached(segment, attach)
+        except BaseException as error:
             segment.close()
+            with contextlib.suppress(OSError):
+                _send(link, _in_words(error))
             raise
-        return segment
+        _send(link, {"ok": True})
+        answer = _read(link, deadline, "rank 0")
+        if "error" in answer:
+            raise _error_in(answer)
+        return group
 
 
 def _receive_segment(link: socket.socket, size: int, deadline: float) -> SharedSegment:
@@ -175,8 +188,9 @@ def _receive_segment(link: socket.socket, size: int, deadline: float) -> SharedS
         part, fds = _receive(link, deadline, "rank 0")
         if "error" in part:
             segment.close()
-            raise RendezvousError(str(part["error"]))
+            raise _error_in(part)
         segment.pids = list(part["pids"])
+        segment.cpus = set(part["cpus"])
         for rank, fd in zip(part["ranks"], fds, strict=False):
             segment.pidfds[rank] = fd
         if len(fds) > len(part["ranks"]):
@@ -202,6 +216,27 @@ def _no_memory(reason: str) -> BackendUnavailable:
     return BackendUnavailable("shm", reason, remedy="Raise the memory limit of the job or its container")
 
 
+def _attached(segment: SharedSegment, attach: Callable[[SharedSegment], Group]) -> Group:
+    """The group, which owns the segment's descriptors from now on."""
+    try:
+        group = attach(segment)
+    except MemoryError as error:
+        raise _no_memory(str(error)) from None
+    segment.fd, segment.pidfds = -1, []
+    return group
+
+
+def _in_words(error: BaseException) -> dict[str, Any]:
+    """An error, for the other ranks to raise as well."""
+    if isinstance(error, BackendUnavailable):
+        return {"error": error.reason, "unavailable": True}
+    return {"error": str(error), "unavailable": False}
+
+
+def _error_in(told: dict[str, Any]) -> BackendUnavailable | RendezvousError:
+    return _no_memory(told["error"]) if told["unavailable"] else RendezvousError(told["error"])
+
+
 def _own_pidfd() -> int:
     """A descriptor of this process that shows its end, or -1 where the kernel has none."""
     try:
@@ -221,10 +256,15 @@ def _send(link: socket.socket, message: dict[str, Any], fds: Sequence[int] = ())
 
 def _receive(link: socket.socket, deadline: float, who: str) -> tuple[dict[str, Any], list[int]]:
     link.settimeout(max(0.001, deadline - time.monotonic()))
+    fds = array.array("i")
     try:
-        data, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, _FDS_A_MESSAGE + 1)
+        # Not socket.recv_fds, which drops the flag: a program that this one starts is to inherit nothing.
+        room = socket.CMSG_LEN((_FDS_A_MESSAGE + 1) * fds.itemsize)
+        data, extra, _, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
         raise RendezvousError(f"{who} connected to share memory, and then fell silent") from None
+    for _, _, part in extra:
+        fds.frombytes(part[: len(part) // fds.itemsize * fds.itemsize])
     if not data:
         raise RendezvousError(f"{who} ended while the group met")
     return json.loads(data), list(fds)
