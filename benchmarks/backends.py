@@ -77,7 +77,7 @@ def compare(arguments: argparse.Namespace) -> None:
     import torch
 
     import ringway
-    from ringway.backends.policy import MixedBackend
+    from ringway.backends.mixed import MixedBackend
     from ringway.bench import CASES, Place, Ranks, measure, paired_ratio
     from ringway.bench.tune import CANDIDATES, groups_of
     from ringway.world import world

@@ -86,16 +86,13 @@ class Quick {
                find_reducer(dtype, static_cast<Reduce>(reduce)) != nullptr;
     }
 
-    Request request(Op op, const TensorView& view, int64_t count, int reduce) const {
+    static Request request(Op op, const TensorView& view, int64_t count, int reduce) {
         Request r;
         r.op = op;
         r.dtype = view.dtype;
         r.reduce = static_cast<Reduce>(reduce);
         r.count = count;
         r.element = element_bytes(view.dtype);
-        r.timeout_s = group_.timeout_s();
-        r.site = current_site();
-        r.place = text_of_site(r.site);
         return r;
     }
 
@@ -108,6 +105,9 @@ class Quick {
     int run(Request& r, int64_t bytes) {
         if (profiled()) return 1;
         if (held_ != 0 || !range_[static_cast<size_t>(r.op)].holds(bytes)) return 1;
+        r.timeout_s = group_.timeout_s();
+        r.site = current_site();
+        r.place = text_of_site(r.site);
         const uint64_t token = lane_.begin(r.op, bytes, r.dtype, r.reduce, r.root, 0, r.site);
         r.number = lane_.collectives() - 1;
         GilHost host;

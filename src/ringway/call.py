@@ -221,7 +221,8 @@ class Call:
             return self.inputs[0].nbytes * self.size
         if self.op is SCATTER:
             return self.outputs[0].nbytes * self.size
-        return sum(t.nbytes for t in (self.inputs if self.op.counts == "inputs" else self.outputs))
+        counted = self.inputs if self.op.counts == "inputs" else self.outputs
+        return counted[0].nbytes if len(counted) == 1 else sum(t.nbytes for t in counted)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -25,7 +25,8 @@ from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, make_gloo
 from ringway.backends.c10d_work import announcements
-from ringway.backends.policy import Policy, mixed
+from ringway.backends.mixed import mixed
+from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
 from ringway.config import resolve

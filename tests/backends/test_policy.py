@@ -1,4 +1,4 @@
-"""The policy: what a table may say, that all ranks decide alike, and that calls go where it says."""
+"""The policy: what a table may say, and how `ringway tune` makes one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ringway.backends import policy
-from ringway.backends.policy import MixedBackend, Policy, Rule
+from ringway.backends.policy import Policy, Rule
 from ringway.bench.tune import winners
 from ringway.errors import ConfigError
-from ringway.testing import RankContext, RankPool
-from ringway.world import world
 
 TABLE = {
     "world_size": 2,
@@ -78,99 +75,6 @@ def test_rules_are_for_groups_of_their_size() -> None:
     assert [rule.backend for rule in table.rules_for(4)] == ["gloo"]
     assert [rule.backend for rule in table.rules_for(2)] == ["shm"]
     assert table.rules_for(3) == []
-
-
-def _mixed_calls(context: RankContext) -> dict[str, Any]:
-    """Counts which backend does what, in a world of shm with some calls given to gloo."""
-    world.policy = policy.load(TABLE, context.world_size)
-    try:
-        dist = context.start("shm", group_name="mixed")
-    finally:
-        world.policy = None
-    backend = dist.communicator().backend
-    assert isinstance(backend, MixedBackend)
-    chosen = {}
-    for name, tensor in {
-        "small": torch.ones(256),
-        "large": torch.ones(257),
-        "half": torch.ones(1000, dtype=torch.float16),
-        "huge": torch.ones(1 << 20),
-    }.items():
-        chosen[name] = backend.choose(policy.OP_BY_NAME["all_reduce"], tensor.nbytes, tensor.dtype, "cpu")
-        dist.all_reduce(tensor)
-        assert bool((tensor == context.world_size).all())
-        work = dist.all_reduce(tensor, async_op=True)
-        work.wait()
-        assert bool((tensor == context.world_size**2).all())
-    value = torch.full((5,), float(context.rank))
-    dist.broadcast(value, 1)
-    gathered = [torch.zeros(5) for _ in range(context.world_size)]
-    dist.all_gather(gathered, torch.full((5,), float(context.rank)))
-    pair = dist.new_group([0], backend="gloo")
-    if context.rank == 0:
-        dist.all_reduce(torch.ones(1), group=pair)
-    found = {
-        "chosen": chosen,
-        "broadcast": value[0].item(),
-        "gathered": [t[0].item() for t in gathered],
-        "origins": dist.communicator().origins()["cpu"],
-        "name": dist.get_backend(),
-    }
-    dist.destroy_process_group()
-    return found
-
-
-def test_calls_go_where_the_table_says(pool: RankPool) -> None:
-    for found in pool.run(_mixed_calls, world_size=2):
-        assert found["chosen"] == {"small": "gloo", "large": "shm", "half": "gloo", "huge": "shm"}
-        assert found["broadcast"] == 1.0
-        assert found["gathered"] == [0.0, 1.0]
-        assert found["origins"]["all_reduce"] == "gloo up to 1024 B, else gloo of float16, else shm"
-        assert found["origins"]["all_gather"] == "shm"
-        assert found["name"] == "shm"
-
-
-def _different_tables(context: RankContext) -> str:
-    rules = [{"op": "all_reduce", "up_to": 1024 + context.rank, "backend": "gloo"}]
-    world.policy = policy.load({"world_size": 2, "rules": rules}, 2)
-    try:
-        context.start("shm", group_name="differing")
-    except ConfigError as error:
-        return str(error)
-    finally:
-        world.policy = None
-    return ""
-
-
-def test_ranks_with_different_tables_are_told(pool: RankPool) -> None:
-    for said in pool.run(_different_tables, world_size=2):
-        assert "rank 1 loaded another policy than rank 0" in said
-
-
-def _conform(context: RankContext) -> int:
-    """A mixed group does what every backend has to: some cases of the suite on it."""
-    from ringway.testing.conformance import Setting, all_cases
-    from ringway.testing.probe import Probe
-
-    world.policy = policy.load(TABLE, context.world_size)
-    try:
-        dist = context.start("shm", group_name="conforming")
-    finally:
-        world.policy = None
-    setting, ran = Setting("shm", context.world_size), 0
-    for name in ("all_reduce", "broadcast", "every_op_in_flight_at_once", "strided_broadcast", "both_send_first"):
-        case = all_cases()[name]
-        assert setting.admits(case)
-        probe = Probe(dist, None, context.rank, list(range(context.world_size)), context.store, name)
-        case.run(probe)
-        assert probe.findings == []
-        ran += 1
-    dist.destroy_process_group()
-    return ran
-
-
-def test_a_mixed_group_conforms(pool: RankPool) -> None:
-    assert pool.run(_conform, world_size=2) == [5, 5]
 
 
 def test_winners_become_rules() -> None:

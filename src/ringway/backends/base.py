@@ -76,6 +76,8 @@ class Backend(metaclass=_LikeTorch):
     """In words, where an op comes from that has a method here and is still not the library's own."""
     torch_group: Any = None
     """A backend object of torch's own that serves the same group, where there is one."""
+    own_plan: Any = None
+    """How each op runs (a `compose.Plan`), where the backend decides that itself; else it is made of its methods."""
     abandoned = False
     """Whether calls were given up that the backend is still at: `close` must not wait for them."""
 

@@ -47,6 +47,8 @@ class Plan:
 
 def plan(backend: Backend) -> Plan:
     """Decides for every op: native, or composed, or refused by name when the communicator is built."""
+    if backend.own_plan is not None:
+        return backend.own_plan
     runners: dict[str, Runner] = {}
     origins: dict[str, str] = {}
     for op in OPS:

@@ -16,15 +16,16 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway import _core
 from ringway.backends import mpi_world
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.buffers import even_splits, overlap
 from ringway.backends.compose import reduce_rows
 from ringway.backends.mpi_buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
 from ringway.backends.mpi_messages import Message
-from ringway.backends.mpi_world import LOCK, MPI, finish, mapped
+from ringway.backends.mpi_world import LOCK, MPI, mapped
 from ringway.backends.ordered import Ordered
-from ringway.call import ANY_SOURCE, Call, Reduce, reduces
+from ringway.call import ALL_REDUCE, ANY_SOURCE, DTYPE_CODE, Call, Reduce, reduces
 from ringway.errors import RingwayError, UsageError
 from ringway.work import Finishing, Handle
 
@@ -42,6 +43,57 @@ _OPERATIONS: dict[Reduce, Any] = {
 
 def _nothing() -> None:
     """Before or after a call that needs no copies."""
+
+
+class _MpiQuick:
+    """The short way of an all_reduce in place that MPI does as it is."""
+
+    def __init__(self, backend: MpiBackend, comm: Any, ordered: Ordered, lane: _core.Lane) -> None:
+        self._backend = backend
+        self._start = comm.Iallreduce
+        self._ordered = ordered
+        self._begin = lane.begin_plain
+        self._end = lane.end
+        self._operations = {int(reduce): operation for reduce, operation in _OPERATIONS.items()}
+        self._dtypes = {reduce: _bits(Reduce(reduce)) for reduce in self._operations}
+
+    def all_reduce(self, tensor: Tensor, reduce: int) -> int:
+        operation = self._operations.get(reduce)
+        if operation is None or not self._ordered.take():
+            return 1
+        try:
+            token = self._begin(ALL_REDUCE.code, tensor, reduce, -1, self._dtypes[reduce])
+            if token == 0:
+                return 1
+            ok = False
+            try:
+                self._run(tensor, reduce, operation)
+                ok = True
+            finally:
+                self._end(token, ok)
+        finally:
+            self._ordered.give_back()
+        return 0
+
+    def _run(self, tensor: Tensor, reduce: int, operation: Any) -> None:
+        for part in countable(tensor):
+            try:
+                with LOCK:
+                    request = self._start(MPI.IN_PLACE, as_numbers(part), op=operation)
+                    if request.Test():
+                        continue
+                failure = None
+            except MPI.Exception as error:
+                failure = error
+            call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._backend.group.name)
+            if failure is not None:
+                raise mapped(failure, call)
+            self._backend.finish(request, call)
+
+
+def _bits(reduce: Reduce) -> int:
+    """The dtypes of a reduction that MPI does, a bit for each code."""
+    return sum(1 << DTYPE_CODE[dtype] for dtype in DATATYPES if reduces(dtype, reduce))
 
 
 class MpiBackend(Backend):
@@ -68,6 +120,9 @@ class MpiBackend(Backend):
             return reduces(dtype, reduce)
         return dtype in DATATYPES and reduce in _OPERATIONS
 
+    def quick(self, lane: _core.Lane) -> _MpiQuick:
+        return _MpiQuick(self, self._comm, self._ordered, lane)
+
     # The way of every collective
 
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
@@ -80,10 +135,10 @@ class MpiBackend(Backend):
 
         return self._ordered.submit(call, run)
 
-    def _finish(self, request: Any, call: Call, *keep: Tensor) -> None:
+    def finish(self, request: Any, call: Call, *keep: Tensor) -> None:
         limit = self.group.timeout if call.timeout is None else call.timeout
         buffers = (call.inputs, call.outputs, keep)
-        finish(request, call, time.monotonic() + limit, lambda: self.closed, buffers)
+        mpi_world.finish(request, call, time.monotonic() + limit, lambda: self.closed, buffers)
 
     def _start(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> Any:
         try:
@@ -93,7 +148,7 @@ class MpiBackend(Backend):
             raise mapped(error, call) from None
 
     def _do(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> None:
-        self._finish(self._start(start, call, *arguments, **named), call)
+        self.finish(self._start(start, call, *arguments, **named), call)
 
     def _hosted(self, call: Call) -> tuple[Call, Callable[[], None], Callable[[], None]]:
         """The call with its CUDA tensors in pinned memory, and the copies before and after it; a CUDA-aware MPI
@@ -137,7 +192,7 @@ class MpiBackend(Backend):
             share = self._reduced_share(call)
             gathered = share.new_empty(share.numel() * self.size)
             request = self._start(self._comm.Iallgather, call, as_bytes(share), as_bytes(gathered, self.size))
-            self._finish(request, call, share, gathered)
+            self.finish(request, call, share, gathered)
             target.copy_(gathered[: target.numel()].view(target.shape))
             return
         in_place = source.data_ptr() == target.data_ptr()
@@ -153,7 +208,7 @@ class MpiBackend(Backend):
             flat = torch.cat([flat, flat.new_zeros(short)])
         received = torch.empty_like(flat)
         request = self._start(self._comm.Ialltoall, call, as_bytes(flat, self.size), as_bytes(received, self.size))
-        self._finish(request, call, flat, received)
+        self.finish(request, call, flat, received)
         return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
 
     def reduce(self, call: Call) -> Handle:
@@ -167,7 +222,7 @@ class MpiBackend(Backend):
             gathered = share.new_empty(share.numel() * self.size if at_root else 0)
             into = as_bytes(gathered, self.size) if at_root else None
             request = self._start(self._comm.Igather, call, as_bytes(share), into, root=call.peer)
-            self._finish(request, call, share, gathered)
+            self.finish(request, call, share, gathered)
             if at_root:
                 target.copy_(gathered[: target.numel()].view(target.shape))
             return
@@ -193,7 +248,7 @@ class MpiBackend(Backend):
             as_numbers(into),
             op=_OPERATIONS[call.reduce],
         )
-        self._finish(request, call, into)
+        self.finish(request, call, into)
         if into is not target:
             target.copy_(into)
 
@@ -208,7 +263,7 @@ class MpiBackend(Backend):
             source = source.clone() if overlap(source, target) else source
             given = as_bytes(source)
         request = self._start(self._comm.Iallgather, call, given, as_bytes(target, self.size))
-        self._finish(request, call, source)
+        self.finish(request, call, source)
 
     def gather(self, call: Call) -> Handle:
         return self._submit(call, self._gather)
@@ -218,7 +273,7 @@ class MpiBackend(Backend):
         gathered = source.new_empty((self.size, source.numel()) if at_root else 0)
         into = as_bytes(gathered, self.size) if at_root else None
         request = self._start(self._comm.Igather, call, as_bytes(source), into, root=call.peer)
-        self._finish(request, call, gathered)
+        self.finish(request, call, gathered)
         for output, row in zip(call.outputs, gathered, strict=True):
             output.copy_(row.view(output.shape))
 
@@ -230,7 +285,7 @@ class MpiBackend(Backend):
         parts = torch.cat([t.reshape(-1) for t in call.inputs]) if at_root else target.new_empty(0)
         given = as_bytes(parts, self.size) if at_root else None
         request = self._start(self._comm.Iscatter, call, given, as_bytes(target), root=call.peer)
-        self._finish(request, call, parts)
+        self.finish(request, call, parts)
 
     def all_to_all_single(self, call: Call) -> Handle:
         return self._submit(call, self._all_to_all_single)
@@ -241,7 +296,7 @@ class MpiBackend(Backend):
         given = as_vector(source, call.input_splits or even_splits(source, self.size))
         into = as_vector(target, call.output_splits or even_splits(target, self.size))
         request = self._start(self._comm.Ialltoallw, call, given, into)
-        self._finish(request, call, source)
+        self.finish(request, call, source)
 
     # Messages
 

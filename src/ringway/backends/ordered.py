@@ -123,11 +123,11 @@ class Ordered:
     def submit(self, call: Call, work: Callable[[], None]) -> Handle:
         if self._failure is not None:
             raise self._failure
-        if self._inline and not call.async_op and self._alone():
+        if not call.async_op and self.take():
             try:
                 work()
             finally:
-                self._free()
+                self.give_back()
             return DONE
         limit = self._timeout if call.timeout is None else call.timeout
         job = _Job(self, call, work, time.monotonic() + limit)
@@ -152,15 +152,19 @@ class Ordered:
         for job in left:
             job.end(error)
 
-    def _alone(self) -> bool:
-        """Takes the turn if nothing is before this call."""
+    def take(self) -> bool:
+        """Takes the turn for a call on this thread, if nothing is before it; then it has to be given back."""
+        if not self._inline:
+            return False
         with self._changed:
-            if self._busy or self._queue or threading.current_thread() is self._thread:
+            if self._busy or self._queue or self._failure is not None:
+                return False
+            if threading.current_thread() is self._thread:
                 return False
             self._busy = True
             return True
 
-    def _free(self) -> None:
+    def give_back(self) -> None:
         with self._changed:
             self._busy = False
             self._changed.notify()
@@ -174,7 +178,7 @@ class Ordered:
                 job = self._queue.popleft()
                 self._busy = True
             self._run(job)
-            self._free()
+            self.give_back()
 
     def _run(self, job: _Job) -> None:
         self._active.append(job)

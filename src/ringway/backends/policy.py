@@ -11,22 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as c10d
 
-from ringway import _core
 from ringway.backends import registry
-from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.compose import Plan, plan
-from ringway.backends.meeting import exchange
-from ringway.call import DTYPES, OP_BY_NAME, OPS, Call, Op, Reduce, reduces
+from ringway.call import DTYPES, OP_BY_NAME, OPS, Op
 from ringway.errors import ConfigError, nearest
-from ringway.work import Handle
 
 VERSION = 1
 ANY = "*"
@@ -183,122 +177,3 @@ def _check_names(rule: Rule, where: str) -> None:
         raise ConfigError(
             f"{where} names the dtype {rule.dtype!r}{nearest(str(rule.dtype), _DTYPES)}", key="dtype", source=where
         )
-
-
-def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
-    """The group's backend, or where rules of the policy are about groups like it, several as one."""
-    rules = policy.rules_for(info.size) if policy is not None else []
-    if policy is None or not rules:
-        return backend
-    said = [digest.decode() for digest in exchange(info, "policy", policy.digest.encode())]
-    if len(set(said)) > 1:
-        different = [info.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
-        raise ConfigError(
-            f"rank {', '.join(map(str, different))} loaded another policy than rank {info.ranks[0]} "
-            f"(this rank has {policy.source}); all ranks must decide alike",
-            key="policy",
-            source=policy.source,
-        )
-    return MixedBackend(info, backend, rules)
-
-
-class _Quick:
-    """The short cuts of the backends that the rules give the small calls to."""
-
-    def __init__(self, takes: Mapping[str, tuple[Any, int | None]]) -> None:
-        for name, (short_cut, up_to) in takes.items():
-            setattr(self, name, short_cut if up_to is None else _limited(short_cut, up_to))
-
-
-def _limited(short_cut: Callable[..., int], up_to: int) -> Callable[..., int]:
-    def run(tensor: torch.Tensor, *rest: Any) -> int:
-        return short_cut(tensor, *rest) if tensor.nbytes <= up_to else 1
-
-    return run
-
-
-class MixedBackend(Backend):
-    """Several backends of one group, chosen call by call. Each converts what it does not take, by its own plan."""
-
-    needs_contiguous = False
-
-    def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
-        super().__init__(info)
-        self.name = own.name  # type: ignore[misc]
-        self.devices = own.devices  # type: ignore[misc]
-        self.torch_group = own.torch_group
-        self._own = own
-        self._rules = [rule for rule in rules if rule.device is None or rule.device in own.devices]
-        self._backends = {own.name: own}
-        for name in sorted({rule.backend for rule in self._rules} - {own.name}):
-            registration = registry.own(name)
-            assert registration is not None
-            corner = replace(info, store=c10d.PrefixStore(f"ringway/policy/{name}", info.store))
-            self._backends[name] = registry.make(registration, corner)
-        self._plans = {name: plan(backend) for name, backend in self._backends.items()}
-        self.origins = {op.name: self._in_words(op) for op in OPS}  # type: ignore[misc]
-        for op in OPS:
-            setattr(self, op.name, self._runner(op))
-
-    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
-        return reduces(dtype, reduce)
-
-    def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
-        """The name of the backend of such a call."""
-        return next((rule.backend for rule in self._rules if rule.fits(op, nbytes, dtype, device)), self._own.name)
-
-    def _runner(self, op: Op) -> Callable[[Call], Handle]:
-        plans: dict[str, Plan] = self._plans
-        only = self._only(op)
-        if only is not None:
-            return plans[only].runners[op.name]
-
-        def run(call: Call) -> Handle:
-            tensors = call.inputs or call.outputs
-            device = tensors[0].device.type if tensors else self.devices[0]
-            return plans[self.choose(op, call.nbytes, call.dtype, device)].runners[op.name](call)
-
-        return run
-
-    def _about(self, op: Op) -> list[Rule]:
-        return [rule for rule in self._rules if op.collective and rule.op in (ANY, op.name)]
-
-    def _only(self, op: Op) -> str | None:
-        """The backend that does the op whatever the call, if one does."""
-        about = self._about(op)
-        certain = [rule for rule in about if rule.up_to is None and rule.dtype is None and rule.device is None]
-        last = certain[0].backend if certain else self._own.name
-        before = about[: about.index(certain[0])] if certain else about
-        return last if all(rule.backend == last for rule in before) else None
-
-    def _in_words(self, op: Op) -> str:
-        if not op.collective:
-            return self._own.name
-        about = self._about(op)
-        certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
-        return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
-
-    def quick(self, lane: _core.Lane) -> Any:
-        takes: dict[str, tuple[Any, int | None]] = {}
-        short_cuts = {name: backend.quick(lane) for name, backend in self._backends.items()}
-        for op in OPS:
-            only = self._only(op)
-            about = self._about(op)
-            first = about[0] if about else None
-            if only is not None:
-                short_cut, up_to = getattr(short_cuts[only], op.name, None), None
-            elif first is not None and first.dtype is None and first.device is None and op.name == "all_reduce":
-                short_cut, up_to = getattr(short_cuts[first.backend], op.name, None), first.up_to
-            else:
-                continue
-            if short_cut is not None:
-                takes[op.name] = (short_cut, up_to)
-        return _Quick(takes) if takes else None
-
-    def close(self) -> None:
-        for backend in self._backends.values():
-            backend.close()
-
-    def abort(self) -> None:
-        for backend in self._backends.values():
-            backend.abort()

@@ -100,6 +100,7 @@ def _missing_module(name: str) -> Callable[[], Obstacle | None]:
 _PROBES: dict[str, Callable[[], Obstacle | None]] = {
     "shm": _missing_module("shm"),
     "mpi": _no_mpi,
+    "hierarchical_mpi": _no_mpi,
     "ccl": _missing_module("ccl"),
     "gloo": _no_gloo,
     "nccl": _no_nccl,

@@ -1,0 +1,310 @@
+"""Groups with several backends: calls go where the table says, in the order of their issue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from ringway.backends import policy
+from ringway.backends.base import GroupInfo
+from ringway.backends.mixed import MixedBackend
+from ringway.backends.policy import Rule
+from ringway.call import ALL_REDUCE, BROADCAST
+from ringway.errors import BackendUnavailable, ConfigError, RingwayError
+from ringway.testing import RankContext, RankPool
+from ringway.world import world
+
+TABLE = {
+    "world_size": 2,
+    "rules": [
+        {"op": "all_reduce", "up_to": 1024, "backend": "gloo"},
+        {"op": "all_reduce", "dtype": "float16", "backend": "gloo"},
+        {"op": "broadcast", "backend": "gloo"},
+    ],
+}
+IN_TURNS = {
+    "world_size": 2,
+    "rules": [{"op": "all_reduce", "backend": "gloo"}, {"op": "all_gather_into_tensor", "backend": "gloo"}],
+}
+
+
+@contextmanager
+def mixing(table: dict[str, Any], size: int) -> Iterator[None]:
+    """Groups made meanwhile are mixed by the table."""
+    world.policy = policy.load(table, size)
+    try:
+        yield
+    finally:
+        world.policy = None
+
+
+def _mixed_calls(context: RankContext) -> dict[str, Any]:
+    """Counts which backend does what, in a world of shm with some calls given to gloo."""
+    with mixing(TABLE, context.world_size):
+        dist = context.start("shm", group_name="mixed")
+    backend = dist.communicator().backend
+    assert isinstance(backend, MixedBackend)
+    chosen = {}
+    for name, tensor in {
+        "small": torch.ones(256),
+        "large": torch.ones(257),
+        "half": torch.ones(1000, dtype=torch.float16),
+        "huge": torch.ones(1 << 20),
+    }.items():
+        chosen[name] = backend.choose(ALL_REDUCE, tensor.nbytes, tensor.dtype, "cpu")
+        dist.all_reduce(tensor)
+        assert bool((tensor == context.world_size).all())
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert bool((tensor == context.world_size**2).all())
+    value = torch.full((5,), float(context.rank))
+    dist.broadcast(value, 1)
+    gathered = [torch.zeros(5) for _ in range(context.world_size)]
+    dist.all_gather(gathered, torch.full((5,), float(context.rank)))
+    pair = dist.new_group([0], backend="gloo")
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(1), group=pair)
+    found = {
+        "chosen": chosen,
+        "broadcast": value[0].item(),
+        "gathered": [t[0].item() for t in gathered],
+        "origins": dist.communicator().origins()["cpu"],
+        "name": dist.get_backend(),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def test_calls_go_where_the_table_says(pool: RankPool) -> None:
+    for found in pool.run(_mixed_calls, world_size=2):
+        assert found["chosen"] == {"small": "gloo", "large": "shm", "half": "gloo", "huge": "shm"}
+        assert found["broadcast"] == 1.0
+        assert found["gathered"] == [0.0, 1.0]
+        assert found["origins"]["all_reduce"] == "gloo up to 1024 B, else gloo of float16, else shm"
+        assert found["origins"]["all_gather"] == "shm"
+        assert found["name"] == "shm"
+
+
+def _one_after_the_other(context: RankContext) -> list[float]:
+    """Calls on the same tensor, none waited for: each must see what the one before it left."""
+    with mixing(IN_TURNS, context.world_size):
+        dist = context.start("shm", group_name="turns")
+    results = []
+    for _ in range(5):
+        tensor = torch.full((1 << 20,), float(context.rank + 1))
+        small = torch.full((4,), float(context.rank))
+        dist.all_reduce(tensor, async_op=True)  # gloo: 3 everywhere
+        dist.broadcast(tensor, 0)  # shm, by its short cut; nothing changes if it comes second
+        works = [dist.all_reduce(tensor, async_op=True)]  # gloo: 6
+        works.append(dist.broadcast(tensor, 1, async_op=True))  # shm
+        works.append(dist.all_reduce(tensor, async_op=True))  # gloo: 12
+        dist.barrier()  # shm, after all of them
+        assert all(work.is_completed() for work in works)
+        dist.all_reduce(small)
+        results.append(float(tensor.sum() / tensor.numel()) + small[0].item() / 10)
+    dist.destroy_process_group()
+    return results
+
+
+def test_calls_run_in_the_order_of_issue_whatever_their_backend(pool: RankPool) -> None:
+    for found in pool.run(_one_after_the_other, world_size=2):
+        assert found == pytest.approx([12.1] * 5)
+
+
+def _from_a_callback(context: RankContext) -> list[float]:
+    """A callback's collective on one backend while others are queued for it: the ranks meet in the same order."""
+    with mixing(IN_TURNS, context.world_size):
+        dist = context.start("shm", group_name="callbacks")
+    first, second, third = (torch.full((1 << 18,), float(context.rank + 1)) for _ in range(3))
+    work = dist.all_reduce(first, async_op=True)
+
+    def again(future: Any) -> None:
+        dist.broadcast(second, 1)
+
+    chained = work.get_future().then(again)
+    if context.rank == 1:
+        time.sleep(0.3)  # here the callback has run before the next call is issued; on rank 0 perhaps not
+    last = dist.broadcast(third, 0, async_op=True)
+    last.wait()
+    chained.wait()
+    found = [first[0].item(), second[0].item(), third[0].item()]
+    dist.destroy_process_group()
+    return found
+
+
+def test_what_a_callback_issues_meets_on_all_ranks(pool: RankPool) -> None:
+    assert pool.run(_from_a_callback, world_size=2) == [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]
+
+
+def _destroyed(context: RankContext) -> tuple[list[str], float]:
+    """One rank leaves with works under way on two backends; nobody will come to them."""
+    with mixing(IN_TURNS, context.world_size):
+        dist = context.start("shm", group_name="left", timeout=timedelta(seconds=60))
+    said = []
+    began = time.monotonic()
+    if context.rank == 0:
+        works = [dist.all_reduce(torch.ones(8), async_op=True), dist.broadcast(torch.ones(8), 0, async_op=True)]
+        dist.destroy_process_group()
+        for work in works:
+            try:
+                work.wait()
+            except RingwayError as error:
+                said.append(str(error))
+    else:
+        dist.destroy_process_group()
+    return said, time.monotonic() - began
+
+
+def test_a_group_is_destroyed_with_works_under_way(pool: RankPool) -> None:
+    (said, seconds), _ = pool.run(_destroyed, world_size=2)
+    assert len(said) == 2
+    assert "destroyed" in said[0] or "is gone" in said[0]  # gloo may see first that the other rank has left
+    assert "destroyed" in said[1]
+    assert seconds < 40
+
+
+def _different_tables(context: RankContext) -> str:
+    rules = [{"op": "all_reduce", "up_to": 1024 + context.rank, "backend": "gloo"}]
+    try:
+        with mixing({"world_size": 2, "rules": rules}, 2):
+            context.start("shm", group_name="differing")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_tables_are_told(pool: RankPool) -> None:
+    for said in pool.run(_different_tables, world_size=2):
+        assert "rank 1 loaded another policy than rank 0" in said
+
+
+def _lacking(context: RankContext) -> str:
+    """mpi4py is there on rank 0 only, as far as the ranks can tell."""
+    from ringway.backends import mixed, select
+
+    if context.rank == 0:
+        mixed.obstacle = lambda name: None
+    else:
+        mixed.obstacle = lambda name: select.Obstacle("mpi4py is not installed") if name == "mpi" else None
+    try:
+        with mixing({"world_size": 2, "rules": [{"op": "all_reduce", "backend": "mpi"}]}, 2):
+            context.start("shm", group_name="lacking")
+    except BackendUnavailable as error:
+        return str(error)
+    finally:
+        mixed.obstacle = select.obstacle
+    return ""
+
+
+def test_a_backend_that_one_rank_lacks_is_an_error_on_all(pool: RankPool) -> None:
+    for said in pool.run(_lacking, world_size=2):
+        assert "mpi4py is not installed (rank 1)" in said
+        assert "ringway tune" in said
+
+
+def _conform(context: RankContext) -> int:
+    """A mixed group does what every backend has to: some cases of the suite on it."""
+    from ringway.testing.conformance import Setting, all_cases
+    from ringway.testing.probe import Probe
+
+    with mixing(TABLE, context.world_size):
+        dist = context.start("shm", group_name="conforming")
+    setting, ran = Setting("shm", context.world_size), 0
+    for name in ("all_reduce", "broadcast", "every_op_in_flight_at_once", "strided_broadcast", "both_send_first"):
+        case = all_cases()[name]
+        assert setting.admits(case)
+        probe = Probe(dist, None, context.rank, list(range(context.world_size)), context.store, name)
+        case.run(probe)
+        assert probe.findings == []
+        ran += 1
+    dist.destroy_process_group()
+    return ran
+
+
+def test_a_mixed_group_conforms(pool: RankPool) -> None:
+    assert pool.run(_conform, world_size=2) == [5, 5]
+
+
+def _sub_groups(context: RankContext) -> dict[str, str]:
+    """The table is for the world; a rule with `ranks` is for groups of that size."""
+    rules = [{"op": "all_reduce", "backend": "gloo"}, {"op": "all_reduce", "ranks": 2, "backend": "gloo"}]
+    with mixing({"world_size": 3, "rules": rules}, 3):
+        dist = context.start("shm", group_name="parts")
+        pair = dist.new_group([0, 2])
+        alone = dist.new_group([1])
+    found = {}
+    for name, group in {"world": None, "pair": pair, "alone": alone}.items():
+        if dist.get_rank(group) >= 0:
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0].item() == dist.get_world_size(group)
+            found[name] = dist.communicator(group).origins()["cpu"]["all_reduce"]
+    dist.destroy_process_group()
+    return found
+
+
+def test_sub_groups_have_rules_of_their_own(pool: RankPool) -> None:
+    first, second, third = pool.run(_sub_groups, world_size=3)
+    assert first == third == {"world": "gloo", "pair": "gloo"}
+    assert second == {"world": "gloo", "alone": "native"}
+
+
+def _ranges(context: RankContext) -> dict[str, Any]:
+    """Short cuts take the sizes that the table gives their backend, and no other."""
+    rules = [
+        {"op": "all_reduce", "up_to": 64, "backend": "shm"},
+        {"op": "all_reduce", "up_to": 1024, "backend": "gloo"},
+        {"op": "all_reduce", "backend": "shm"},
+        {"op": "broadcast", "up_to": 64, "backend": "gloo"},
+    ]
+    with mixing({"world_size": 2, "rules": rules}, 2):
+        dist = context.start("shm", group_name="ranges")
+    communicator = dist.communicator()
+    assert communicator.quick_all_reduce is not None
+    sums = []
+    for count in (1, 16, 17, 256, 257, 5000):
+        tensor = torch.ones(count)
+        assert communicator.quick_all_reduce(tensor, 0) == 0
+        sums.append(tensor[-1].item())
+    values = []
+    for count in (16, 17):
+        value = torch.full((count,), float(context.rank))
+        values.append((communicator.shortly(BROADCAST, False, None, value, 1), value[-1].item()))
+    with pytest.raises(RingwayError, match="not str"):
+        dist.all_reduce("no tensor")
+    dist.destroy_process_group()
+    return {"sums": sums, "values": values}
+
+
+def test_short_cuts_keep_to_their_sizes(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(_ranges, world_size=2)):
+        assert found["sums"] == [2.0] * 6
+        assert found["values"] == [(False, float(rank)), (True, 1.0)]
+
+
+def test_sizes_become_one_sorted_list() -> None:
+    import torch.distributed as c10d
+
+    from ringway.backends.c10d import GlooBackend
+
+    info = GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="alone", timeout=5)
+    own = GlooBackend(info)
+    rules = [
+        Rule("gloo", "all_reduce", up_to=64, device="cpu"),
+        Rule("shm", "all_reduce", up_to=32),  # never reached
+        Rule("shm", "all_reduce", up_to=1024),
+        Rule("shm", "all_reduce", up_to=2048),
+        Rule("shm", "broadcast", dtype="float16"),
+    ]
+    own.devices = ("cpu",)  # type: ignore[misc]
+    mixed = MixedBackend(info, own, rules)
+    every = (1 << 63) - 1
+    assert mixed._by_size(ALL_REDUCE) == [(64, "gloo"), (2048, "shm"), (every, "gloo")]
+    assert mixed._by_size(BROADCAST) is None
+    mixed.close()
