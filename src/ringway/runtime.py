@@ -13,7 +13,7 @@ import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringway import groups
-from ringway.config import Config, resolve
+from ringway.config import SETTINGS, Config, resolve
 from ringway.errors import UsageError
 from ringway.init import init_distributed
 from ringway.observe.logger import configure
@@ -54,7 +54,10 @@ def initialize(
     started = not c10d.is_initialized()
     init_distributed(dist_backend=backend, verbose=verbose, timeout=timeout, config=config)
     try:
-        configure(settings)
+        if not started and any(
+            settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger.")
+        ):
+            configure(settings)  # where the job was joined here, that has been done
         runtime = Runtime(settings, started)
         if model is not None:
             runtime.register(model, plan, model_parallel_size, bucket_mb, codec)
@@ -63,6 +66,10 @@ def initialize(
             groups.destroy_process_group()
         raise
     return runtime
+
+
+def _says_what_to_log(settings: Config) -> bool:
+    return any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger."))
 
 
 class Runtime:
@@ -90,11 +97,21 @@ class Runtime:
     ) -> None:
         """Puts the hooks on a model: layers split first, gradients averaged over what remains."""
         from ringway.parallel import register_data_parallel_hooks, register_model_parallel_hooks
+        from ringway.parallel.agreement import agreed, member
+        from ringway.parallel.data import described
+        from ringway.parallel.model import planned
 
         ranks = groups.get_world_size()
-        columns = model_parallel_size or (1 if plan is None else ranks)
-        if ranks % columns:
-            raise UsageError(f"model_parallel_size={columns} does not divide the job's {ranks} ranks")
+
+        def prepare() -> tuple[list[str], int]:
+            size = (1 if plan is None else ranks) if model_parallel_size is None else model_parallel_size
+            if size < 1 or ranks % size:
+                raise UsageError(f"model_parallel_size={size} does not divide the job's {ranks} ranks")
+            lines, _ = planned(model, plan or {})
+            return [f"model_parallel_size={size}", *described(bucket_mb, codec), *lines], size
+
+        # Over the whole job: a group that finds a difference within itself would leave the other groups waiting.
+        columns = agreed(member(None, "initialize"), prepare, "initialize")
         device = next((p.device.type for p in model.parameters()), "cpu")
         self.mesh = groups.init_device_mesh(device, (ranks // columns, columns), mesh_dim_names=("data", "model"))
         self._model = model

@@ -137,14 +137,14 @@ def cross_entropy(context: RankContext, backend: str) -> None:
         vocabulary_parallel_cross_entropy(half, torch.zeros(3, dtype=torch.long), vocabulary=40 * size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_agree_with_finite_differences(pool: RankPool, size: int) -> None:
-    pool.run(gradients, "gloo", world_size=size)
+@pytest.mark.parametrize(("size", "backend"), [(1, "gloo"), (2, "gloo"), (2, "shm"), (3, "gloo"), (3, "shm")])
+def test_gradients_agree_with_finite_differences(pool: RankPool, size: int, backend: str) -> None:
+    pool.run(gradients, backend, world_size=size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_values(pool: RankPool, size: int) -> None:
-    pool.run(values, "gloo", world_size=size)
+@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (4, "shm")])
+def test_values(pool: RankPool, size: int, backend: str) -> None:
+    pool.run(values, backend, world_size=size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

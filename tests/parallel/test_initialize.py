@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import ringway
-from ringway.errors import ConfigError, UsageError
+from ringway.errors import CollectiveMismatch, ConfigError, UsageError
+from ringway.parallel import Column
 from ringway.testing import RankContext, RankPool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -63,6 +64,77 @@ def one_object(context: RankContext) -> dict[str, Any]:
     with pytest.raises(UsageError, match="does not divide"):
         ringway.initialize(None, model, plan={"0": "column"}, model_parallel_size=3, verbose=False)
     return {"logged": logged}
+
+
+def one_rank_differs(context: RankContext) -> None:
+    """The whole job is told, not only the group in which the difference lies."""
+    context.start("gloo")
+
+    def given(kind: str) -> dict[str, Any]:
+        other = context.rank == 3 and kind
+        layers: list[nn.Module] = [nn.Linear(4, 8), nn.Linear(8, 6 if other == "model" else 2)]
+        return {
+            "model": nn.Sequential(*layers),
+            "plan": {"0": Column(gather_output=True) if other == "plan" else "column", "1": "row"},
+            "model_parallel_size": 4 if other == "size" else 2,
+            "codec": "int9" if other == "codec" else None,
+        }
+
+    for kind in ("model", "plan", "size", "codec"):
+        settings = given(kind)
+        own_mistake = (context.rank, kind) == (3, "codec")
+        with pytest.raises(UsageError if own_mistake else CollectiveMismatch) as caught:
+            ringway.initialize(None, verbose=False, **settings)
+        assert ("int9" if kind == "codec" else "on rank 3: ") in str(caught.value)
+        assert settings["model"][0].weight.shape == (8, 4)  # still whole
+    ringway.initialize(None, verbose=False, **given("")).close()
+
+
+def replicas_stay_alike(context: RankContext, codec: str) -> None:
+    """What every rank of a model group has whole must stay the same on them, whatever a codec does to the parts."""
+    context.start("gloo")
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3)]
+    model = nn.Sequential(*layers)
+    plan = {"2": "column", "4": "row"}
+    runtime = ringway.initialize(None, model, plan=plan, model_parallel_size=2, codec=codec, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    chance = torch.Generator().manual_seed(ringway.get_rank(runtime.data_group))
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=chance)).square().sum().backward()
+        optimizer.step()
+    replicated = [*layers[0].parameters(), *layers[1].parameters(), layers[4].bias]
+    whole = torch.cat([p.detach().flatten() for p in replicated])
+    everybody = ringway.allgather_object(whole)
+    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    runtime.close()
+
+
+def logger_as_it_was(context: RankContext) -> None:
+    """A configuration that says nothing about the logger leaves it as the program chose."""
+    context.start("gloo")
+    ringway.configure(enabled=True)
+    try:
+        ringway.initialize({"ringway": {"timeout": 60}}, verbose=False)
+        ringway.all_reduce(torch.ones(1), log_name="still logged")
+        assert "still logged" in ringway.get_logged_comm_ops()
+    finally:
+        ringway.configure(enabled=False)
+        ringway.reset_log()
+
+
+def test_one_rank_that_differs_is_told_to_the_whole_job(pool: RankPool) -> None:
+    pool.run(one_rank_differs, world_size=4)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "int8"])
+def test_replicas_stay_alike_under_a_codec(pool: RankPool, codec: str) -> None:
+    pool.run(replicas_stay_alike, codec, world_size=4)
+
+
+def test_the_logger_stays_as_it_was(pool: RankPool) -> None:
+    pool.run(logger_as_it_was, world_size=2)
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])

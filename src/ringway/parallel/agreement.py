@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ringway.communicator import Communicator
 from ringway.errors import CollectiveMismatch, UsageError
 from ringway.objects import ObjectChannel
 from ringway.world import NON_MEMBER, world
+
+Prepared = TypeVar("Prepared")
+_REFUSED = "refused: "
+_OVERLAPS = 1
+"""torch's word for a tensor with elements that share memory."""
 
 
 def member(group: object, what: str) -> Communicator:
@@ -26,6 +33,7 @@ def describe(model: nn.Module) -> list[str]:
     first_name: dict[int, str] = {}
     lines = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        _require_settable("parameter", name, parameter)
         known = first_name.setdefault(id(parameter), name)
         if known != name:
             lines.append(f"parameter '{name}', shared with '{known}'")
@@ -33,26 +41,61 @@ def describe(model: nn.Module) -> list[str]:
             lines.append(
                 f"parameter '{name}' {_shape(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
             )
-    return lines + [f"buffer '{name}' {_shape(buffer)}" for name, buffer in model.named_buffers()]
+    for name, buffer in model.named_buffers():
+        _require_settable("buffer", name, buffer)
+        lines.append(f"buffer '{name}' {_shape(buffer)}")
+    return lines
+
+
+def _require_settable(kind: str, name: str, tensor: Tensor) -> None:
+    """Every rank is given rank 0's values, which not every kind of tensor can take."""
+    if is_lazy(tensor):
+        raise UsageError(f"{kind} '{name}' has no shape yet: call the model once before its hooks are registered")
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"{kind} '{name}' is {tensor.layout}, and only dense ones can be sent; make it dense")
+    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+        raise UsageError(f"{kind} '{name}' has elements that share memory (it was expanded); make it .contiguous()")
 
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
 
 
-def require_same(communicator: Communicator, lines: Sequence[str], what: str) -> None:
-    """Raises on every rank where one rank's lines differ from rank 0's. Only digests travel while all agree."""
+def agreed(communicator: Communicator, prepare: Callable[[], tuple[list[str], Prepared]], what: str) -> Prepared:
+    """What `prepare` made, beside lines that say what for, once every rank has the same lines.
+
+    Where one rank's lines differ, or `prepare` raises on it, every rank gets an error, so that nobody waits for one
+    that has left. Only digests travel while all agree.
+    """
+    refusal: Exception | None = None
+    try:
+        lines, made = prepare()
+    except Exception as error:
+        lines, refusal = [f"{_REFUSED}{error}"], error
+    everybody = [] if _digests_agree(communicator, lines) else _gathered(communicator, lines)
+    if refusal is not None:
+        raise refusal
+    for rank, theirs in zip(communicator.ranks, everybody, strict=False):
+        if theirs and theirs[0].startswith(_REFUSED):
+            raise CollectiveMismatch(f"{what}: rank {rank} {theirs[0]}", sides={rank: theirs[0]})
+    for rank, theirs in zip(communicator.ranks, everybody, strict=False):
+        if theirs != everybody[0]:
+            raise _difference(communicator.ranks[0], everybody[0], rank, theirs, what)
+    return made
+
+
+def _digests_agree(communicator: Communicator, lines: Sequence[str]) -> bool:
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = torch.empty(communicator.size * len(digest), dtype=torch.uint8)
     communicator.all_gather_into_tensor(digests, mine, log_name="model digest")
     rows = digests.view(communicator.size, -1)
-    if bool((rows == rows[0]).all()):
-        return
-    everybody: list[list[str]] = ObjectChannel(communicator, world.max_object_bytes).all_gather(list(lines))
-    for place, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            raise _difference(communicator.ranks[0], everybody[0], communicator.ranks[place], theirs, what)
+    return bool((rows == rows[0]).all())
+
+
+def _gathered(communicator: Communicator, lines: list[str]) -> list[list[str]]:
+    everybody: list[list[str]] = ObjectChannel(communicator, world.max_object_bytes).all_gather(lines)
+    return everybody
 
 
 def _difference(
@@ -67,8 +110,8 @@ def _difference(
         for who, said in ((rank, lines), (other, other_lines))
     }
     return CollectiveMismatch(
-        f"{what}: the ranks hold different models. Entry {number} on rank {rank}: {sides[rank]}; "
-        f"on rank {other}: {sides[other]}. Build the same model, in the same order, on every rank",
+        f"{what}: the ranks were given different models or settings. Entry {number} on rank {rank}: {sides[rank]}; "
+        f"on rank {other}: {sides[other]}. Give every rank the same, in the same order",
         sides=sides,
     )
 

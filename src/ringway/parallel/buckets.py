@@ -52,6 +52,7 @@ class Slot:
     view: Tensor
     pointer: int
     nbytes: int
+    dtype: torch.dtype
     step: int = -1
     """The step in which its gradient last arrived."""
     in_place: bool = False
@@ -61,11 +62,15 @@ class Slot:
 class Bucket:
     """Parameters of one dtype and device whose gradients travel as one tensor."""
 
-    def __init__(self, number: int, members: Sequence[tuple[int, str, nn.Parameter]]) -> None:
+    def __init__(
+        self, number: int, members: Sequence[tuple[int, str, nn.Parameter]], device: str | None = None
+    ) -> None:
+        """On the parameters' device, unless another is given."""
         first = members[0][2]
         self.number = number
         self.label = f"gradients {number}"
-        self.flat = torch.zeros(sum(p.numel() for _, _, p in members), dtype=first.dtype, device=first.device)
+        length = sum(p.numel() for _, _, p in members)
+        self.flat = torch.zeros(length, dtype=first.dtype, device=first.device if device is None else device)
         self.slots: list[Slot] = []
         self.missing = 0
         self.work: Work | None = None
@@ -77,7 +82,7 @@ class Bucket:
         start = 0
         for index, name, parameter in members:
             view = _like(self.flat[start : start + parameter.numel()], parameter)
-            self.slots.append(Slot(index, name, parameter, self, view, view.data_ptr(), view.nbytes))
+            self.slots.append(Slot(index, name, parameter, self, view, view.data_ptr(), view.nbytes, view.dtype))
             start += parameter.numel()
 
     def begin(self, scale: float, compressed: bool) -> None:

@@ -18,13 +18,9 @@ class Compression:
     """A codec with its error feedback, for the buckets of one model."""
 
     def __init__(self, codec: Any, group: c10d.ProcessGroup | None) -> None:
-        self._codec = codec if codec == "auto" else get_codec(codec)
+        self._codec = codec if _is_auto(codec) else get_codec(codec)
         self._feedback = ErrorFeedback(group)
         self._group = group
-
-    @property
-    def name(self) -> str:
-        return self._codec if isinstance(self._codec, str) else self._codec.spec
 
     def takes(self, flat: Tensor) -> bool:
         """Whether the codec has a meaning for the dtype; other buckets travel as they are."""
@@ -49,3 +45,16 @@ class Compression:
 
     def close(self) -> None:
         self._feedback.close()
+
+
+def codec_name(codec: Any) -> str:
+    """The codec in a word, with its block. Raises where there is no such codec."""
+    if not _is_auto(codec):
+        return get_codec(codec).spec
+    name, _, used = codec.partition(":")
+    return f"{name}:{get_codec(used or 'onebit').spec}"
+
+
+def _is_auto(codec: Any) -> bool:
+    """Whether measurement decides: "auto", or "auto:int8" with the codec to use where it helps."""
+    return isinstance(codec, str) and codec.partition(":")[0] == "auto"

@@ -13,7 +13,7 @@ from ringway.call import ReduceOp
 from ringway.communicator import Communicator
 from ringway.errors import UsageError
 from ringway.parallel.agreement import member
-from ringway.parallel.functions import Group, between_graphs, even_shares
+from ringway.parallel.functions import Group, between_graphs, even_shares, require_all
 
 
 @between_graphs
@@ -71,11 +71,7 @@ def _check(
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"{what}: reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     known = ((target >= 0) & (target < whole)) | (target == ignore_index)
-    outside = f"{what}: a target lies outside the vocabulary of {whole}"
-    if known.is_cuda:
-        torch._assert_async(known.all(), outside)  # told by the device, when it gets there
-    elif not known.all():
-        raise UsageError(outside)
+    require_all(known, f"{what}: a target lies outside the vocabulary of {whole}")
 
 
 class _CrossEntropy(Function):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -19,15 +18,14 @@ from ringway.call import ReduceOp
 from ringway.communicator import Communicator
 from ringway.errors import UsageError
 from ringway.parallel import sparse
-from ringway.parallel.agreement import broadcast, describe, member, require_same
+from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
-from ringway.parallel.compression import Compression
+from ringway.parallel.census import Census, is_split, refuse_gradient
+from ringway.parallel.compression import Compression, codec_name
 
-_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_registered: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 _current_task = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; one inside another has its own."""
-_NO_TASK = -1
-"""torch's number for "not inside a backward"."""
 
 
 def register_data_parallel_hooks(
@@ -52,20 +50,44 @@ def register_data_parallel_hooks(
     hold different models get an error here, all of them.
     """
     communicator = member(group, "register_data_parallel_hooks")
-    if bucket_mb <= 0:
-        raise UsageError(f"bucket_mb={bucket_mb} is not above 0")
-    if has_data_parallel_hooks(model):
-        raise UsageError("this model, or a part of it, has data-parallel hooks already; remove() those first")
-    compression = None if codec is None else Compression(codec, group)
-    settings = [f"bucket_mb={bucket_mb}", f"codec={compression.name if compression else None}"]
-    require_same(communicator, settings + describe(model), "register_data_parallel_hooks")
+
+    def prepare() -> tuple[list[str], Compression | None]:
+        if has_data_parallel_hooks(model):
+            raise UsageError("this model, or a part of it, has data-parallel hooks already; remove() those first")
+        settings = described(bucket_mb, codec)
+        return settings + describe(model), None if codec is None else Compression(codec, group)
+
+    compression = agreed(communicator, prepare, "register_data_parallel_hooks")
     broadcast(communicator, [*model.parameters(), *model.buffers()])
     return DataParallel(model, communicator, int(bucket_mb * (1 << 20)), compression, gradient_as_bucket_view)
 
 
+def described(bucket_mb: float, codec: Any) -> list[str]:
+    """The settings in words, once they are found to be possible."""
+    if not 0 < bucket_mb < float("inf"):
+        raise UsageError(f"bucket_mb={bucket_mb} is not above 0 and finite")
+    return [f"bucket_mb={bucket_mb}", f"codec={None if codec is None else codec_name(codec)}"]
+
+
 def has_data_parallel_hooks(model: nn.Module) -> bool:
-    """Whether the model or a part of it has such hooks."""
-    return any(module in _hooked for module in model.modules())
+    """Whether a parameter of the model has such hooks, by this model or another that shares it."""
+    return any(handle.trains(model.parameters()) for handle in _registered)
+
+
+class _End:
+    """Ends a step with the backward it was queued in. Only that backward holds it: if it raises an error, a weak
+    reference to this finds nothing."""
+
+    def __init__(self, handle: DataParallel, task: int) -> None:
+        self.handle = handle
+        self.task = task
+
+    def __call__(self) -> None:
+        self.handle._backward_ended(self.task)
+
+
+def _nothing() -> None:
+    """What a weak reference gives whose object is gone."""
 
 
 class DataParallel:
@@ -87,14 +109,13 @@ class DataParallel:
         self._scale = 1.0 / communicator.size
         self._lock = threading.Lock()
         self._synchronizing = True
-        self._registries: list[dict[str, Any]] = [r for m in model.modules() for r in (m._parameters, m._modules)]
-        self._registered = self._registered_now()
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._census = Census(model)
         sparse_ids = _sparse_parameters(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._dense = [(name, p) for name, p in trained if id(p) not in sparse_ids]
         self._sparse = [(name, p) for name, p in trained if id(p) in sparse_ids]
-        self._keys = [(p.dtype, p.device) for _, p in self._dense]
+        self._trained_ids = {id(p) for _, p in trained}
+        self._keys = [(p.dtype, p.device, is_split(p)) for _, p in self._dense]
         self._sizes = [p.nbytes for _, p in self._dense]
         self._buckets: list[Bucket] = []
         self._slots: list[Slot] = []
@@ -104,12 +125,12 @@ class DataParallel:
         self._step = 0
         self._open = False
         self._next_bucket = 0
-        self._tasks: set[int] = set()
-        self._outermost: int | None = None
+        self._outermost: Callable[[], _End | None] = _nothing
+        self._ends: dict[int, Callable[[], _End | None]] = {}
         self._handles: list[Any] = []
         if communicator.size > 1:
             self._install()
-        _hooked.add(model)
+        _registered.add(self)
 
     # For the user
 
@@ -127,16 +148,20 @@ class DataParallel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        _hooked.discard(self._model)
+        _registered.discard(self)
         if self._compression is not None:
             self._compression.close()
 
     def __deepcopy__(self, memo: Any) -> DataParallel:
-        """A copy of the model has the forward hooks too; they know that it is not theirs and do nothing."""
+        """A copy of the model has the forward hook too; it knows that the copy is not its own and does nothing."""
         return self
 
     def __reduce__(self) -> Any:
         raise UsageError("a model with data-parallel hooks cannot be pickled; save its state_dict, or remove() them")
+
+    def trains(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one of the parameters is averaged here."""
+        return any(id(parameter) in self._trained_ids for parameter in parameters)
 
     @property
     def bucket_names(self) -> list[list[str]]:
@@ -173,14 +198,7 @@ class DataParallel:
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, index)))
         for name, parameter in self._sparse:
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived_sparse, name)))
-        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
         self._handles.append(self._model.register_forward_hook(self._after_forward))
-
-    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if torch.compiler.is_compiling() or module is not self._model:
-            return
-        if (self._open or self._outermost is not None) and _current_task() == _NO_TASK:
-            self._abandon()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Marks where backward will begin. Without the mark (a model that is not called as a module, or compiled)
@@ -188,23 +206,23 @@ class DataParallel:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or module is not self._model:
             return
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # a mark on a parameter would stay for ever
                 leaf.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: Tensor) -> None:
         """The backward that is seen here is not one inside another, so its end is the end of the step. Whether it
         is a step at all is not known yet: `torch.autograd.grad` comes by here too."""
         with self._lock:
-            if self._synchronizing and self._outermost is None:
-                self._outermost = _current_task()
-                self._finish_with(self._outermost)
+            if self._synchronizing and self._outermost() is None:
+                self._forget_failed()
+                self._outermost = self._finish_with_this_backward()
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
         """A gradient is there. Runs once a parameter and step, so what is ordinary comes first, in one piece."""
         if not self._synchronizing:
             return
         with self._lock:
-            if not self._open or self._outermost is None:
+            if not self._open or self._outermost() is None:
                 self._follow()
             slot, gradient = self._slots[index], parameter.grad
             bucket = slot.bucket
@@ -213,10 +231,11 @@ class DataParallel:
                 or gradient.layout is not torch.strided
                 or gradient.requires_grad
                 or gradient.nbytes != slot.nbytes
+                or gradient.dtype is not slot.dtype
                 or slot.step == self._step
                 or bucket.launched
             ):
-                self._refuse(slot, gradient)
+                refuse_gradient(slot, gradient)
             bucket.fill(slot, gradient)
             if self._as_views and not slot.in_place:
                 parameter.grad = slot.view  # now, so that the memory of this gradient serves for the next
@@ -241,20 +260,34 @@ class DataParallel:
 
     def _follow(self) -> None:
         """Has the step begin with its first gradient, and be finished at the end of the backward that runs."""
+        if self._outermost() is None:
+            self._forget_failed()
         if not self._open:
             self._begin()
-        if self._outermost is None and _current_task() not in self._tasks:
-            self._tasks.add(_current_task())
-            self._finish_with(_current_task())
+        if self._outermost() is None and _current_task() not in self._ends:
+            self._ends[_current_task()] = self._finish_with_this_backward()
 
-    def _finish_with(self, task: int) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ended, task))
+    def _finish_with_this_backward(self) -> Callable[[], _End | None]:
+        end = _End(self, _current_task())
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return weakref.ref(end)
+
+    def _forget_failed(self) -> None:
+        """A step is open, and no backward is left that would finish it: the last one ended in an error. What it had
+        sent is awaited."""
+        if not self._open or any(end() is not None for end in self._ends.values()):
+            return
+        self._open = False
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
 
     def _begin(self) -> None:
-        self._require_same_parameters()
+        self._census.check()
         self._step += 1
         self._next_bucket = 0
-        self._tasks.clear()
+        self._ends.clear()
         self._order_seen.clear()
         for bucket in self._buckets:
             bucket.begin(self._scale, self._compresses(bucket))
@@ -263,42 +296,6 @@ class DataParallel:
     def _compresses(self, bucket: Bucket) -> bool:
         """Residuals belong to buckets that stay, so the first step, before the buckets are rebuilt, is plain."""
         return self._compression is not None and self._follows_backward and self._compression.takes(bucket.flat)
-
-    def _registered_now(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._registries))))
-
-    def _require_same_parameters(self) -> None:
-        """Every step, so by the modules' own tables: walking the model takes ten times as long."""
-        if self._registered_now() != self._registered:
-            known = {id(p) for _, p in (*self._dense, *self._sparse, *self._frozen)}
-            added = [name for name, p in self._model.named_parameters() if id(p) not in known]
-            what = f"was given parameters ({', '.join(added[:4])})" if added else "lost or exchanged modules"
-            raise UsageError(f"the model {what} after its data-parallel hooks were registered; {_AGAIN}")
-        thawed = [name for name, p in self._frozen if p.requires_grad]
-        if thawed:
-            raise UsageError(f"{', '.join(thawed[:4])} was frozen when the hooks were registered; {_AGAIN}")
-
-    def _refuse(self, slot: Slot, gradient: Tensor | None) -> NoReturn:
-        view = slot.view
-        if gradient is None:
-            raise UsageError(f"a hook of another's took the gradient of parameter '{slot.name}' away during backward")
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"parameter '{slot.name}' has a {gradient.layout} gradient, and is not the weight of an nn.Embedding "
-                "or nn.EmbeddingBag with sparse=True: that a gradient is sparse must be known beforehand"
-            )
-        if gradient.requires_grad:
-            raise UsageError("backward(create_graph=True) is not possible with data-parallel hooks; use no_sync()")
-        if gradient.nbytes != slot.nbytes:
-            raise UsageError(
-                f"parameter '{slot.name}' was {view.dtype}{list(view.shape)} on {view.device} when the hooks were "
-                f"registered, and its gradient is {gradient.dtype}{list(gradient.shape)} on {gradient.device}; {_AGAIN}"
-            )
-        self._abandon()
-        raise UsageError(
-            f"parameter '{slot.name}' got a second gradient in one backward: either it is used by several reentrant "
-            "checkpoints (pass use_reentrant=False), or the backward before raised an error"
-        )
 
     def _launch_complete(self) -> None:
         """Sends what is complete, in the buckets' order: it is the same on every rank."""
@@ -315,9 +312,10 @@ class DataParallel:
             bucket.work = self._communicator.all_reduce(bucket.flat, async_op=True, log_name=bucket.label)
 
     def _backward_ended(self, task: int) -> None:
-        if self._outermost not in (None, task):
+        outermost = self._outermost()
+        if outermost is not None and outermost.task != task:
             return
-        self._outermost = None
+        self._outermost = _nothing
         if self._open:
             try:
                 self._finish()
@@ -369,20 +367,13 @@ class DataParallel:
         else:
             slot.parameter.grad.copy_(slot.view)
 
-    def _abandon(self) -> None:
-        """The last backward ended in an error: what it had sent is awaited, and the step forgotten."""
-        self._open = False
-        self._outermost = None
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-
     # Buckets
 
     def _build(self, buckets: Sequence[Sequence[int]]) -> None:
+        alone = self._communicator.size == 1  # nothing travels: buckets then have names, and no memory
         self._buckets = [
-            Bucket(number, [(i, *self._dense[i]) for i in members]) for number, members in enumerate(buckets)
+            Bucket(number, [(i, *self._dense[i]) for i in members], "meta" if alone else None)
+            for number, members in enumerate(buckets)
         ]
         slots = {slot.index: slot for bucket in self._buckets for slot in bucket.slots}
         self._slots = [slots[i] for i in range(len(self._dense))]
@@ -397,9 +388,6 @@ class DataParallel:
         order = torch.tensor(self._order_seen + unseen, dtype=torch.int64)
         self._communicator.broadcast(order, group_src=0, log_name="bucket order")
         self._build(assign(order.tolist(), self._keys, self._sizes, self._bucket_bytes))
-
-
-_AGAIN = "remove() the hooks and register them again, on every rank"
 
 
 def _sparse_parameters(model: nn.Module) -> set[int]:

@@ -45,6 +45,14 @@ def between_graphs(function: Called) -> Called:
     return disabled
 
 
+def require_all(held: Tensor, otherwise: str) -> None:
+    """Raises unless the condition is true everywhere; on a GPU the device tells, when it gets there."""
+    if held.is_cuda:
+        torch._assert_async(held.all(), otherwise)
+    elif not held.all():
+        raise UsageError(otherwise)
+
+
 def even_shares(length: int, size: int) -> list[int]:
     """How a length is split over ranks: the first ones get one more where it does not divide."""
     return [length // size + (rank < length % size) for rank in range(size)]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ringway.communicator import Communicator
 from ringway.errors import UsageError, nearest
-from ringway.parallel.agreement import broadcast, describe, member, require_same
+from ringway.parallel.agreement import agreed, broadcast, describe, member
+from ringway.parallel.census import mark_split
 from ringway.parallel.data import has_data_parallel_hooks
 from ringway.parallel.functions import even_shares, gathered
-from ringway.parallel.styles import STYLES, Settings, Style
+from ringway.parallel.styles import STYLES, Attached, Settings, Style
 
 _MARK = "_ringway_parallel"
 
@@ -36,20 +37,25 @@ def register_model_parallel_hooks(
     together, with the same model and plan; others get an error here, all of them.
     """
     communicator = member(group, "register_model_parallel_hooks")
-    if has_data_parallel_hooks(model):
-        raise UsageError("the model has data-parallel hooks already; register the model-parallel ones first")
-    styles = _resolve(model, plan)
-    lines = [f"plan '{name}' {style}" for name, style in styles.items()]
-    require_same(communicator, lines + describe(model), "register_model_parallel_hooks")
+    styles = agreed(communicator, lambda: planned(model, plan), "register_model_parallel_hooks")
     broadcast(communicator, [*model.parameters(), *model.buffers()])
     handle = ModelParallel(model, communicator)
     try:
         for name, style in styles.items():
-            style.place(_Site(name, model.get_submodule(name), communicator, handle))
+            handle.place(name, style)
+        handle.require_splits_planned()
     except BaseException:
         handle.remove()
         raise
     return handle
+
+
+def planned(model: nn.Module, plan: Mapping[str, str | Style]) -> tuple[list[str], dict[str, Style]]:
+    """The plan and the model in words, and the style of each module that is named."""
+    if has_data_parallel_hooks(model):
+        raise UsageError("the model has data-parallel hooks already; register the model-parallel ones first")
+    styles = _resolve(model, plan)
+    return [f"plan '{name}' {style}" for name, style in styles.items()] + describe(model), styles
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
@@ -86,6 +92,12 @@ class _Split:
     def lengths(self) -> list[int]:
         return [share * self.parts for share in self.shares]
 
+    @property
+    def whole_shape(self) -> list[int]:
+        shape = list(self.parameter.shape)
+        shape[self.dim] = sum(self.lengths)
+        return shape
+
     def own(self, whole: Tensor, rank: int) -> Tensor:
         pieces = [part.split(list(self.shares), self.dim)[rank] for part in whole.chunk(self.parts, self.dim)]
         return torch.cat(pieces, self.dim).clone(memory_format=torch.contiguous_format)
@@ -111,45 +123,34 @@ class _Site:
         return self.handle.split(f"{self.name}.{parameter}", getattr(self.module, parameter), dim, parts)
 
     def sum_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter.requires_grad and self.communicator.size > 1:
-            self.handle.keep(parameter.register_hook(self._summed))
-
-    def _summed(self, gradient: Tensor) -> Tensor:
-        total = gradient.detach().clone(memory_format=torch.contiguous_format)
-        self.communicator.all_reduce(total, log_name="sequence-parallel gradient")
-        return total
+        self.handle.sum_gradient(self.name, parameter)
 
     def replace_forward(self, forward: Callable[[Any, Tensor], Tensor], settings: Settings) -> None:
         setattr(self.module, _MARK, settings)
         self.module.forward = MethodType(forward, self.module)
-        self.handle.keep(_Forward(self.module))
+        self.handle.keep(_Attribute(self.module, "forward"))
 
     def after_forward(self, change: Callable[[Tensor], Tensor]) -> None:
         self.handle.keep(self.module.register_forward_hook(_AfterForward(change)))
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """A module's own way to compute, put aside."""
+class _Attribute:
+    """Something that was put on a module, over what its class has."""
 
     module: nn.Module
+    name: str
 
     def remove(self) -> None:
-        vars(self.module).pop("forward", None)
-        vars(self.module).pop(_MARK, None)
+        vars(self.module).pop(self.name, None)
 
 
 @dataclass(frozen=True)
-class _AfterForward:
-    """A hook that a copy of the model shares."""
-
+class _AfterForward(Attached):
     change: Callable[[Tensor], Tensor]
 
     def __call__(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         return self.change(output)
-
-    def __deepcopy__(self, memo: Any) -> _AfterForward:
-        return self
 
 
 class ModelParallel:
@@ -159,15 +160,17 @@ class ModelParallel:
         self._model = model
         self._communicator = communicator
         self._splits: dict[int, _Split] = {}
+        self._split_names: set[str] = set()
+        self._summed: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict of the model as it was before it was split, on every rank. All ranks call it together."""
         wholes: dict[int, Tensor] = {}
-        split_names = self._split_names()
+        splits = self._splits_by_name()
         state = dict(self._model.state_dict())
         for name in state:
-            split = split_names.get(name)
+            split = splits.get(name)
             if split is not None:
                 key = id(split.parameter)
                 if key not in wholes:
@@ -177,9 +180,15 @@ class ModelParallel:
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Takes this rank's shares out of a full state dict. Nothing is sent."""
-        split_names = self._split_names()
-        rank = self._communicator.rank
-        own = {name: split_names[name].own(v, rank) if name in split_names else v for name, v in state.items()}
+        splits = self._splits_by_name()
+        own = {}
+        for name, value in state.items():
+            split = splits.get(name)
+            if split is not None and list(value.shape) != split.whole_shape:
+                raise UsageError(
+                    f"'{name}' is {list(value.shape)} in the state dict, and {split.whole_shape} in the unsplit model"
+                )
+            own[name] = value if split is None else split.own(value, self._communicator.rank)
         return self._model.load_state_dict(own, strict=strict)
 
     def remove(self) -> None:
@@ -187,12 +196,32 @@ class ModelParallel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._summed.clear()
         splits, self._splits = self._splits, {}
         for split in splits.values():
+            mark_split(split.parameter, False)
             split.parameter.data = split.whole(self._communicator)
             split.parameter.grad = None
 
-    # For styles
+    # For the registration and its styles
+
+    def place(self, name: str, style: Style) -> None:
+        module = self._model.get_submodule(name)
+        if hasattr(module, _MARK):
+            raise UsageError(f"'{name}' is parallel already; remove() those hooks first")
+        setattr(module, _MARK, Settings(self._communicator))
+        self.keep(_Attribute(module, _MARK))
+        style.place(_Site(name, module, self._communicator, self))
+
+    def require_splits_planned(self) -> None:
+        """A layer that shares a split parameter must know of it."""
+        for module_name, module in self._model.named_modules():
+            for own_name, parameter in module._parameters.items():
+                name = f"{module_name}.{own_name}"
+                if id(parameter) in self._splits and name not in self._split_names:
+                    raise UsageError(
+                        f"'{name}' is shared with a layer that the plan splits; name '{module_name}' in the plan too"
+                    )
 
     def keep(self, handle: Any) -> None:
         """Something with `remove()` that ends when the model is put together again."""
@@ -200,11 +229,14 @@ class ModelParallel:
 
     def split(self, name: str, parameter: nn.Parameter, dim: int, parts: int) -> list[int]:
         """Keeps this rank's share; a parameter that two layers share is split once."""
+        self._split_names.add(name)
         known = self._splits.get(id(parameter))
         if known is not None:
             if (known.dim, known.parts) != (dim, parts):
                 raise UsageError(f"'{name}' is shared with a layer that splits it in another way")
             return known.lengths
+        if id(parameter) in self._summed:
+            raise UsageError(f"'{name}' cannot be split: another layer of the plan needs it whole")
         length, ranks = parameter.shape[dim], self._communicator.size
         if length % parts or length // parts < ranks:
             raise UsageError(
@@ -214,8 +246,26 @@ class ModelParallel:
         parameter.data = made.own(parameter.data, self._communicator.rank)
         parameter.grad = None
         self._splits[id(parameter)] = made
+        mark_split(parameter, True)
         return made.lengths
 
-    def _split_names(self) -> dict[str, _Split]:
+    def sum_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Sums the parameter's gradient over the group in each backward, once, whichever layers share it."""
+        if id(parameter) in self._splits:
+            raise UsageError(f"'{name}' needs its parameters whole, and one is split by another layer of the plan")
+        if id(parameter) in self._summed or self._communicator.size == 1:
+            return
+        self._summed[id(parameter)] = parameter
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
+        self.keep(parameter.register_hook(self._sum))
+        parameter.requires_grad_(trained)
+
+    def _sum(self, gradient: Tensor) -> Tensor:
+        total = gradient.detach().clone(memory_format=torch.contiguous_format)
+        self._communicator.all_reduce(total, log_name="sequence-parallel gradient")
+        return total
+
+    def _splits_by_name(self) -> dict[str, _Split]:
         named = self._model.named_parameters(remove_duplicate=False)
         return {name: self._splits[id(p)] for name, p in named if id(p) in self._splits}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringway.communicator import Communicator
 from ringway.errors import UsageError
-from ringway.parallel.functions import between_graphs, copy, gather, reduce, reduce_scatter, scatter
+from ringway.parallel.functions import between_graphs, copy, gather, reduce, reduce_scatter, require_all, scatter
 
 
 class Site(Protocol):
@@ -35,8 +35,19 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a replaced forward has to know. A copy of the model shares it."""
+class Attached:
+    """Belongs to a layer on this rank. A copy of the model shares it; a file is no place for it."""
+
+    def __deepcopy__(self, memo: Any) -> Attached:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a model with split layers cannot be pickled; save full_state_dict(), or remove() the hooks")
+
+
+@dataclass(frozen=True)
+class Settings(Attached):
+    """What a replaced forward has to know."""
 
     communicator: Communicator
     sizes: Sequence[int] = ()
@@ -45,9 +56,6 @@ class Settings:
     split_input: bool = False
     sequence_dim: int | None = None
     padding_index: int | None = None
-
-    def __deepcopy__(self, memo: Any) -> Settings:
-        return self
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Column:
     sequence_dim: int | None = None
 
     def place(self, site: Site) -> None:
-        _require_plain(site, nn.Linear, "forward")
+        _require_plain(site, nn.Linear)
         if self.gather_output and self.parts > 1:
             raise UsageError(f"'{site.name}': gather_output would join the {self.parts} parts of each rank in turn")
         sizes = site.split("weight", 0, self.parts)
@@ -83,7 +91,7 @@ class Row:
     sequence_dim: int | None = None
 
     def place(self, site: Site) -> None:
-        _require_plain(site, nn.Linear, "forward")
+        _require_plain(site, nn.Linear)
         sizes = site.split("weight", 1)
         if self.sequence_dim is not None and site.module.bias is not None:
             site.sum_gradient(site.module.bias)
@@ -96,7 +104,7 @@ class Vocabulary:
     """An Embedding whose rows are split. Its logits' loss is `vocabulary_parallel_cross_entropy`."""
 
     def place(self, site: Site) -> None:
-        _require_plain(site, nn.Embedding, "forward")
+        _require_plain(site, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq"):
             if getattr(site.module, option):
                 raise UsageError(f"'{site.name}': an Embedding with {option} needs all its rows in one place")
@@ -117,8 +125,7 @@ class SequenceNorm:
 
     def place(self, site: Site) -> None:
         for parameter in site.module.parameters():
-            if parameter.requires_grad:
-                site.sum_gradient(parameter)
+            site.sum_gradient(parameter)
 
 
 @dataclass(frozen=True)
@@ -156,12 +163,14 @@ STYLES: dict[str, Style] = {
 """Styles by the names that a plan may use for those without options."""
 
 
-def _require_plain(site: Site, kind: type[nn.Module], method: str) -> None:
+def _require_plain(site: Site, kind: type[nn.Module]) -> None:
     module = site.module
     if not isinstance(module, kind):
         raise UsageError(f"'{site.name}' is a {type(module).__name__}, and this style is for {kind.__name__}")
-    if getattr(type(module), method) is not getattr(kind, method) or method in vars(module):
+    if type(module).forward is not kind.forward or "forward" in vars(module):
         raise UsageError(f"'{site.name}': {type(module).__name__} computes in a way of its own, not as {kind.__name__}")
+    if "weight" not in module._parameters:
+        raise UsageError(f"'{site.name}': its weight is computed (a parametrization?), and only a parameter is split")
 
 
 _entered = between_graphs(copy)
@@ -195,8 +204,15 @@ def _row_forward(module: Any, input: Tensor) -> Tensor:
 
 def _vocabulary_forward(module: Any, input: Tensor) -> Tensor:
     settings: Settings = module._ringway_parallel
+    _require_known(input, sum(settings.sizes))
     own = input - settings.first
     elsewhere = (own < 0) | (own >= module.weight.shape[0])
     own = own.masked_fill(elsewhere, 0)
     output = F.embedding(own, module.weight, settings.padding_index, sparse=module.sparse)
     return _summed(output.masked_fill(elsewhere[..., None], 0), settings.communicator)
+
+
+@between_graphs
+def _require_known(numbers: Tensor, vocabulary: int) -> None:
+    """A number that no rank has a row for would come out as zeros."""
+    require_all((numbers >= 0) & (numbers < vocabulary), f"a number lies outside the vocabulary of {vocabulary}")
