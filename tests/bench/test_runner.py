@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 from statistics import median
 
 import pytest
+import torch
 
-from ringway.bench import Candidate, Measured, Ranks, measure, median_interval, paired_ratio
+from ringway.bench import CASES, Candidate, Measured, Place, Ranks, measure, median_interval, paired_ratio
 from ringway.testing import RankContext, RankPool
 
 
@@ -109,3 +111,47 @@ def test_the_slowest_rank_counts_and_all_ranks_agree(pool: RankPool) -> None:
     first, second = pool.run(uneven, world_size=2)
     assert first == second
     assert median(first) >= 0.004
+
+
+def test_each_candidate_follows_each_other_one_equally_often() -> None:
+    for names in ("ab", "abc", "abcd", "abcde"):
+        events: list[str] = []
+        candidates = [Candidate(n, run=lambda: None, prepare=lambda n=n: events.append(n)) for n in names]
+        rounds = 2 * len(names)
+        measure(candidates, rounds=rounds, warmup_rounds=0)
+        timed = events[-rounds * len(names) :]
+        orders = [timed[place : place + len(names)] for place in range(0, len(timed), len(names))]
+        pairs = [pair for order in orders for pair in pairwise(order)]
+        assert {pairs.count((a, b)) for a in names for b in names if a != b} == {2}
+
+
+def test_a_short_call_is_made_once_before_the_clock_starts() -> None:
+    """What only the first call of a sample costs (ranks that meet, caches) is not divided among the others."""
+    calls: list[float] = []
+
+    def run() -> None:
+        calls.append(time.perf_counter())
+        if after_preparation.pop():
+            time.sleep(0.02)
+        after_preparation.append(False)
+
+    after_preparation = [False]
+    candidate = Candidate("warming", run=run, prepare=lambda: after_preparation.__setitem__(0, True))
+    (measured,) = measure([candidate], rounds=5, warmup_rounds=0)
+    assert measured.calls_per_sample > 10
+    assert measured.seconds.median < 0.001
+
+
+def test_candidates_may_share_their_memory() -> None:
+    place = Place(0, 1, 64)
+    case = CASES["all_reduce"]
+    buffers = case.buffers(place)
+    seen: list[int] = []
+
+    class Module:
+        @staticmethod
+        def all_reduce(tensor: torch.Tensor, group: object = None) -> None:
+            seen.append(tensor.data_ptr())
+
+    measure([case.candidate(name, Module, place, buffers=buffers) for name in "ab"], rounds=3)
+    assert len(set(seen)) == 1

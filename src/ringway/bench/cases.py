@@ -79,9 +79,17 @@ class BenchCase:
     expected: Callable[[Place], list[Tensor | None]]
     min_size: int = 1
 
-    def candidate(self, name: str, dist: Any, place: Place, finish: Callable[[], object] | None = None) -> Candidate:
-        """This case on a module like torch.distributed, ready to be timed."""
-        buffers = self.buffers(place)
+    def candidate(
+        self,
+        name: str,
+        dist: Any,
+        place: Place,
+        finish: Callable[[], object] | None = None,
+        buffers: Buffers | None = None,
+    ) -> Candidate:
+        """This case on a module like torch.distributed, ready to be timed. Candidates may share their `buffers`, so
+        that none of them is better off by where its memory lies."""
+        buffers = buffers or self.buffers(place)
         originals = [tensor.clone() for tensor in buffers.given]
 
         def prepare() -> None:

@@ -1,7 +1,9 @@
 """Times candidates against each other: warm-up, turns, the slowest rank, medians with intervals.
 
-A sample is the time of some calls in a row, divided by their number. In each round every candidate gives one
-sample, in an order that changes from round to round. A round's time is that of the slowest rank. The result is
+A sample is the time of some calls in a row, divided by their number; where a call is short, one that is not timed
+comes before them, so that the ranks begin closer together than the control group brings them. In each round every
+candidate gives one sample, in an order that changes from round to round so that each comes after each other one
+equally often. A round's time is that of the slowest rank. The result is
 the median over rounds, with an interval from order statistics: it needs no assumption about how times are
 distributed, and an outlier moves it little.
 """
@@ -167,6 +169,8 @@ def _sample(candidate: Candidate, calls: int, ranks: Ranks, clock_ns: Callable[[
         candidate.prepare()
     run = candidate.run
     ranks.align()
+    if calls > 1:
+        run()
     begun = clock_ns()
     for _ in range(calls):
         run()
@@ -176,9 +180,11 @@ def _sample(candidate: Candidate, calls: int, ranks: Ranks, clock_ns: Callable[[
 
 
 def _turn(count: int, number: int) -> list[int]:
-    """The order of a round: begins with another candidate each time, and every second time runs backwards."""
-    order = [(number + place) % count for place in range(count)]
-    return order[::-1] if number // max(1, count) % 2 else order
+    """The order of a round. Over `count` rounds (twice that where it is odd) each candidate takes each place, and
+    follows each other one, equally often (a Williams design)."""
+    zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    order = [(place + number) % count for place in zigzag]
+    return order[::-1] if number // count % 2 else order
 
 
 @contextmanager

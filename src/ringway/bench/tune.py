@@ -14,7 +14,7 @@ import ringway
 from ringway.backends.policy import Policy, Rule
 from ringway.backends.select import obstacle
 from ringway.bench.cases import CASES, Place
-from ringway.bench.runner import Ranks, measure
+from ringway.bench.runner import Candidate, Ranks, measure
 from ringway.call import OP_BY_NAME
 from ringway.errors import BackendUnavailable, UsageError
 
@@ -71,18 +71,24 @@ def medians(
     groups: Mapping[str, Any], ops: Sequence[str], sizes: Sequence[int], rounds: int, progress: Progress
 ) -> Medians:
     """Times every op at every size on every group. All ranks get the same numbers."""
-    rank, size = ringway.get_rank(), ringway.get_world_size()
     control = Ranks(ringway.get_world_group())
     found: Medians = {}
     for op in ops:
         for nbytes in sizes if op != "barrier" else (0,):
             progress(op, nbytes)
-            candidates = [
-                CASES[op].candidate(name, ringway, Place(rank, size, nbytes, group)) for name, group in groups.items()
-            ]
-            times = measure(candidates, control, rounds=rounds, warmup_rounds=2)
+            times = measure(in_one_place(op, nbytes, groups), control, rounds=rounds, warmup_rounds=2)
             found.setdefault(op, {})[nbytes] = {result.name: result.seconds.median for result in times}
     return found
+
+
+def in_one_place(op: str, nbytes: int, groups: Mapping[str, Any]) -> list[Candidate]:
+    """An op on each of the groups, all with the same memory."""
+    case, rank, size = CASES[op], ringway.get_rank(), ringway.get_world_size()
+    buffers = case.buffers(Place(rank, size, nbytes))
+    return [
+        case.candidate(name, ringway, Place(rank, size, nbytes, group), buffers=buffers)
+        for name, group in groups.items()
+    ]
 
 
 def winners(found: Medians) -> tuple[Rule, ...]:
