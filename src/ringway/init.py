@@ -60,8 +60,10 @@ def init_distributed(
     path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
     store = rendezvous(info, limit, token=os.environ.get("RINGWAY_JOB_TOKEN", ""), path=path)
     explicit, said_by = _wanted(dist_backend, settings)
-    choice = select(explicit, said_by, info, store, limit)
+    table = policy.consult(settings.policy, info.size)
+    choice = select(explicit, said_by, info, store, limit, table)
     world.backend_reason = choice.reason
+    world.policy = table if isinstance(table, policy.Policy) else None
     _prepare(settings, info)
     groups.init_process_group(
         choice.backend,
@@ -109,7 +111,6 @@ def _prepare(settings: Config, info: LaunchInfo) -> None:
     """What the world takes over from the configuration before the first group is made."""
     world.local_rank = info.local_rank
     world.max_object_bytes = settings.max_object_bytes
-    world.policy = None if settings.policy is None else policy.load(settings.policy, info.size)
     watching.prepare(settings, info.rank)
     if any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger.")):
         configure(settings)

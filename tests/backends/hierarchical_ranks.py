@@ -44,6 +44,36 @@ def conformance() -> dict[str, Any]:
     return {"findings": findings, "cases": len(seconds), **training()}
 
 
+def default() -> dict[str, Any]:
+    """Nobody names a backend: which is chosen, what it does, and what groups of some of the ranks get."""
+    dist.init_distributed(timeout=LIMIT)
+    rank = dist.get_rank()
+    groups = {
+        "world": None,
+        "host 0": dist.new_group([0, 1]),
+        "host 1": dist.new_group([2, 3]),
+        "across": dist.new_group([1, 2]),
+        "uneven": dist.new_group([0, 1, 2]),
+    }
+    backends = {}
+    for name, group in groups.items():
+        if dist.get_rank(group) < 0:
+            continue
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor, group=group)
+        assert tensor[-1].item() == dist.get_world_size(group)
+        backends[name] = dist.communicator(group).backend.name
+    in_order = []
+    for _ in range(3):  # by hosts, through gloo, by hosts: each sees what the one before it left
+        tensor = torch.full((1 << 20,), float(rank))
+        dist.all_reduce(tensor, async_op=True)  # 6
+        dist.reduce(tensor, 3, async_op=True)  # 24 on rank 3
+        dist.broadcast(tensor, 3)
+        in_order.append((tensor.min().item(), tensor.max().item()))
+    origins = dist.communicator().origins()["cpu"]
+    return {"backends": backends, "reason": world.backend_reason, "in_order": in_order, "origins": origins}
+
+
 def speed() -> dict[str, Any]:
     """64 MB of fp32 through both, turn by turn: seconds, bytes on the wire, and whether the sums are equal."""
     dist.init_distributed("gloo", timeout=LIMIT, verbose=False)
@@ -91,6 +121,6 @@ def _mixed_group() -> Any:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    scenario = {"conformance": conformance, "speed": speed}[sys.argv[1]]
+    scenario = {"conformance": conformance, "default": default, "speed": speed}[sys.argv[1]]
     _tell(scenario())
     dist.destroy_process_group()

@@ -46,6 +46,19 @@ def test_conformance_and_training_across_hosts(hosts: tuple[Host, Host]) -> None
         assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
 
 
+def test_it_is_the_default_where_hosts_have_several_ranks_each(hosts: tuple[Host, Host]) -> None:
+    results = launched(hosts, "default")
+    for rank, result in enumerate(results):
+        assert result["reason"] == "2 hosts with 2 ranks each: shared memory inside, gloo between them"
+        assert result["backends"]["world"] == "hierarchical"
+        assert result["in_order"] == [[24.0, 24.0]] * 3
+        assert result["origins"]["barrier"] == "through gloo"
+        assert result["origins"]["broadcast"].startswith("through gloo up to 65536 B, else by slices")
+        assert result["backends"][f"host {rank // 2}"] == "shm"
+    assert results[1]["backends"]["across"] == results[2]["backends"]["across"] == "gloo"
+    assert results[0]["backends"]["uneven"] == "gloo"
+
+
 def test_less_crosses_the_link_and_it_is_faster(hosts: tuple[Host, Host]) -> None:
     """Each host's data crosses once: 64 MB of 64, where flat gloo's ring sends 96. The bytes are exact, so they
     are held closely; the time is the wire's, and held to what the issue of such a link demands."""

@@ -8,7 +8,7 @@ import pytest
 
 from ringway.backends import registry, select
 from ringway.backends.select import Choice, Obstacle, Standing, decide, obstacle
-from ringway.errors import BackendUnavailable, RendezvousError, UsageError
+from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 from ringway.testing import RankContext, RankPool
@@ -40,6 +40,55 @@ def test_one_rank_without_it_decides_for_all() -> None:
 def test_hosts_apart_get_gloo() -> None:
     choice = _decide((True, {}), (False, {}))
     assert choice == Choice("gloo", "1 of 2 ranks are on other hosts than rank 0")
+
+
+def _decide_on(
+    *hosts: str, source: str = "torchrun", lacking: Mapping[str, Obstacle] | None = None, proven: str | None = None
+) -> Choice:
+    """One rank for each name of a host; `proven` says which host rank 0's socket reached, if not its own."""
+    near = hosts[0] if proven is None else proven
+    told = {
+        rank: Standing(rank == 0 or host == near, {**NO_GPU, **(lacking or {})}, host=host)
+        for rank, host in enumerate(hosts)
+    }
+    return decide(None, "", LaunchInfo(rank=0, size=len(hosts), source=source), told)
+
+
+def test_hosts_with_several_ranks_each_get_both() -> None:
+    choice = _decide_on("a", "a", "b", "b")
+    assert choice.backend == "hierarchical"
+    assert choice.reason == "2 hosts with 2 ranks each: shared memory inside, gloo between them"
+    assert _decide_on("a", "b", "a", "b").backend == "hierarchical"
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "aabbc", "abc"])
+def test_hosts_that_are_no_grid_get_gloo(hosts: str) -> None:
+    assert _decide_on(*hosts).backend == "gloo"
+
+
+def test_what_was_not_proven_does_not_count() -> None:
+    """Ranks that say they are on rank 0's host, and could not reach it there (another user, say)."""
+    assert _decide_on("a", "a", "b", "b", proven="nowhere").backend == "gloo"
+    assert _decide_on("a", "a", "b", "b", lacking=NO_SHM).backend == "gloo"
+
+
+def test_mpi_across_hosts_stays_mpis_own_business() -> None:
+    assert _decide_on("a", "a", "b", "b", source="Open MPI").backend == "mpi"
+    assert _decide_on("a", "a", "b", "b", source="Open MPI", lacking=NO_MPI).backend == "hierarchical"
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({"policy": "other"}, "rank 1 loaded another policy than rank 0"),
+        ({}, "rank 1 loaded none, and rank 0 a policy"),
+        ({"policy_error": "cannot read the policy p.json"}, "rank 1: cannot read the policy p.json"),
+    ],
+)
+def test_ranks_with_different_policies_are_told_before_anything_is_made(second: dict[str, str], told: str) -> None:
+    info = LaunchInfo(rank=0, size=2, source="torchrun")
+    with pytest.raises(ConfigError, match=told):
+        decide(None, "", info, {0: Standing(True, policy="one"), 1: Standing(True, **second)})
 
 
 def test_hosts_apart_under_mpi_get_mpi_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,16 +113,16 @@ def test_the_slowest_rank_counts_and_all_ranks_agree(pool: RankPool) -> None:
     assert median(first) >= 0.004
 
 
-def test_each_candidate_follows_each_other_one_equally_often() -> None:
-    for names in ("ab", "abc", "abcd", "abcde"):
-        events: list[str] = []
-        candidates = [Candidate(n, run=lambda: None, prepare=lambda n=n: events.append(n)) for n in names]
-        rounds = 2 * len(names)
-        measure(candidates, rounds=rounds, warmup_rounds=0)
-        timed = events[-rounds * len(names) :]
-        orders = [timed[place : place + len(names)] for place in range(0, len(timed), len(names))]
-        pairs = [pair for order in orders for pair in pairwise(order)]
-        assert {pairs.count((a, b)) for a in names for b in names if a != b} == {2}
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde"])
+def test_each_candidate_follows_each_other_one_equally_often(names: str) -> None:
+    events: list[str] = []
+    candidates = [Candidate(name, run=lambda: None, prepare=lambda name=name: events.append(name)) for name in names]
+    rounds = 2 * len(names)
+    measure(candidates, rounds=rounds, warmup_rounds=0)
+    timed = events[-rounds * len(names) :]
+    orders = [timed[place : place + len(names)] for place in range(0, len(timed), len(names))]
+    pairs = [pair for order in orders for pair in pairwise(order)]
+    assert {pairs.count((a, b)) for a in names for b in names if a != b} == {2}
 
 
 def test_a_short_call_is_made_once_before_the_clock_starts() -> None:

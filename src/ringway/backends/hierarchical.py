@@ -3,13 +3,15 @@
 Rank i of every host owns slice i: it is reduced inside each host, then between the hosts by the ranks that own
 it, then gathered inside each host. So of every host's data only one copy crosses the wire, spread over as many
 connections as the host has ranks. Large tensors go in chunks, so that a host works on one while another is on
-the wire. Ops that gain nothing from this go through the flat backend of the whole group.
+the wire. What gains nothing from this goes through one flat gloo of the whole group: the other ops, and small
+calls of those whose flat way has few steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend
 from ringway.backends.compose import Plan, plan
-from ringway.backends.meeting import exchange, host_identity
+from ringway.backends.in_turn import Order
+from ringway.backends.meeting import Layout, exchange, host_identity
 from ringway.backends.ordered import Ordered
 from ringway.backends.shm import ShmBackend
 from ringway.call import (
@@ -36,50 +39,10 @@ from ringway.errors import BackendUnavailable, RingwayError
 from ringway.work import Handle
 
 _CHUNK_BYTES = 8 << 20
-_FLAT = ("reduce", "gather", "scatter", "all_to_all_single", "barrier", "send", "recv")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which ranks of the group share a host: `hosts[h][i]` is rank i of host h, in the group's order."""
-
-    hosts: tuple[tuple[int, ...], ...]
-    host: int
-    place: int
-
-    @classmethod
-    def of(cls, identities: Sequence[str], rank: int) -> Layout:
-        by_host: dict[str, list[int]] = {}
-        for member, identity in enumerate(identities):
-            by_host.setdefault(identity, []).append(member)
-        hosts = tuple(tuple(members) for members in by_host.values())
-        widths = sorted({len(members) for members in hosts})
-        if len(hosts) < 2 or len(widths) > 1 or widths[0] < 2:
-            raise BackendUnavailable(
-                "hierarchical",
-                f"it needs two hosts or more with equally many ranks each, two at least; this group has "
-                f"{', '.join(str(len(members)) for members in hosts)} ranks on {len(hosts)} host(s)",
-                remedy="Use shm on one host, and gloo or mpi otherwise",
-            )
-        host = next(place for place, members in enumerate(hosts) if rank in members)
-        return cls(hosts, host, hosts[host].index(rank))
-
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        return self.hosts[self.host]
-
-    @property
-    def counterparts(self) -> tuple[int, ...]:
-        """The ranks that own the same slice on each host."""
-        return tuple(members[self.place] for members in self.hosts)
-
-    @property
-    def width(self) -> int:
-        return len(self.neighbours)
-
-    def by_place(self) -> list[int]:
-        """The group's ranks, ordered by slice and then by host."""
-        return [members[place] for place in range(self.width) for members in self.hosts]
+_FLAT = "flat"
+_BY_HOSTS = "by hosts"
+_FLAT_UP_TO = {"broadcast": 64 << 10, "reduce_scatter_tensor": 64 << 10}
+"""Bytes up to which the flat way is no slower: there these ops cross the wire as often, and have fewer steps."""
 
 
 def _part(info: GroupInfo, name: str, members: Sequence[int]) -> GroupInfo:
@@ -123,8 +86,9 @@ class HierarchicalBackend(Backend):
     origins: ClassVar[Mapping[str, str]] = {
         "all_reduce": "reduced inside the host, between hosts by slices, gathered inside",
         "all_gather_into_tensor": "gathered between hosts by slices, then inside",
-        "reduce_scatter_tensor": "reduced inside the host by slices, then between hosts",
-        "broadcast": "by slices between hosts, gathered inside",
+        "reduce_scatter_tensor": f"through gloo up to {_FLAT_UP_TO['reduce_scatter_tensor']} B, else reduced inside "
+        "the host by slices, then between hosts",
+        "broadcast": f"through gloo up to {_FLAT_UP_TO['broadcast']} B, else by slices between hosts, gathered inside",
         **dict.fromkeys(
             ("reduce", "gather", "scatter", "all_to_all_single", "barrier", "send", "recv"), "through gloo"
         ),
@@ -139,14 +103,29 @@ class HierarchicalBackend(Backend):
         self._local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
         self._across = across(_part(info, f"slice{layout.place}", layout.counterparts))
         self._local_plan, self._across_plan, self._flat_plan = map(plan, (self._local, self._across, self._flat))
-        self._ordered = Ordered(f"hierarchical-{info.name}", info.timeout, inline=True)
+        self._order = Order(info.name, info.timeout)
+        self._by_hosts = Ordered(f"hierarchical-{info.name}", info.timeout, inline=True)
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         # A mean of means would round twice, and a factor would be applied twice.
         return reduces(dtype, reduce) and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
 
+    @property
+    def abandoned(self) -> bool:
+        return any(part.abandoned for part in (self._local, self._across, self._flat))
+
+    @abandoned.setter
+    def abandoned(self, given_up: bool) -> None:
+        for part in (self._local, self._across, self._flat):
+            part.abandoned = given_up
+
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
-        return self._ordered.submit(call, lambda: body(call))
+        if call.nbytes <= _FLAT_UP_TO.get(call.op.name, -1):
+            return self._flatly(call)
+        return self._order.start(_BY_HOSTS, lambda c: self._by_hosts.submit(c, lambda: body(c)), call)
+
+    def _flatly(self, call: Call) -> Handle:
+        return self._order.start(_FLAT, self._flat_plan.runners[call.op.name], call)
 
     def _inside(self, call: Call, **changes: object) -> Handle:
         return self._step(self._local_plan, self._layout.width, call, **changes)
@@ -240,20 +219,7 @@ class HierarchicalBackend(Backend):
 
     # Through the flat backend
 
-    def reduce(self, call: Call) -> Handle:
-        return self._flat_plan.runners["reduce"](call)
-
-    def gather(self, call: Call) -> Handle:
-        return self._flat_plan.runners["gather"](call)
-
-    def scatter(self, call: Call) -> Handle:
-        return self._flat_plan.runners["scatter"](call)
-
-    def all_to_all_single(self, call: Call) -> Handle:
-        return self._flat_plan.runners["all_to_all_single"](call)
-
-    def barrier(self, call: Call) -> Handle:
-        return self._flat_plan.runners["barrier"](call)
+    reduce = gather = scatter = all_to_all_single = barrier = _flatly
 
     def send(self, call: Call) -> Handle:
         return self._flat_plan.runners["send"](call)
@@ -264,11 +230,15 @@ class HierarchicalBackend(Backend):
     # The end
 
     def close(self) -> None:
-        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
-        for part in (self._local, self._across, self._flat):
-            part.close()
+        self._end([part.close for part in (self._local, self._across, self._flat)], "destroyed")
 
     def abort(self) -> None:
-        self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))
-        for part in (self._local, self._across, self._flat):
-            part.abort()
+        self._end([part.abort for part in (self._local, self._across, self._flat)], "aborted")
+
+    def _end(self, ends: Sequence[Callable[[], None]], how: str) -> None:
+        error = RingwayError(f"the group {self.group.name} was {how}")
+        with ExitStack() as all_of_them:
+            for end in ends:
+                all_of_them.callback(end)
+            self._order.stop(error)
+            self._by_hosts.stop(error)

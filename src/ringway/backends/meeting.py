@@ -1,13 +1,16 @@
-"""What the ranks of a group tell each other through its store when a backend is made."""
+"""What the ranks of a group tell each other through its store when a backend is made, and which of them share a
+host."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ringway.backends.base import GroupInfo
-from ringway.errors import RendezvousError
+from ringway.errors import BackendUnavailable, RendezvousError
 
 _POLL_FIRST = 0.0005
 _POLL_MOST = 0.05
@@ -51,3 +54,46 @@ def host_identity() -> str:
     """This host, as far as sharing memory goes: the kernel's boot and the network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks of the group share a host: `hosts[h][i]` is rank i of host h, in the group's order."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    host: int
+    place: int
+
+    @classmethod
+    def of(cls, identities: Sequence[str], rank: int) -> Layout:
+        by_host: dict[str, list[int]] = {}
+        for member, identity in enumerate(identities):
+            by_host.setdefault(identity, []).append(member)
+        hosts = tuple(tuple(members) for members in by_host.values())
+        widths = sorted({len(members) for members in hosts})
+        if len(hosts) < 2 or len(widths) > 1 or widths[0] < 2:
+            raise BackendUnavailable(
+                "hierarchical",
+                f"it needs two hosts or more with equally many ranks each, two at least; this group has "
+                f"{', '.join(str(len(members)) for members in hosts)} ranks on {len(hosts)} host(s)",
+                remedy="Use shm on one host, and gloo or mpi otherwise",
+            )
+        host = next(place for place, members in enumerate(hosts) if rank in members)
+        return cls(hosts, host, hosts[host].index(rank))
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        return self.hosts[self.host]
+
+    @property
+    def counterparts(self) -> tuple[int, ...]:
+        """The ranks that own the same slice on each host."""
+        return tuple(members[self.place] for members in self.hosts)
+
+    @property
+    def width(self) -> int:
+        return len(self.neighbours)
+
+    def by_place(self) -> list[int]:
+        """The group's ranks, ordered by slice and then by host."""
+        return [members[place] for place in range(self.width) for members in self.hosts]

@@ -88,6 +88,14 @@ class Policy:
         }
 
 
+def consult(given: str | os.PathLike[str] | Mapping[str, Any] | None, world_size: int) -> Policy | ConfigError | None:
+    """What a rank has to tell the others: its policy, or what is wrong with it, or that it has none."""
+    try:
+        return None if given is None else load(given, world_size)
+    except ConfigError as error:
+        return error
+
+
 def load(given: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None) -> Policy:
     """A policy from a file or a table. With `world_size`, one that was made for another world is refused."""
     if isinstance(given, Mapping):

@@ -1,9 +1,10 @@
 """Which backend the job uses, and why.
 
 An explicit choice wins, or fails by name with what to install. Otherwise, for the CPU: `shm` where all ranks
-proved to be on one host; `mpi` where an MPI launcher started them on several and every rank has mpi4py;
-`gloo` elsewhere. CUDA tensors go to nccl where every rank has it. What each rank can do is told through the
-store, so all ranks decide alike, and an obstacle on one is an error on all.
+proved to be on one host; on several hosts `mpi` where an MPI launcher started them and every rank has mpi4py,
+`hierarchical` where the hosts have equally many ranks, two at least, and `gloo` elsewhere. CUDA tensors go to nccl
+where every rank has it. What each rank can do, where it is and which policy it loaded is told through the store, so
+all ranks decide alike, and an obstacle on one is an error on all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -21,7 +22,9 @@ import torch.distributed as c10d
 from torch._C._distributed_c10d import Store
 
 from ringway.backends import registry
-from ringway.errors import BackendUnavailable, RendezvousError, UsageError
+from ringway.backends.meeting import Layout, host_identity
+from ringway.backends.policy import Policy
+from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 
@@ -47,11 +50,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank tells the others: whether it shares rank 0's host, what it lacks, and what it was told to use."""
+    """What one rank tells the others: whether it shares rank 0's host (proven), which host that is (as it says
+    itself), what it lacks, what it was told to use, and the digest of the policy it loaded or what is wrong with it."""
 
     with_rank_0: bool
     obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
     wanted: str | None = None
+    host: str = ""
+    policy: str | None = None
+    policy_error: str | None = None
 
 
 def _no_mpi() -> Obstacle | None:
@@ -120,11 +127,21 @@ def obstacles(names: tuple[str, ...] = CONSIDERED) -> dict[str, Obstacle]:
     return {name: what for name, what in found if what is not None}
 
 
-def select(explicit: str | None, said_by: str, info: LaunchInfo, store: Store, timeout: float) -> Choice:
-    """The job's backend. Every rank calls it, with the store that all have reached."""
+def select(
+    explicit: str | None,
+    said_by: str,
+    info: LaunchInfo,
+    store: Store,
+    timeout: float,
+    policy: Policy | ConfigError | None = None,
+) -> Choice:
+    """The job's backend. Every rank calls it, with the store that all have reached and what became of its policy."""
     names = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
+    wrong = str(policy) if isinstance(policy, ConfigError) else None
+    digest = policy.digest if isinstance(policy, Policy) else None
+    mine = Standing(True, obstacles(names), explicit, host_identity(), digest, wrong)
     try:
-        standings = _tell_each_other(explicit, names, info, store, timeout)
+        standings = _tell_each_other(mine, info, store, timeout)
     except c10d.DistError as error:
         host = "the launcher" if info.hosted_by_launcher else "rank 0"
         raise RendezvousError(
@@ -146,7 +163,7 @@ def decide(explicit: str | None, said_by: str, info: LaunchInfo, standings: Mapp
         for name in registry.parse(explicit).values():
             _require(name, lacking, elsewhere, info.size)
         return Choice(explicit, f"chosen by {said_by}")
-    cpu, reason = _for_cpu(info, elsewhere, lacking)
+    cpu, reason = _for_cpu(info, standings, elsewhere, lacking)
     if "nccl" not in lacking:
         return Choice(f"cpu:{cpu},cuda:nccl", f"{reason}; every rank has CUDA and NCCL")
     return Choice(cpu, reason)
@@ -154,6 +171,13 @@ def decide(explicit: str | None, said_by: str, info: LaunchInfo, standings: Mapp
 
 def _agreed(standings: Mapping[int, Standing]) -> None:
     """Ranks on different backends would wait for each other until the timeout: their settings differ."""
+    for rank, standing in standings.items():
+        if standing.policy_error is not None:
+            raise ConfigError(f"rank {rank}: {standing.policy_error}", key="policy")
+        if standing.policy != standings[0].policy:
+            ours, theirs = ("a policy" if digest else "none" for digest in (standings[0].policy, standing.policy))
+            told = "another policy than rank 0" if ours == theirs else f"{theirs}, and rank 0 {ours}"
+            raise ConfigError(f"rank {rank} loaded {told}; all ranks must decide alike", key="policy")
     first = standings[0].wanted
     for rank, standing in standings.items():
         if standing.wanted != first:
@@ -176,7 +200,12 @@ def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: 
         )
 
 
-def _for_cpu(info: LaunchInfo, elsewhere: list[int], lacking: Mapping[str, tuple[int, Obstacle]]) -> tuple[str, str]:
+def _for_cpu(
+    info: LaunchInfo,
+    standings: Mapping[int, Standing],
+    elsewhere: list[int],
+    lacking: Mapping[str, tuple[int, Obstacle]],
+) -> tuple[str, str]:
     if not elsewhere:
         here = "a world of one" if info.size == 1 else f"all {info.size} ranks proved to be on one host"
         if "shm" not in lacking:
@@ -185,20 +214,34 @@ def _for_cpu(info: LaunchInfo, elsewhere: list[int], lacking: Mapping[str, tuple
     apart = f"{len(elsewhere)} of {info.size} ranks are on other hosts than rank 0"
     if info.source in MPI_LAUNCHERS and "mpi" not in lacking and registry.own("mpi") is not None:
         return "mpi", f"{apart}, started by {info.source}, and every rank has mpi4py"
+    layout = _even_layout(standings)
+    if layout is not None and "shm" not in lacking:
+        hosts = len(layout.hosts)
+        return "hierarchical", f"{hosts} hosts with {layout.width} ranks each: shared memory inside, gloo between them"
     return "gloo", apart
 
 
-def _tell_each_other(
-    wanted: str | None, names: tuple[str, ...], info: LaunchInfo, store: Store, timeout: float
-) -> dict[int, Standing]:
+def _even_layout(standings: Mapping[int, Standing]) -> Layout | None:
+    """The hosts, where they have equally many ranks each, two at least, and what ranks say of themselves does not
+    contradict what was proven."""
+    hosts = [standings[rank].host for rank in sorted(standings)]
+    if "" in hosts or any(standing.with_rank_0 != (standing.host == hosts[0]) for standing in standings.values()):
+        return None
+    try:
+        return Layout.of(hosts, 0)
+    except BackendUnavailable:
+        return None
+
+
+def _tell_each_other(mine: Standing, info: LaunchInfo, store: Store, timeout: float) -> dict[int, Standing]:
     if info.size == 1:
-        return {0: Standing(True, obstacles(names), wanted)}
+        return {0: mine}
     deadline = time.monotonic() + timeout
     with ExitStack() as open_until_all_told:
         if info.rank == 0:
             store.set("standing/meet", open_until_all_told.enter_context(meeting_point()))
         name = _wait(store, "standing/meet", 0, deadline).decode()
-        mine = Standing(info.rank == 0 or shares_host(name), obstacles(names), wanted)
+        mine = replace(mine, with_rank_0=info.rank == 0 or shares_host(name))
         store.set(f"standing/{info.rank}", json.dumps(asdict(mine)))
         found = {rank: _read(_wait(store, f"standing/{rank}", rank, deadline)) for rank in range(info.size)}
         # Rank 0 may host the store, and may be about to raise what was decided: it stays until all have read.
@@ -211,8 +254,8 @@ def _tell_each_other(
 
 def _read(text: bytes) -> Standing:
     said = json.loads(text)
-    lacking = {name: Obstacle(**what) for name, what in said["obstacles"].items()}
-    return Standing(said["with_rank_0"], lacking, said["wanted"])
+    said["obstacles"] = {name: Obstacle(**what) for name, what in said["obstacles"].items()}
+    return Standing(**said)
 
 
 def _wait(store: Store, key: str, rank: int, deadline: float) -> bytes:

@@ -12,7 +12,9 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ringway.backends.select import Standing
     from ringway.launch.discover import Seen
+    from ringway.launch.info import LaunchInfo
 
 _PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "address", "port", "hosted_by_launcher")
 
@@ -34,7 +36,7 @@ def env(
 
 def report() -> dict[str, Any]:
     """Everything that `ringway env` knows. Nothing is connected, so locality is only what the launcher says."""
-    from ringway.backends.select import CONSIDERED, Standing, decide, obstacle, obstacles
+    from ringway.backends.select import CONSIDERED, decide, obstacle
     from ringway.config import SETTINGS, resolve
     from ringway.errors import DiscoveryError, RingwayError
     from ringway.launch.ancestry import ancestors
@@ -60,15 +62,23 @@ def report() -> dict[str, Any]:
     document["launcher"]["notes"] = list(found.info.notes)
     document["seen"] = [_seen(entry) for entry in found.seen]
     document["seen"][0]["chosen"] = True
-    together = Standing(True, obstacles())
-    apart = Standing(found.info.on_one_host, obstacles())
     try:
-        standings = {0: together} | ({1: apart} if found.info.size > 1 else {})
-        choice = decide(settings.backend, settings.source("backend"), found.info, standings)
+        choice = decide(settings.backend, settings.source("backend"), found.info, _standings(found.info))
         document["choice"] = asdict(choice)
     except RingwayError as error:
         document["choice"] = {"backend": None, "reason": str(error)}
     return document
+
+
+def _standings(info: LaunchInfo) -> dict[int, Standing]:
+    """What the ranks would tell each other, as far as the launcher says where they are."""
+    from ringway.backends.select import Standing, obstacles
+
+    lacking = obstacles()
+    if info.local_size is None:
+        return {rank: Standing(rank == 0, lacking) for rank in range(min(info.size, 2))}
+    hosts = [rank // info.local_size for rank in range(info.size)]
+    return {rank: Standing(host == 0, lacking, host=f"host {host}") for rank, host in enumerate(hosts)}
 
 
 def _seen(entry: Seen) -> dict[str, Any]:
