@@ -181,6 +181,7 @@ class PyGroup {
         if (engine_->progress.wait(*task, 1e9, host)) return task->outcome();
         engine_->members.report_interrupted();
         Host deaf;
+        nb::gil_scoped_release gil;  // what is before the task may have to call back
         engine_->progress.wait(*task, 1e9, deaf);
         return Outcome::Interrupted;
     }

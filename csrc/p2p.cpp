@@ -86,7 +86,11 @@ void PointToPoint::look_again() {
 
 bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     const int64_t start = now_ns();
-    std::unique_lock<std::mutex> guard(lock_);
+    std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
+    if (!guard.owns_lock()) {
+        host.block();
+        guard.lock();
+    }
     ++waiters_;
     bool in_time = true;
     while (!message.done() && in_time) {
@@ -124,6 +128,7 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awai
     for (const auto& done : finished) done->finish(done->verdict);
     if (!finished.empty()) look_again();
     changed_.notify_all();
+    finished.clear();  // the last to hold a message may need the GIL, whose holder may need the lock
     guard.lock();
     return waking != Waking::Interrupted;
 }

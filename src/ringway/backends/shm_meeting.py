@@ -79,8 +79,8 @@ def _host(store: c10d.Store, size: int, deadline: float, attach: Callable[[Share
             _gather(store, segment, members, deadline)
         for member in members.values():
             _send_segment(member, segment)
-        for rank, member in members.items():
-            answer = _read(member, deadline, f"rank {rank}")
+        answers = {rank: _read(member, deadline, f"rank {rank}") for rank, member in members.items()}
+        for rank, answer in answers.items():
             if "error" in answer:
                 raise _error_in({**answer, "error": f"rank {rank}: {answer['error']}"})
         group = _attached(segment, attach)
@@ -263,6 +263,8 @@ def _receive(link: socket.socket, deadline: float, who: str) -> tuple[dict[str, 
         data, extra, _, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
         raise RendezvousError(f"{who} connected to share memory, and then fell silent") from None
+    except OSError as error:
+        raise RendezvousError(f"{who} ended while the group met ({error})") from None
     for _, _, part in extra:
         fds.frombytes(part[: len(part) // fds.itemsize * fds.itemsize])
     if not data:

@@ -1,0 +1,362 @@
+"""shm in bad company: peers that stand still, programs that deadlock, interrupts, threads, no memory, no threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import ringway as dist
+from ringway.backends.base import GroupInfo
+from ringway.backends.shm import ShmBackend
+from ringway.call import BARRIER, Call
+from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
+from ringway.testing import RankContext, RankPool
+
+LEAVINGS = 3000 if os.environ.get("RINGWAY_SOAK") else 60
+
+
+def _give_up_after(seconds: float, group: Any = None) -> None:
+    c10d.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+# Peers that stand still
+
+
+def _stand_still(until: Path, after: float) -> None:
+    """Stops this process at whatever instruction it then is, until the file is there."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(after)
+        os.kill(parent, signal.SIGSTOP)
+        while not until.exists():
+            time.sleep(0.01)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+
+
+def _stopped(context: RankContext, folder: str, count: int, after: float) -> tuple[list[int], str]:
+    context.start("shm")
+    _give_up_after(2.0)
+    dist.barrier()
+    if context.rank == 2:
+        _stand_still(Path(folder) / "seen", after)
+    with pytest.raises(CommTimeout) as caught:
+        _sum_for_ever(count)
+    (Path(folder) / "seen").touch()
+    return caught.value.missing, str(caught.value)
+
+
+def _sum_for_ever(count: int) -> None:
+    while True:
+        dist.all_reduce(torch.ones(count))
+
+
+def test_a_rank_that_stands_still_is_named_by_all(pool: RankPool, tmp_path: Path) -> None:
+    """Also where it stands in the middle of a call, and the others wait for it in a chain."""
+    for count in (4, 200_000, 3_000_000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        told = pool.run(_stopped, str(folder), count, random.uniform(0.05, 0.2), world_size=4, timeout=100)
+        pool.replace()
+        for missing, text in told:
+            assert missing == [2], text
+
+
+def _crossed(context: RankContext) -> tuple[str, list[int], str]:
+    """Two groups, used in one order here and in the other there."""
+    context.start("shm")
+    first, second = dist.new_group(), dist.new_group()
+    for group in (first, second):
+        _give_up_after(1.0, group)
+    with pytest.raises(CommTimeout) as caught:
+        dist.all_reduce(torch.ones(3), group=first if context.rank == 0 else second)
+    error = caught.value
+    dist.all_reduce(torch.ones(3))  # the world lives on
+    return str(error.op), error.missing, str(error)
+
+
+def test_groups_used_in_another_order_are_told_apart(pool: RankPool) -> None:
+    told = pool.run(_crossed, world_size=2, timeout=60)
+    assert [missing for _, missing, _ in told] == [[1], [0]]
+    assert all("test_shm_hostile.py" in text and op == "all_reduce" for op, _, text in told)
+
+
+# Interrupts
+
+
+def _interrupted(context: RankContext, what: str) -> list[str]:
+    context.start("shm")
+    dist.barrier()
+    if context.rank == 1:
+        context.store.wait(["interrupted"])
+        with pytest.raises(PeerLost) as lost:
+            dist.send(torch.ones(3), 0)
+        return [str(lost.value)]
+    calls: dict[str, Callable[[], Any]] = {
+        "recv": lambda: dist.recv(torch.ones(3), 1),
+        "barrier": dist.barrier,
+        "queued": lambda: (dist.all_reduce(torch.ones(3), async_op=True), dist.barrier()),
+    }
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        calls[what]()
+    context.store.set("interrupted", "")
+    # What was interrupted must not take the message that comes now.
+    with pytest.raises(RingwayError) as ended:
+        dist.recv(torch.ones(3), 1)
+    return [str(ended.value)]
+
+
+@pytest.mark.parametrize("what", ["recv", "barrier", "queued"])
+def test_an_interrupt_ends_the_call_and_the_group(pool: RankPool, what: str) -> None:
+    told = pool.run(_interrupted, what, world_size=2, timeout=60)
+    pool.replace()
+    for (text,) in told:
+        assert "rank 0 was interrupted in the middle of a call" in text
+
+
+# Threads
+
+
+def _many_threads(context: RankContext) -> list[str]:
+    context.start("shm")
+    size, other = context.world_size, 1 - context.rank
+    wrong: list[str] = []
+
+    def sums() -> None:
+        for number in range(40):  # of one size: which thread's call meets which is nobody's business
+            tensor = torch.ones(1000)
+            dist.all_reduce(tensor)
+            if not tensor.eq(size).all():
+                wrong.append(f"sum {number}: {tensor[:3].tolist()}")
+
+    def messages(tag: int) -> None:
+        for number in range(40):
+            count = 50_000 if number % 5 == 0 else 10
+            got = torch.zeros(count)
+            sent = dist.isend(torch.full((count,), float(100 * tag + number)), other, tag=tag)
+            dist.recv(got, other, tag=tag)
+            assert sent is not None
+            sent.wait()
+            if not got.eq(100 * tag + number).all():
+                wrong.append(f"message {number} of tag {tag}: {got[:3].tolist()}")
+
+    threads = [threading.Thread(target=sums) for _ in range(3)]
+    threads += [threading.Thread(target=messages, args=(tag,)) for tag in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
+    return wrong
+
+
+def test_threads_share_a_group(pool: RankPool) -> None:
+    assert pool.run(_many_threads, world_size=2, timeout=120) == [[], []]
+
+
+# Ends
+
+
+def _end_under_way(context: RankContext, how: str) -> list[str]:
+    context.start("shm")
+    group = dist.new_group()
+    dist.barrier(group=group)
+    if context.rank == 1:
+        context.store.wait(["ended"])
+        with pytest.raises(PeerLost) as lost:
+            dist.all_reduce(torch.ones(100_000), group=group)
+        return [str(lost.value)]
+    works = [dist.all_reduce(torch.ones(100_000), group=group, async_op=True) for _ in range(3)]
+    works.append(dist.irecv(torch.ones(3), 1, group=group))
+    began = time.monotonic()
+    if how == "destroy":
+        dist.destroy_process_group(group)
+    else:
+        c10d.distributed_c10d._abort_process_group(group)
+    texts = []
+    for work in works:
+        assert work is not None
+        with pytest.raises(RingwayError) as ended:
+            work.wait()
+        assert work.is_completed()
+        texts.append(str(ended.value))
+    assert time.monotonic() - began < 20
+    context.store.set("ended", "")
+    dist.destroy_process_group(group)  # again, which is no matter
+    return texts
+
+
+@pytest.mark.parametrize("how", ["destroy", "abort"])
+def test_a_group_ends_with_calls_under_way(pool: RankPool, how: str) -> None:
+    ours, theirs = pool.run(_end_under_way, how, world_size=2, timeout=60)
+    assert len(ours) == 4
+    assert "rank 0" in theirs[0]
+    assert ("aborted" if how == "abort" else "closed") in theirs[0]
+
+
+def _leave_at_once(context: RankContext, rounds: int) -> None:
+    """Ranks that are done leave while others have not yet seen that they came."""
+    ranks = list(range(context.world_size))
+    generator = random.Random(context.rank)
+    for number in range(rounds):
+        store = c10d.PrefixStore(f"leaving/{number}", context.store)
+        info = GroupInfo(rank=context.rank, size=len(ranks), ranks=ranks, store=store, name="leaving", timeout=60)
+        backend = ShmBackend(info)
+        for _ in range(3):
+            time.sleep(generator.choice([0, 0, 1e-5, 1e-4]))
+            backend.barrier(Call(BARRIER, size=len(ranks)))
+        backend.close()
+
+
+def test_who_leaves_after_the_last_call_is_not_missed(pool: RankPool) -> None:
+    pool.run(_leave_at_once, LEAVINGS, world_size=4, timeout=100 + LEAVINGS)
+
+
+# Memory and threads that cannot be had
+
+
+@contextmanager
+def _little_memory() -> Iterator[None]:
+    """Less than 8 MB of address space are left: no segment, no stack of a thread."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), before[1]))
+    taken: list[mmap.mmap] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(mmap.mmap(-1, 8 << 20))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _cannot_map(context: RankContext) -> str:
+    try:
+        with _little_memory() if context.rank == 1 else nullcontext():
+            context.start("shm")
+    except BackendUnavailable as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_cannot_map_the_segment_is_told_by_all(pool: RankPool) -> None:
+    pool.replace()  # ranks keep their group, and this is about making one
+    told = pool.run(_cannot_map, world_size=3, timeout=60)
+    pool.replace()
+    for rank, text in enumerate(told):
+        assert "could not map a shared segment of" in text
+        assert text.count("Raise the memory limit") == 1
+        assert ("rank 1: " in text) == (rank != 1)
+
+
+def _no_thread(context: RankContext, message: bool) -> str:
+    context.start("shm")
+    dist.barrier()
+    asleep, tensor = threading.Event(), torch.ones(2)
+    try:
+        with _little_memory() if context.rank == 0 else nullcontext():
+            if context.rank == 0:
+                _use_up_old_stacks(asleep)
+            if message and context.rank == 0:
+                dist.irecv(tensor, 1).wait()
+            else:
+                dist.all_reduce(tensor, async_op=True).wait()
+    except RingwayError as error:
+        return str(error)
+    finally:
+        asleep.set()
+    return "no error"
+
+
+def _use_up_old_stacks(asleep: threading.Event) -> None:
+    """The C library keeps the stacks of threads that have ended, for new ones."""
+    try:
+        while True:
+            threading.Thread(target=asleep.wait, daemon=True).start()
+    except RuntimeError:
+        pass
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_no_thread_for_asynchronous_calls_is_an_error_everywhere(pool: RankPool, message: bool) -> None:
+    told = pool.run(_no_thread, message, world_size=2, timeout=60)
+    pool.replace()
+    for text in told:
+        assert "rank 0 could not start the thread" in text
+
+
+def _tiny_dev_shm(context: RankContext) -> float:
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private = 0x20000, 0x44000
+    mine = libc.unshare(new_mounts) == 0 and libc.mount(b"none", b"/", None, private, None) == 0
+    if not mine or libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=64k") != 0:
+        return -1.0
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 10
+    context.start("shm")
+    tensor = torch.ones(4_000_000)
+    dist.all_reduce(tensor)
+    return float(tensor.sum())
+
+
+def test_dev_shm_may_be_tiny(pool: RankPool) -> None:
+    """A container has 64 MB there; these ranks have 64 KB."""
+    pool.replace()
+    told = pool.run(_tiny_dev_shm, world_size=2, timeout=60)
+    pool.replace()
+    if -1.0 in told:
+        pytest.skip("mounting needs a privilege that is not here")
+    assert told == [8_000_000.0] * 2
+
+
+# Words
+
+
+def _long_names(context: RankContext, name: str) -> str:
+    context.start("shm")
+    program = compile(f"dist.all_reduce(torch.ones({3 + context.rank}))", name, "exec")
+    with pytest.raises(CollectiveMismatch) as caught:
+        exec(program, {"dist": dist, "torch": torch})
+    return str(caught.value)
+
+
+def test_names_that_are_cut_in_the_middle_of_a_character(pool: RankPool) -> None:
+    for extra in range(3):
+        name = "/home/" + "x" * extra + "日本語" * 30 + "/train.py"
+        for text in pool.run(_long_names, name, world_size=2):
+            assert text.count("語/train.py:1") == 2
+        pool.replace()
+
+
+def test_a_message_to_oneself_is_refused(pool: RankPool) -> None:
+    for texts in pool.run(_to_oneself, world_size=2):
+        assert texts == ["ValueError", "UsageError", "UsageError"]
+
+
+def _to_oneself(context: RankContext) -> list[str]:
+    context.start("shm")
+    found = []
+    for call in (c10d.send, dist.send, dist.recv):
+        try:
+            call(torch.ones(2), context.rank)
+        except ValueError as error:
+            found.append(type(error).__name__)
+    dist.barrier()
+    return found
