@@ -195,7 +195,7 @@ void bind_recorder(nb::module_& m) {
     nb::class_<Signatures>(m, "Signatures")
         .def(nb::init<int, int, std::vector<int>, const std::string&>(), nb::arg("fd"), nb::arg("rank"), nb::arg("ranks"),
              nb::arg("token"));
-    m.def("create_signatures", &Signatures::create, nb::arg("size"), nb::arg("token"));
+    m.def("create_signatures", &Signatures::create, nb::arg("size"), nb::arg("seats"), nb::arg("token"));
     m.def(
         "set_parted_error", [](nb::object make) { parted_error = make.release().ptr(); }, nb::arg("make"));
 

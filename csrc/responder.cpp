@@ -211,9 +211,9 @@ std::string Responder::reply(char kind, const std::string& group) {
 std::string Responder::stacks() {
     std::unique_lock<std::mutex> guard(lock_);
     if (!leaving_.empty()) return "";  // the interpreter may be gone any moment
-    if (latest_stacks_ns_ != 0 && monotonic_ns() - latest_stacks_ns_ < kStacksStayTrue) return latest_stacks_;
     const uint64_t question = ++asked_;
-    changed_.notify_all();
+    changed_.notify_all();  // whoever asks also wakes the rank's watch, which may have a fault to read
+    if (latest_stacks_ns_ != 0 && monotonic_ns() - latest_stacks_ns_ < kStacksStayTrue) return latest_stacks_;
     if (changed_.wait_for(guard, kPatience, [&] { return answered_ >= question || closing_; }) && !closing_) {
         latest_stacks_ = answer_;
     } else if (!closing_) {

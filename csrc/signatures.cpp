@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -67,26 +68,25 @@ struct Signatures::Place {
     char text[124];
 };
 
+struct Signatures::Seat {
+    int32_t rank;  // of the group; written before the seat's first call
+    Slot slots[kSlots];
+    Place places[kPlaces];
+};
+
 struct Signatures::Header {
     char token[kTokenBytes];
-    int32_t size;
+    int32_t size;  // of the group
+    int32_t seats;
+    std::atomic<int32_t> taken;
     std::atomic<uint32_t> state;  // of the fault: 0 none, 1 being written, 2 readable
     Fault fault;
 };
 
-namespace {
-
-template <class Header, class Slot, class Place>
-size_t segment_bytes(int size) {
-    return sizeof(Header) + static_cast<size_t>(size) * (kSlots * sizeof(Slot) + kPlaces * sizeof(Place));
-}
-
-}  // namespace
-
-int Signatures::create(int size, const std::string& token) {
+int Signatures::create(int size, int seats, const std::string& token) {
     if (token.size() != kTokenBytes) throw std::runtime_error("the token of a segment has 32 characters");
     const int fd = memfd_create("ringway-signatures", MFD_CLOEXEC);
-    const auto bytes = static_cast<off_t>(segment_bytes<Header, Slot, Place>(size));
+    const auto bytes = static_cast<off_t>(sizeof(Header) + static_cast<size_t>(seats) * sizeof(Seat));
     // Pages are reserved now: running out of memory is an error here, not a SIGBUS in a call.
     if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0) {
         if (fd >= 0) close(fd);
@@ -95,6 +95,7 @@ int Signatures::create(int size, const std::string& token) {
     Header header{};
     std::memcpy(header.token, token.data(), kTokenBytes);
     header.size = size;
+    header.seats = seats;
     if (pwrite(fd, &header, sizeof(header), 0) != static_cast<ssize_t>(sizeof(header))) {
         close(fd);
         throw std::runtime_error("the signatures of a group cannot be written");
@@ -102,36 +103,38 @@ int Signatures::create(int size, const std::string& token) {
     return fd;
 }
 
-Signatures::Signatures(int fd, int rank, std::vector<int> ranks, const std::string& token)
-    : rank_(rank), size_(static_cast<int>(ranks.size())), ranks_(std::move(ranks)) {
-    bytes_ = segment_bytes<Header, Slot, Place>(size_);
+Signatures::Signatures(int fd, int rank, std::vector<int> ranks, const std::string& token) : ranks_(std::move(ranks)) {
     struct stat facts {};
-    if (fstat(fd, &facts) != 0 || static_cast<size_t>(facts.st_size) != bytes_)
-        throw std::runtime_error("this is not the group's segment of signatures");
+    if (fstat(fd, &facts) != 0 || static_cast<size_t>(facts.st_size) < sizeof(Header))
+        throw std::runtime_error("this is not a segment of signatures");
+    bytes_ = static_cast<size_t>(facts.st_size);
     void* base = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) throw std::runtime_error("the group's signatures cannot be mapped");
     header_ = static_cast<Header*>(base);
-    if (header_->size != size_ || std::string(header_->token, kTokenBytes) != token) {
+    seats_ = reinterpret_cast<Seat*>(header_ + 1);
+    try {
+        take_seat(rank, token);
+    } catch (...) {
         munmap(base, bytes_);
-        throw std::runtime_error("this is the segment of another group");
+        throw;
     }
-    slots_ = reinterpret_cast<Slot*>(header_ + 1);
-    places_ = reinterpret_cast<Place*>(slots_ + static_cast<size_t>(size_) * kSlots);
 }
 
 Signatures::~Signatures() { munmap(header_, bytes_); }
 
-Signatures::Slot& Signatures::slot(int rank, uint64_t sequence) const {
-    return slots_[static_cast<uint64_t>(rank) * kSlots + sequence % kSlots];
-}
-
-Signatures::Place& Signatures::place(int rank, uint32_t site) const {
-    return places_[static_cast<uint32_t>(rank) * kPlaces + site % kPlaces];
+void Signatures::take_seat(int rank, const std::string& token) {
+    if (std::string(header_->token, kTokenBytes) != token || header_->size != static_cast<int32_t>(ranks_.size()) ||
+        bytes_ != sizeof(Header) + static_cast<size_t>(header_->seats) * sizeof(Seat))
+        throw std::runtime_error("this is the segment of another group");
+    const int32_t seat = header_->taken.fetch_add(1);
+    if (seat >= header_->seats) throw std::runtime_error("every seat of the group's segment is taken");
+    own_ = seats_ + seat;
+    own_->rank = rank;
 }
 
 // A line of the program is written once, not with every call.
 void Signatures::keep_place(uint32_t id) {
-    Place& own = place(rank_, id);
+    Place& own = own_->places[id % kPlaces];
     if (own.site.load(std::memory_order_relaxed) == id) return;
     const CallSite where = site(id);
     const std::string text = where.file + ":" + std::to_string(where.line);
@@ -145,38 +148,39 @@ void Signatures::post(const Entry& call) {
     if (header_->state.load(std::memory_order_acquire) != 0) throw Parted{};
     const Posted own{call.sequence, call.bytes, call.peer, call.site, call.op, call.dtype, call.reduce};
     if (call.site != 0) keep_place(call.site);
-    Slot& mine = slot(rank_, call.sequence);
+    Slot& mine = own_->slots[call.sequence % kSlots];
     const uint64_t number = call.sequence + 1;
     mine.number.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     mine.call = own;
     // Post, then look: of two ranks that do so at once, at least one sees the other.
     mine.number.store(number, std::memory_order_seq_cst);
-    for (int rank = 0; rank < size_; ++rank) {
-        const Slot& theirs = slot(rank, call.sequence);
+    const Seat* const end = seats_ + std::min(header_->taken.load(std::memory_order_acquire), header_->seats);
+    for (const Seat* seat = seats_; seat != end; ++seat) {
+        const Slot& theirs = seat->slots[call.sequence % kSlots];
         if (theirs.number.load(std::memory_order_seq_cst) != number) continue;
         const Posted posted = theirs.call;
         std::atomic_thread_fence(std::memory_order_acquire);
         if (theirs.number.load(std::memory_order_relaxed) != number || same(own, posted)) continue;
-        report(rank, own, posted);
+        report(*seat, own, posted);
         throw Parted{};
     }
 }
 
-void Signatures::report(int other, const Posted& own, const Posted& theirs) {
+void Signatures::report(const Seat& other, const Posted& own, const Posted& theirs) {
     uint32_t none = 0;
     if (!header_->state.compare_exchange_strong(none, 1)) return;
     Fault& fault = header_->fault;
-    fault.rank = ranks_[static_cast<size_t>(rank_)];
-    fault.other = ranks_[static_cast<size_t>(other)];
+    fault.rank = ranks_[static_cast<size_t>(own_->rank)];
+    fault.other = ranks_[static_cast<size_t>(other.rank)];
     fault.own = own;
     fault.theirs = theirs;
-    const auto copy = [this](int rank, uint32_t id, char* into) {
-        const Place& known = place(rank, id);
+    const auto copy = [](const Seat& seat, uint32_t id, char* into) {
+        const Place& known = seat.places[id % kPlaces];
         const bool there = id != 0 && known.site.load(std::memory_order_acquire) == id;
-        std::snprintf(into, sizeof(fault.own_place), "%s", there ? known.text : "an unknown line");
+        std::snprintf(into, sizeof(Fault::own_place), "%s", there ? known.text : "an unknown line");
     };
-    copy(rank_, own.site, fault.own_place);
+    copy(*own_, own.site, fault.own_place);
     copy(other, theirs.site, fault.their_place);
     header_->state.store(2, std::memory_order_release);
 }

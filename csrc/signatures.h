@@ -39,10 +39,10 @@ class Signatures {
         char own_place[128], their_place[128];
     };
 
-    // A new, empty segment: a memfd.
-    static int create(int size, const std::string& token);
-    // Maps the segment and closes nothing. Throws where it is not the one that the token names.
-    // `ranks` are the members' global ranks, for the fault.
+    // A new, empty segment: a memfd, for a group of `size` of which `seats` ranks at most share it.
+    static int create(int size, int seats, const std::string& token);
+    // Maps the segment and closes nothing. Throws where it is not the one that the token names, or where every
+    // seat is taken. `rank` is the group's own, `ranks` are the members' global ranks, for the fault.
     Signatures(int fd, int rank, std::vector<int> ranks, const std::string& token);
     ~Signatures();
     Signatures(const Signatures&) = delete;
@@ -56,17 +56,16 @@ class Signatures {
   private:
     struct Slot;
     struct Place;
+    struct Seat;
     struct Header;
-    Slot& slot(int rank, uint64_t sequence) const;
-    Place& place(int rank, uint32_t site) const;
+    void take_seat(int rank, const std::string& token);
     void keep_place(uint32_t site);
-    void report(int other, const Posted& own, const Posted& theirs);
+    void report(const Seat& other, const Posted& own, const Posted& theirs);
 
     Header* header_ = nullptr;
-    Slot* slots_ = nullptr;
-    Place* places_ = nullptr;
+    Seat* seats_ = nullptr;
+    Seat* own_ = nullptr;
     size_t bytes_ = 0;
-    int rank_, size_;
     std::vector<int> ranks_;
 };
 

@@ -29,7 +29,7 @@ def test_defaults() -> None:
     assert (config.timeout, config.stall_after, config.recorder_size) == (1800.0, 30.0, 4096)
     assert (config.max_object_bytes, config.check, config.backend, config.policy) == (
         1 << 30,
-        "always",
+        "sample",
         None,
         None,
     )

@@ -15,7 +15,7 @@ FLOORS = (
     ("features", {"parallel", "compress", "observe", "objects"}),
     ("world", {"world"}),
     ("bridge", {"bridge"}),
-    ("communicator", {"communicator", "issuer", "checks", "monitor", "signatures", "sparse"}),
+    ("communicator", {"communicator", "issuer", "across", "checks", "monitor", "signatures", "sparse"}),
     ("backends", {"backends"}),
     ("launch", {"launch"}),
     ("vocabulary", {"call", "work", "errors", "config", "_core"}),

@@ -172,7 +172,7 @@ class Config:
         default=None, metadata=_about(_NAME, "signal that writes the recorder, as in SIGUSR2")
     )
     check: str = field(
-        default="always", metadata=_about(_CHECK, "when calls of different ranks are compared across hosts")
+        default="sample", metadata=_about(_CHECK, "when calls of different ranks are compared across hosts")
     )
     policy: str | dict[str, Any] | None = field(
         default=None, metadata=_about(_POLICY, "which backend for which op and size: a file, or its table")

@@ -111,6 +111,7 @@ def _prepare(settings: Config, info: LaunchInfo) -> None:
     """What the world takes over from the configuration before the first group is made."""
     world.local_rank = info.local_rank
     world.max_object_bytes = settings.max_object_bytes
+    world.check = settings.check
     watching.prepare(settings, info.rank)
     if any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger.")):
         configure(settings)

@@ -5,8 +5,7 @@ functions did, or DDP. It is checked, numbered, recorded, started, and its end t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import index
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ringway import _core
+from ringway.across import Across
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, plan
 from ringway.call import (
@@ -83,6 +83,8 @@ class Issuer:
         self._limit: float | None = None
         self._check = self._lane.check
         self._offered: Any = None
+        self.spans_hosts = False
+        self._across: Across | None = None
         self._works: weakref.WeakSet[Work] = weakref.WeakSet()
         self._barriers = 0
         for device, backend in self._backends.items():
@@ -137,6 +139,12 @@ class Issuer:
             self._lane.compare(signatures)
             self._offered = offered
 
+    def compare_across(self, across: Across | None) -> None:
+        """The group spans hosts, whose ranks compare their calls through the store, or with None when they stall."""
+        self.spans_hosts = True
+        self._across = across
+        self.observers_changed()
+
     def _look(self) -> None:
         """For whoever waits: raises where waiting has become vain."""
         if self.closed and self._fault is not None:
@@ -164,16 +172,9 @@ class Issuer:
         if self._fault is not None:
             raise self._fault.with_traceback(None)
 
-    @contextmanager
-    def recorded(self, op: Op, label: str) -> Iterator[None]:
+    def recorded(self, op: Op, label: str) -> Recorded:
         """Numbers and records what goes past the backends, through the store."""
-        token = self._lane.begin(op.code, 0, UNKNOWN_DTYPE, 0, -1, self._label(label))
-        ok = False
-        try:
-            yield
-            ok = True
-        finally:
-            self._lane.end(token, ok)
+        return Recorded(self, op, label)
 
     def next_barrier(self) -> int:
         """Numbers the group's monitored barriers."""
@@ -181,9 +182,10 @@ class Issuer:
         return self._barriers
 
     def observers_changed(self) -> None:
-        """The short cuts are for a group in health that nobody but the recorder watches."""
+        """The short cuts are for a group in health that nobody but the recorder watches, and of one host."""
         backend = self._backends[self._default_device]
-        if self._fault is None and not self._observers and isinstance(backend, Backend):
+        alone = not self._observers and self._across is None
+        if self._fault is None and alone and isinstance(backend, Backend):
             self._quick = self._quick or backend.quick(self._lane)
             self._short_cuts = {op: found for op in _SHORT if (found := getattr(self._quick, op, None)) is not None}
         else:
@@ -214,17 +216,8 @@ class Issuer:
         check(call, self.rank)
         dtype = call.dtype
         call.check = self._look
-        try:
-            token = self._lane.begin(
-                call.op.code,
-                call.nbytes,
-                UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
-                int(call.reduce),
-                call.peer,
-                0 if call.label is None else self._label(call.label),
-            )
-        except _POISON as error:  # the other ranks call something else
-            raise self._poisoned(error) from None
+        code = UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE)
+        token = self._begin(call.op, call.nbytes, code, int(call.reduce), call.peer, call.label)
         call.sequence = (self._lane.collectives if call.op.collective else self._lane.messages) - 1
         observed = bool(self._observers)
         if observed:
@@ -246,6 +239,21 @@ class Issuer:
         if call.op is RECV:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
         return None
+
+    def _begin(self, op: Op, nbytes: int, dtype: int, reduce: int, peer: int, label: str | None) -> int:
+        """Numbers and records a call, and compares it with those of the other ranks."""
+        number = 0 if label is None else self._label(label)
+        try:
+            token = self._lane.begin(op.code, nbytes, dtype, reduce, peer, number)
+            if self._across is not None and op.collective:
+                try:
+                    self._across.compare(self._lane.collectives - 1, (op.code, nbytes, dtype, reduce, peer), token)
+                except CollectiveMismatch:
+                    self._lane.end(token, False)
+                    raise
+        except _POISON as error:  # the other ranks call something else
+            raise self._poisoned(error) from None
+        return token
 
     def _work(self, call: Call, token: int, handle: Handle, observed: bool) -> Work:
         def settle(error: BaseException | None) -> BaseException | None:
@@ -340,6 +348,19 @@ class Issuer:
         for work in list(self._works):
             if not work.has_ended():
                 work.fail(self._fault or RingwayError(f"the group {self.name} was destroyed"))
+
+
+class Recorded:
+    """A block that is one call of a group. (A generator would show the standard library as the call's site.)"""
+
+    def __init__(self, issuer: Issuer, op: Op, label: str) -> None:
+        self._issuer, self._op, self._label = issuer, op, label
+
+    def __enter__(self) -> None:
+        self._token = self._issuer._begin(self._op, 0, UNKNOWN_DTYPE, 0, -1, self._label)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._issuer.lane.end(self._token, kind is None)
 
 
 def _as_it_is(error: BaseException | None) -> BaseException | None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
-from ringway import _core, signatures
+from ringway import _core, across, signatures
 from ringway.backends import registry
 from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
@@ -36,7 +36,10 @@ from ringway.issuer import Observer
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 
 RECORDER_CAPACITY = 4096
-LEAVING_SECONDS = 2.0
+LEAVING_SECONDS = 10.0
+LEAVING_FIRST_SECONDS = 2.0
+"""Calls that were given up end only when a peer's process does, and must end before this interpreter does. Where
+several ranks wait for that, the first one goes, and so ends the others' wait."""
 
 
 _FORKED = (
@@ -74,6 +77,11 @@ class World:
         """The largest object message that is accepted. Read when first needed, so that a value that cannot be is an
         error of the call that needs it, not of the import."""
         return resolve().max_object_bytes
+
+    @cached_property
+    def check(self) -> str:
+        """When calls are compared across hosts; read like `max_object_bytes`."""
+        return resolve().check
 
     def communicator(self, group: c10d.ProcessGroup | None) -> Communicator:
         """The communicator of a group; None is the world."""
@@ -205,7 +213,10 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         timeout=options.timeout.total_seconds(),
         options=extra,
     )
-    offered = None if registration.one_host else signatures.offer(info)
+    compared = not registration.one_host  # shm compares in its own segment
+    lane, offered = signatures.meet(info) if compared else (None, None)
+    if compared:
+        across.announce(info)
     backend = mixed(world.policy, registry.make(registration, info), info)
     corner = GroupInfo(**{**info.__dict__, "store": c10d.PrefixStore("ringway/inner", info.store)})
     inner = backend.torch_group or make_gloo(corner, loopback=registration.one_host)
@@ -216,8 +227,9 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         others["cuda"] = nccl
         backends["cuda"] = adopt(info, nccl, "nccl")
     communicator = world.add(info, backends)
-    if not registration.one_host:  # shm compares in its own segment
-        communicator.compare(signatures.join(info, offered), offered)
+    communicator.compare(lane, offered)
+    if compared and signatures.spans_hosts(info):
+        communicator.compare_across(across.join(info, world.check, world.recorder))
     return Bridge(registration.torch_name, communicator, inner, others)
 
 
@@ -255,8 +267,10 @@ def introduce_to_torch() -> None:
 
 def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
-    announcements.wait_for_quiet(LEAVING_SECONDS)
-    for communicator in world.communicators():
+    communicators = world.communicators()
+    first = all(communicator.ranks[communicator.rank] == 0 for communicator in communicators)
+    announcements.wait_for_quiet(LEAVING_FIRST_SECONDS if first else LEAVING_SECONDS)
+    for communicator in communicators:
         communicator.close(wait=False)
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()

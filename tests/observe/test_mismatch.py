@@ -3,6 +3,7 @@ ones, and DDP's."""
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -81,7 +82,7 @@ def test_ddp_ends_with_the_mismatch_too(pool: RankPool) -> None:
 
 
 def lanes_of(size: int) -> list[Any]:
-    fd = _core.create_signatures(size, "t" * 32)
+    fd = _core.create_signatures(size, size, "t" * 32)
     lanes = []
     for rank in range(size):
         lane = _core.Lane(_core.Recorder(16), "g", size)
@@ -112,9 +113,14 @@ def test_what_must_agree_is_what_the_table_of_ops_says() -> None:
                 first.check()
 
 
-def test_the_segment_of_another_group_is_refused() -> None:
-    fd = _core.create_signatures(2, "t" * 32)
+def test_the_segment_of_another_group_or_a_full_one_is_refused() -> None:
+    fd = _core.create_signatures(2, 1, "t" * 32)
     with pytest.raises(RuntimeError, match="another group"):
         _core.Signatures(fd, 0, [0, 1], "u" * 32)
-    with pytest.raises(RuntimeError, match="not the group's"):
+    with pytest.raises(RuntimeError, match="another group"):
         _core.Signatures(fd, 0, [0, 1, 2], "t" * 32)
+    _core.Signatures(fd, 0, [0, 1], "t" * 32)
+    with pytest.raises(RuntimeError, match="every seat"):
+        _core.Signatures(fd, 1, [0, 1], "t" * 32)
+    with os.fdopen(os.memfd_create("small"), "wb") as small, pytest.raises(RuntimeError, match="not a segment"):
+        _core.Signatures(small.fileno(), 0, [0, 1], "t" * 32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
@@ -30,14 +29,28 @@ def dump_errors_to(path: str | None) -> None:
 
 def explain(issuer: Issuer, error: BaseException) -> BaseException:
     """The error to raise instead; the same where nothing more is known."""
-    if not isinstance(error, (PeerLost, CommTimeout)) or watch.job is None or issuer.size == 1:
+    job = watch.job
+    if job is None or issuer.size == 1:
         return error
-    explained: BaseException = error
-    with suppress(Exception):  # the explanation may fail, the error itself must not be lost
-        explained = _explained(watch, issuer, error)
-        if _dump_path is not None:
-            dump(_dump_path.format(rank=watch.job.rank, pid=os.getpid()))
+    explained = error
+    try:
+        if isinstance(error, (PeerLost, CommTimeout)):
+            explained = _explained(watch, issuer, error)
+        elif isinstance(error, CollectiveMismatch) and issuer.spans_hosts:
+            _tell(watch, issuer, error)
+    except Exception as trouble:  # the explanation may fail, the error itself must not be lost
+        watch.trouble("a failed call could not be explained", trouble)
+    if _dump_path is not None:
+        dump(_dump_path.format(rank=job.rank, pid=os.getpid()))
     return explained
+
+
+def _tell(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
+    """Leaves the error for the others. Some may wait for data that will not come, on connections that nobody has
+    closed: they are woken to read it."""
+    assert watch.job is not None
+    told.write(watch.job, issuer, error)
+    threading.Thread(target=watch.ask, args=(issuer.name,), name="ringway-tell", daemon=True).start()
 
 
 def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout) -> BaseException:
@@ -54,9 +67,7 @@ def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout)
         waited = (call.completed_ns - call.issued_ns) / 1e9
         verdict = watch.investigate(call, waited)
         explained = _judged(watch, issuer, call, waited, verdict, error)
-    told.write(watch.job, issuer, explained)
-    # Others may wait for data that will not come, on connections that nobody has closed: they are woken to read it.
-    threading.Thread(target=watch.ask, args=(issuer.name,), name="ringway-tell", daemon=True).start()
+    _tell(watch, issuer, explained)
     return explained
 
 

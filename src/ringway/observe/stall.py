@@ -19,7 +19,6 @@ import socket
 import sys
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from ringway import _core
 from ringway.config import resolve
 from ringway.issuer import Issuer
 from ringway.observe import told
+from ringway.observe.job import Job
 from ringway.observe.peers import Address, Answer, ask_all
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
 from ringway.observe.verdict import Verdict, judge, named, own_stack
@@ -44,64 +44,6 @@ _LOOK_LEAST = 0.05
 _KEPT_VERDICTS = 32
 _LOOK_FOR_DEAD = 0.5
 """Seconds that a call waits before the processes of its group are looked at: most backends see a death sooner."""
-
-
-class Job:
-    """The ranks of this process's job: where each answers. Addresses are read ahead, because the store may be gone
-    when they are needed."""
-
-    def __init__(self, founder: Issuer, size: int, store: c10d.Store) -> None:
-        self.rank = founder.ranks[founder.rank]
-        self.size = size
-        self._founder = weakref.ref(founder)
-        self._store = store
-        # Made now: a clone of a store whose host is gone would look for it until the job's timeout.
-        self._own_store: c10d.Store = store.clone()  # type: ignore[attr-defined]
-        self.addresses: dict[int, Address] = {}
-        self.store_gone = False
-
-    @property
-    def lives(self) -> bool:
-        """Whether its first group has not been destroyed: then later groups are of the same job."""
-        founder = self._founder()
-        return founder is not None and not founder.closed
-
-    def publish(self, address: Address) -> None:
-        self.addresses[self.rank] = address
-        self._store.set(f"ringway/watch/{self.rank}", address.pack())
-
-    def read(self, key: str) -> str | None:
-        """What stands in the store; None where nothing does, or where the store is gone."""
-        if self.store_gone:
-            return None
-        try:
-            store = self._own_store  # the program's thread may be inside a wait on its own
-            return store.get(key).decode() if store.check([key]) else None
-        except Exception:
-            self.store_gone = True
-            return None
-
-    def write(self, key: str, text: str, *, unless_there: bool = False) -> None:
-        """Into the store, if that is still there."""
-        if self.store_gone:
-            return
-        try:
-            if unless_there:
-                self._own_store.compare_set(key, "", text)
-            else:
-                self._own_store.set(key, text)
-        except Exception:
-            self.store_gone = True
-
-    def learn(self) -> bool:
-        """Reads the addresses that are there by now. Whether all are known."""
-        for rank in range(self.size):
-            if rank not in self.addresses:
-                text = self.read(f"ringway/watch/{rank}")
-                if text is None:
-                    return False
-                self.addresses[rank] = Address.unpack(text)
-        return True
 
 
 class StallWatch:
@@ -119,6 +61,7 @@ class StallWatch:
         self._limits: list[tuple[int, int | None, float]] = []
         self._told: set[int] = set()
         self._told_waiters: set[tuple[str, int]] = set()
+        self._troubles: set[str] = set()
         self._lock = threading.Lock()
 
     # Joining and leaving
@@ -218,17 +161,31 @@ class StallWatch:
             if self._ended:
                 return
             # Nothing that goes wrong here may take the watch away.
-            with suppress(Exception):
+            with self._carrying_on("a question could not be answered"):
                 if asked:
                     self._was_asked.clear()
                     self._give_up_what_failed()
                     self._asked()
                 if job is not None and learned is not job and (job.learn() or job.store_gone):
                     learned = job
-            with suppress(Exception):
+            with self._carrying_on("waiting calls could not be looked at"):
                 for issuer in open_groups():
                     issuer.look_for_parting()
                 self._look()
+
+    @contextmanager
+    def _carrying_on(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if "interpreter shutdown" not in str(error):  # no thread can be started any more: the end has come
+                self.trouble(what, error)
+
+    def trouble(self, what: str, error: Exception) -> None:
+        """What fails in here disturbs no training, but does not pass unseen: one line, the first time."""
+        if what not in self._troubles:
+            self._troubles.add(what)
+            self._print(f"{what} (told once): {type(error).__name__}: {error}")
 
     def _look(self) -> None:
         now = _core.monotonic_ns()
@@ -264,9 +221,13 @@ class StallWatch:
             issuer.give_up(error)
 
     def _say(self, text: str) -> None:
-        rank = "" if self.job is None else f"rank {self.job.rank}: "
         self.verdicts.append(text)
-        print(f"ringway: {rank}{text}", file=sys.stderr, flush=True)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        rank = "" if self.job is None else f"rank {self.job.rank}: "
+        with suppress(OSError, ValueError):  # stderr is closed, or its reader gone
+            print(f"ringway: {rank}{text}", file=sys.stderr, flush=True)
 
     # Asking
 
@@ -317,13 +278,13 @@ class StallWatch:
         return told
 
     def _give_up_what_failed(self) -> None:
-        """Ends the calls of groups that failed on another rank, though their backends still wait."""
+        """Ends groups that failed on another rank: what is under way there, though its backend still waits, and
+        whatever this rank would call next."""
         job = self.job
         if job is None:
             return
-        under_way = {recorded(row).group for _, row in world.recorder.under_way()}
         for issuer in open_groups():
-            if issuer.name in under_way and issuer.fault is None:
+            if issuer.fault is None:
                 error = told.read(job, issuer)
                 if error is not None:
                     issuer.give_up(error)

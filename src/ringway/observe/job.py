@@ -1,0 +1,68 @@
+"""The ranks of this process's job: where each answers, and what stands in the job's store."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as c10d
+
+from ringway.issuer import Issuer
+from ringway.observe.peers import Address
+
+
+class Job:
+    """The ranks of this process's job: where each answers. Addresses are read ahead, because the store may be gone
+    when they are needed."""
+
+    def __init__(self, founder: Issuer, size: int, store: c10d.Store) -> None:
+        self.rank = founder.ranks[founder.rank]
+        self.size = size
+        self._founder = weakref.ref(founder)
+        self._store = store
+        # Made now: a clone of a store whose host is gone would look for it until the job's timeout.
+        self._own_store: c10d.Store = store.clone()  # type: ignore[attr-defined]
+        self.addresses: dict[int, Address] = {}
+        self.store_gone = False
+
+    @property
+    def lives(self) -> bool:
+        """Whether its first group has not been destroyed: then later groups are of the same job."""
+        founder = self._founder()
+        return founder is not None and not founder.closed
+
+    def publish(self, address: Address) -> None:
+        self.addresses[self.rank] = address
+        self._store.set(f"ringway/watch/{self.rank}", address.pack())
+
+    def read(self, key: str) -> str | None:
+        """What stands in the store; None where nothing does, or where the store is gone."""
+        if self.store_gone:
+            return None
+        try:
+            store = self._own_store  # the program's thread may be inside a wait on its own
+            return store.get(key).decode() if store.check([key]) else None
+        except Exception:
+            self.store_gone = True
+            return None
+
+    def write(self, key: str, text: str, *, unless_there: bool = False) -> None:
+        """Into the store, if that is still there."""
+        if self.store_gone:
+            return
+        try:
+            if unless_there:
+                self._own_store.compare_set(key, "", text)
+            else:
+                self._own_store.set(key, text)
+        except Exception:
+            self.store_gone = True
+
+    def learn(self) -> bool:
+        """Reads the addresses that are there by now. Whether all are known."""
+        for rank in range(self.size):
+            if rank not in self.addresses:
+                text = self.read(f"ringway/watch/{rank}")
+                if text is None:
+                    return False
+                self.addresses[rank] = Address.unpack(text)
+        return True
