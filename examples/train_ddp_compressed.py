@@ -44,11 +44,10 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0 and step % 20 == 0:
-            print(f"step {step:3}  loss {loss.item():.4f}")
+        if dist.get_rank() == 0 and (step % 20 == 0 or step == options.steps - 1):
+            print(f"step {step:3}  loss {loss.item():.4f}", flush=True)
 
     if dist.get_rank() == 0:
-        print(f"step {options.steps:3}  loss {loss.item():.4f}")
         print(hook.feedback.report)
     hook.feedback.close()
     dist.destroy_process_group()

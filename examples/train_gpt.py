@@ -137,6 +137,8 @@ def train(options: argparse.Namespace) -> list[float]:
 
 def _train(model: nn.Module, runtime: Any, options: argparse.Namespace) -> list[float]:
     data_ranks, place = ringway.get_world_size(runtime.data_group), ringway.get_rank(runtime.data_group)
+    if options.batch % data_ranks:
+        raise SystemExit(f"--batch {options.batch} cannot be shared out evenly over {data_ranks} ranks")
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     text = torch.tensor([LETTERS.index(letter) for letter in made_up_text(2000, options.seed)])
     losses = []
@@ -161,7 +163,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-parallel", type=int, default=1, help="ranks over which layers are split")
     parser.add_argument("--sequence", action="store_true", help="with --model-parallel: split norms along the text")
-    parser.add_argument("--codec", help="compress gradients: onebit, int8, int4, fp8")
+    parser.add_argument("--codec", help="compress gradients: int8, fp8, int4, onebit, auto")
     parser.add_argument("--backend", help="shm, gloo, mpi, nccl; otherwise ringway chooses")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
@@ -173,7 +175,15 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=10, help="steps between lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", help="where rank 0 writes the weights, put together")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    parts = options.model_parallel
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} does not divide by --heads {options.heads}")
+    if parts < 1 or options.heads % parts:
+        parser.error(f"--heads {options.heads} cannot be split over --model-parallel {parts}")
+    if options.sequence and (parts == 1 or options.context % parts):
+        parser.error(f"--sequence needs a --model-parallel that divides --context {options.context}, not {parts}")
+    return options
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Runtime:
     ) -> None:
         """Puts the hooks on a model: layers split first, gradients averaged over what remains."""
         from ringway.parallel import register_data_parallel_hooks, register_model_parallel_hooks
-        from ringway.parallel.agreement import agreed, member
+        from ringway.parallel.agreement import agreed, describe, member
         from ringway.parallel.data import described
         from ringway.parallel.model import planned
 
@@ -107,7 +107,7 @@ class Runtime:
             size = (1 if plan is None else ranks) if model_parallel_size is None else model_parallel_size
             if size < 1 or ranks % size:
                 raise UsageError(f"model_parallel_size={size} does not divide the job's {ranks} ranks")
-            lines, _ = planned(model, plan or {})
+            lines = describe(model) if plan is None else planned(model, plan)[0]
             return [f"model_parallel_size={size}", *described(bucket_mb, codec), *lines], size
 
         # Over the whole job: a group that finds a difference within itself would leave the other groups waiting.

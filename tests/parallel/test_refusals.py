@@ -208,6 +208,7 @@ def refused_plans(context: RankContext) -> None:
             assert value.shape == before[name].shape
         return str(caught.value)
 
+    assert "the plan is empty" in refused({})
     assert "names no module" in refused({"block.*.up": "column"})
     assert "did you mean 'column'" in refused({"head": "colum"})
     assert "named twice" in refused({"blocks.*.up": "column", "blocks.0.up": "row"})

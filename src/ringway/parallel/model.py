@@ -60,6 +60,8 @@ def planned(model: nn.Module, plan: Mapping[str, str | Style]) -> tuple[list[str
 
 def _resolve(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
     """The style of each module that the plan names, in the model's order."""
+    if not plan:
+        raise UsageError("the plan is empty: it names the layers to split")
     names = [name for name, _ in model.named_modules() if name]
     matched: dict[str, tuple[str, Style]] = {}
     for pattern, wanted in plan.items():
