@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,9 +14,21 @@ from typing import Any
 import pytest
 
 import ringway
+from ringway.errors import BackendUnavailable
 from ringway.observe.books import USER_OP
-from ringway.observe.sinks import JsonLines, OpenTelemetry, Prometheus, TensorBoard, WeightsAndBiases, publish
+from ringway.observe.sinks import (
+    JsonLines,
+    OpenTelemetry,
+    Prometheus,
+    PrometheusRegistry,
+    TensorBoard,
+    WeightsAndBiases,
+    publish,
+    samples,
+)
 from ringway.world import world
+
+NAME = 'my "op"\n'
 
 
 @pytest.fixture(autouse=True)
@@ -22,15 +36,15 @@ def some_calls() -> Iterator[None]:
     ringway.configure(enabled=True, prof_all=True)
     ringway.reset_log()
     for _ in range(3):
-        world.recorder.log(USER_OP, 'my "op"\n', 4, 1 << 20, 2_000_000)
+        world.recorder.log(USER_OP, NAME, 4, 1 << 20, 2_000_000)
     yield
     ringway.reset_log()
     ringway.configure(enabled=False)
 
 
 def test_json_lines_are_appended_and_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "comms.jsonl"
-    with publish(JsonLines(path), every=3600):
+    path = tmp_path / "comms-0.jsonl"
+    with publish(JsonLines(tmp_path / "comms-{rank}.jsonl"), every=3600):
         pass
     [line] = path.read_text().splitlines()
     sample = json.loads(line)
@@ -41,7 +55,7 @@ def test_json_lines_are_appended_and_bounded(tmp_path: Path) -> None:
         with publish(JsonLines(path, limit=2 * len(line) + 10), every=3600):
             pass
     assert len(path.read_text().splitlines()) <= 2
-    assert (tmp_path / "comms.jsonl.1").exists()
+    assert (tmp_path / "comms-0.jsonl.1").exists()
 
 
 def test_prometheus_is_scraped_on_loopback() -> None:
@@ -61,44 +75,143 @@ def test_prometheus_is_scraped_on_loopback() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10)
 
 
-class Kept:
-    """Stands for a writer, a run and a meter: keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-
-    def add_scalar(self, *told: Any) -> None:
-        self.told.append(told)
-
-    def log(self, *told: Any) -> None:
-        self.told.append(told)
-
-    def add(self, *told: Any) -> None:
-        self.told.append(told)
-
-    def create_counter(self, name: str, unit: str, description: str) -> Kept:
-        return self
-
-    def flush(self) -> None:
-        self.told.append(("flushed",))
+def test_the_endpoint_speaks_what_prometheus_reads() -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    sink = Prometheus()
+    sink.write(samples())
+    families = {family.name: family for family in parser.text_string_to_metric_families(sink.text)}
+    sink.close()
+    assert {name: family.type for name, family in families.items()} == {
+        "ringway_calls": "counter",
+        "ringway_call_seconds": "counter",
+        "ringway_call_p99_seconds": "gauge",
+        "ringway_bus_bytes_per_second": "gauge",
+    }
+    [calls] = families["ringway_calls"].samples
+    assert calls.labels == {"name": NAME, "bytes": "1048576", "rank": "0"}
+    assert calls.value == 3
 
 
-def test_tensorboard_wandb_and_opentelemetry_get_their_own_shapes() -> None:
-    board, run, meter = Kept(), Kept(), Kept()
-    for sink in (TensorBoard(board), WeightsAndBiases(run)):
-        with publish(sink, every=3600):
+def test_a_registry_of_prometheus_client_has_the_same_metrics() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    labels = {"name": NAME, "bytes": "1048576", "rank": "0"}
+    with publish(PrometheusRegistry(registry), every=3600):
+        assert registry.get_sample_value("ringway_calls_total", labels) is None
+    assert registry.get_sample_value("ringway_calls_total", labels) is None  # it is gone with the block
+    sink = PrometheusRegistry(registry)
+    sink.write(samples())
+    assert registry.get_sample_value("ringway_calls_total", labels) == 3
+    assert registry.get_sample_value("ringway_call_seconds_total", labels) == pytest.approx(0.006)
+    assert b"ringway_bus_bytes_per_second" in prometheus_client.generate_latest(registry)
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with publish(TensorBoard(tmp_path), every=3600):
+        pass
+    events = reader.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {f"comms/{NAME}/1048576/mean_ms", f"comms/{NAME}/1048576/bus_GBps"}
+    [event] = events.Scalars(f"comms/{NAME}/1048576/mean_ms")
+    assert (event.step, event.value) == (1, pytest.approx(2.0))
+
+
+def test_a_writer_of_the_programs_own_stays_open(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    with publish(TensorBoard(writer), every=3600):
+        pass
+    writer.add_scalar("loss", 1.0, 7)
+    writer.close()
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert "loss" in events.Tags()["scalars"]
+    assert len(events.Tags()["scalars"]) == 3
+
+
+def test_wandb_gets_the_metrics_and_keeps_its_steps(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    run = wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True))
+    try:
+        run.log({"loss": 1.0})
+        with publish(WeightsAndBiases(run), every=3600):
             pass
-    assert board.told[0] == ('comms/my "op"\n/1048576/mean_ms', pytest.approx(2.0), 1)
-    assert board.told[-1] == ("flushed",)
-    assert run.told == [({k: pytest.approx(v) for k, v in run.told[0][0].items()},)]
-    assert set(run.told[0][0]) == {'comms/my "op"\n/1048576/mean_ms', 'comms/my "op"\n/1048576/bus_GBps'}
-    counters = OpenTelemetry(meter)
-    from ringway.observe.sinks import samples
+        run.log({"loss": 0.5})
+        summary = dict(run.summary)
+    finally:
+        run.finish()
+    assert summary[f"comms/{NAME}/1048576/mean_ms"] == pytest.approx(2.0)
+    assert (summary["loss"], summary["_step"]) == (0.5, 1)  # a row of ours would have made it 2
 
-    counters.write(samples())
-    world.recorder.log(USER_OP, 'my "op"\n', 4, 1 << 20, 2_000_000)
-    counters.write(samples())
-    assert [told[0] for told in meter.told] == [3, pytest.approx(0.006), 1, pytest.approx(0.002)]
+
+def test_opentelemetry_counts_what_came_since_the_last_time() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    sink = OpenTelemetry(provider.get_meter("ringway"))
+
+    def totals() -> dict[str, Any]:
+        [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
+        return {metric.name: metric.data.data_points[0] for metric in scope.metrics}
+
+    sink.write(samples())
+    world.recorder.log(USER_OP, NAME, 4, 1 << 20, 2_000_000)
+    sink.write(samples())
+    assert totals()["ringway.calls"].value == 4
+    assert totals()["ringway.call.time"].value == pytest.approx(0.008)
+    assert dict(totals()["ringway.calls"].attributes) == {"name": NAME, "bytes": 1 << 20, "rank": 0}
+    ringway.reset_log()  # counters of theirs do not go back
+    world.recorder.log(USER_OP, NAME, 4, 1 << 20, 2_000_000)
+    sink.write(samples())
+    assert totals()["ringway.calls"].value == 5
+    provider.shutdown()
+
+
+def test_a_library_that_is_not_there_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module, extra, make in (
+        ("prometheus_client", "prometheus", PrometheusRegistry),
+        ("torch.utils.tensorboard", "tensorboard", lambda: TensorBoard(tmp_path)),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(BackendUnavailable, match=rf"ringway\[{extra}\]"):
+            make()
+
+
+def test_a_logger_that_is_off_is_said(tmp_path: Path) -> None:
+    ringway.configure(enabled=False)
+    with pytest.warns(UserWarning, match="logger is off"), publish(JsonLines(tmp_path / "x"), every=3600):
+        pass
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "comms.jsonl"
+    program = f"""
+import resource, signal, warnings, ringway
+from ringway.observe.sinks import JsonLines, publish
+from ringway.world import world
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+ringway.configure(enabled=True)
+world.recorder.log(255, "op", 2, 8, 1000)
+sink = JsonLines({str(path)!r})
+with publish(sink, every=3600):
+    pass
+one = len(open({str(path)!r}).read())
+resource.setrlimit(resource.RLIMIT_FSIZE, (one + one // 2, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as caught, publish(sink, every=3600):
+    warnings.simplefilter("always")
+print([str(warning.message) for warning in caught])
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "training goes on" in finished.stdout
+    [line] = path.read_text().splitlines()
+    assert json.loads(line)["name"] == "op"
 
 
 def test_a_sink_that_fails_is_a_warning_once() -> None:

@@ -6,12 +6,12 @@ first rank that knows why a group failed leaves it in the store, so that all rai
 
 from __future__ import annotations
 
-import os
 import threading
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
 from ringway.observe import told
+from ringway.observe.files import filled
 from ringway.observe.flight import dump
 from ringway.observe.recorder import RecordedCall, recent_calls
 from ringway.observe.stall import StallWatch, watch
@@ -41,7 +41,7 @@ def explain(issuer: Issuer, error: BaseException) -> BaseException:
     except Exception as trouble:  # the explanation may fail, the error itself must not be lost
         watch.trouble("a failed call could not be explained", trouble)
     if _dump_path is not None:
-        dump(_dump_path.format(rank=job.rank, pid=os.getpid()))
+        dump(filled(_dump_path, job.rank))
     return explained
 
 

@@ -26,3 +26,23 @@ def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
             os.unlink(aside)
         return False
     return True
+
+
+def append_whole(path: str, text: bytes) -> None:
+    """All of it or, where the disk is full, nothing."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        before, left = os.fstat(fd).st_size, memoryview(text)
+        try:
+            while left:
+                left = left[os.write(fd, left) :]
+        except OSError:
+            os.ftruncate(fd, before)
+            raise
+    finally:
+        os.close(fd)
+
+
+def filled(path: str, rank: int) -> str:
+    """A path of the user's with this process's `{rank}` and `{pid}`; other braces are its own."""
+    return path.replace("{rank}", str(rank)).replace("{pid}", str(os.getpid()))

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as native
 
 from ringway import _core
 from ringway.errors import RingwayError, UsageError
-from ringway.observe.files import write_whole
+from ringway.observe.files import filled, write_whole
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
 from ringway.world import world
 
@@ -76,7 +76,7 @@ def dump_on_signal(number: int | str, path: str) -> None:
     if watch.responder is None:
         raise UsageError("dump_on_signal needs a group: call it after init_distributed() or init_process_group()")
     resolved = signals.Signals[number] if isinstance(number, str) else signals.Signals(number)
-    watch.responder.dump_at(int(resolved), path.format(rank=own_rank(), pid=os.getpid()))
+    watch.responder.dump_at(int(resolved), filled(path, own_rank()))
 
 
 def flight_record(calls: Iterable[RecordedCall] | None = None) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The logger's counts for other tools: JSON lines, Prometheus, TensorBoard, Weights & Biases, OpenTelemetry.
 
-    with publish(JsonLines("comms.jsonl"), every=30):
+    with publish(JsonLines("comms-{rank}.jsonl"), every=30):
         train()
 
 A thread reads the counts every so often and hands them to the sink, so the calls themselves cost nothing more. A
-sink that fails is a warning, once, and never the end of a training. What a sink needs is imported by the sink.
+sink that fails is a warning, once, and never the end of a training. What a sink needs is imported by the sink, and is
+one of ringway's extras: `pip install ringway[tensorboard]`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch.distributed as c10d
-
 from ringway.errors import BackendUnavailable
+from ringway.observe.files import append_whole, filled
+from ringway.observe.flight import own_rank
 from ringway.observe.logger import logger
 
 
@@ -51,7 +52,7 @@ class Sink(Protocol):
 
 
 def samples() -> list[Sample]:
-    rank = c10d.get_rank() if c10d.is_initialized() else 0
+    rank = own_rank()
     return [
         Sample(
             rank,
@@ -73,6 +74,8 @@ def samples() -> list[Sample]:
 @contextmanager
 def publish(sink: Sink, every: float = 30.0) -> Iterator[None]:
     """Hands the counts to the sink every so many seconds meanwhile, and once at the end. The logger must be on."""
+    if not logger.settings.enabled:
+        warnings.warn("ringway: the comms logger is off, so there is nothing to publish until it is on", stacklevel=3)
     done = threading.Event()
     failed = False
 
@@ -96,29 +99,42 @@ def publish(sink: Sink, every: float = 30.0) -> Iterator[None]:
     finally:
         done.set()
         thread.join(10.0)
-        write()
-        with suppress(Exception):
-            sink.close()
+        if not thread.is_alive():  # a sink that hangs is not called a second time meanwhile
+            write()
+            with suppress(Exception):
+                sink.close()
+
+
+def _missing(extra: str, error: ImportError) -> BackendUnavailable:
+    return BackendUnavailable(extra, str(error), remedy=f"pip install ringway[{extra}]")
 
 
 class JsonLines:
-    """One line of JSON for each sample. At `limit` bytes the file becomes `path.1`, and a new one begins."""
+    """One line of JSON for each sample. At `limit` bytes the file becomes `path.1`, and a new one begins. Each rank
+    needs a file of its own: `{rank}` and `{pid}` are filled in."""
 
     def __init__(self, path: str | os.PathLike[str], limit: int = 64 << 20) -> None:
         self._path = os.fspath(path)
         self._limit = limit
 
     def write(self, samples: Sequence[Sample]) -> None:
-        now = time.time()
-        text = "".join(json.dumps({"time": now, **asdict(sample)}) + "\n" for sample in samples)
+        now, path = time.time(), filled(self._path, own_rank())
+        text = "".join(json.dumps({"time": now, **asdict(sample)}) + "\n" for sample in samples).encode()
         with suppress(FileNotFoundError):
-            if os.stat(self._path).st_size + len(text) > self._limit:
-                os.replace(self._path, f"{self._path}.1")
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(text)
+            if os.stat(path).st_size + len(text) > self._limit:
+                os.replace(path, f"{path}.1")
+        append_whole(path, text)
 
     def close(self) -> None:
         return None
+
+
+_METRICS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
+    ("ringway_calls_total", "counter", "Logged calls", lambda s: s.count),
+    ("ringway_call_seconds_total", "counter", "Time from issue to completion", lambda s: s.seconds),
+    ("ringway_call_p99_seconds", "gauge", "99th percentile of a call", lambda s: s.p99_ms / 1e3),
+    ("ringway_bus_bytes_per_second", "gauge", "Bus bandwidth", lambda s: s.bus_gigabytes_a_second * 1e9),
+)
 
 
 class Prometheus:
@@ -148,16 +164,9 @@ class Prometheus:
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="ringway-prometheus", daemon=True).start()
 
-    _METRICS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
-        ("ringway_calls_total", "counter", "Logged calls", lambda s: s.count),
-        ("ringway_call_seconds_total", "counter", "Time from issue to completion", lambda s: s.seconds),
-        ("ringway_call_p99_seconds", "gauge", "99th percentile of a call", lambda s: s.p99_ms / 1e3),
-        ("ringway_bus_bytes_per_second", "gauge", "Bus bandwidth", lambda s: s.bus_gigabytes_a_second * 1e9),
-    )
-
     def write(self, samples: Sequence[Sample]) -> None:
         lines = []
-        for metric, kind, about, value in self._METRICS:
+        for metric, kind, about, value in _METRICS:
             lines += [f"# HELP {metric} {about}", f"# TYPE {metric} {kind}"]
             for sample in samples:
                 name = sample.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
@@ -170,15 +179,46 @@ class Prometheus:
         self._server.server_close()
 
 
+class PrometheusRegistry:
+    """The same metrics in a registry of prometheus_client's, for a program that has an endpoint already. `registry`
+    None is that library's own default."""
+
+    def __init__(self, registry: Any = None) -> None:
+        try:
+            import prometheus_client
+            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        except ImportError as error:
+            raise _missing("prometheus", error) from None
+        self._families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        self._samples: Sequence[Sample] = ()
+        self._registry = registry or prometheus_client.REGISTRY
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client calls at each scrape."""
+        for metric, kind, about, value in _METRICS:
+            family = self._families[kind](metric, about, labels=("name", "bytes", "rank"))
+            for sample in self._samples:
+                family.add_metric((sample.name, str(sample.nbytes), str(sample.rank)), value(sample))
+            yield family
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        self._samples = tuple(samples)
+
+    def close(self) -> None:
+        self._registry.unregister(self)
+
+
 class TensorBoard:
     """Scalars by name and size. `writer` is a SummaryWriter, or a folder to write to."""
 
     def __init__(self, writer: Any) -> None:
-        if isinstance(writer, (str, os.PathLike)):
+        self._own = isinstance(writer, (str, os.PathLike))
+        if self._own:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise BackendUnavailable("tensorboard", str(error), remedy="pip install tensorboard") from None
+                raise _missing("tensorboard", error) from None
             writer = SummaryWriter(os.fspath(writer))
         self._writer = writer
         self._step = 0
@@ -191,14 +231,19 @@ class TensorBoard:
             self._writer.add_scalar(f"{tag}/bus_GBps", sample.bus_gigabytes_a_second, self._step)
 
     def close(self) -> None:
-        self._writer.flush()
+        if self._own:
+            self._writer.close()
+        else:
+            self._writer.flush()
 
 
 class WeightsAndBiases:
-    """Metrics of a W&B run: `run` is what `wandb.init()` returned."""
+    """Metrics of a W&B run: `run` is what `wandb.init()` returned. They join the row that the program logs next: a row
+    of their own would move the run's step under the program. `commit=True` makes one all the same."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, commit: bool = False) -> None:
         self._run = run
+        self._commit = commit
 
     def write(self, samples: Sequence[Sample]) -> None:
         values = {}
@@ -207,14 +252,14 @@ class WeightsAndBiases:
             values[f"{tag}/mean_ms"] = sample.mean_ms
             values[f"{tag}/bus_GBps"] = sample.bus_gigabytes_a_second
         if values:
-            self._run.log(values)
+            self._run.log(values, commit=self._commit)
 
     def close(self) -> None:
         return None
 
 
 class OpenTelemetry:
-    """Counters and a gauge of an OpenTelemetry meter (`opentelemetry.metrics.get_meter(...)`)."""
+    """Counters of an OpenTelemetry meter (`opentelemetry.metrics.get_meter("ringway")`)."""
 
     def __init__(self, meter: Any) -> None:
         self._calls = meter.create_counter("ringway.calls", unit="1", description="Logged calls")

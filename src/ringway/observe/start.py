@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import warnings
 
@@ -11,6 +10,7 @@ from ringway.config import Config
 from ringway.errors import ConfigError
 from ringway.observe import flight
 from ringway.observe.faults import dump_errors_to
+from ringway.observe.files import filled
 from ringway.observe.stall import watch
 from ringway.world import world
 
@@ -31,7 +31,7 @@ def prepare(settings: Config, rank: int) -> None:
         if settings.recorder_size != world.recorder.capacity:
             world.recorder = _core.Recorder(settings.recorder_size)
     else:
-        path = settings.recorder_file.format(rank=rank, pid=os.getpid())
+        path = filled(settings.recorder_file, rank)
         try:
             world.recorder = _core.Recorder(settings.recorder_size, path)
         except RuntimeError as error:  # a full disk must not keep a job from starting
