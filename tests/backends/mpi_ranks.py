@@ -17,7 +17,7 @@ import torch.distributed as c10d
 from launched import about_the_backend, run_cases, small, training
 
 import ringway as dist
-from ringway.errors import CollectiveMismatch, CommTimeout, UsageError
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, UsageError
 from ringway.testing.conformance import Setting
 
 LIMIT = timedelta(seconds=60)
@@ -74,7 +74,24 @@ def misuse() -> dict[str, Any]:
         dist.all_reduce(late_tensor, group=late)
     found["overlap"] = overlap(other)
     found["idle"] = idle(other)
+    found["parted"] = parted()
     return found
+
+
+def parted() -> list[Any]:
+    """Ranks call different things; the first to come is inside MPI already when the others do."""
+    rank, group = dist.get_rank(), dist.new_group()
+    if rank != 0:
+        time.sleep(0.5)
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(4), group=group)
+        else:
+            dist.broadcast(torch.ones(8), 0, group=group)
+    except CollectiveMismatch as error:
+        return [str(error), time.monotonic() - began]
+    return []
 
 
 def idle(group: Any) -> float:
@@ -126,6 +143,24 @@ def crash() -> dict[str, Any]:
     return {}
 
 
+def leave() -> dict[str, Any]:
+    """One rank leaves by sys.exit while the others wait for it: no error that Python or MPI would tell of."""
+    dist.init_distributed("mpi", timeout=timedelta(seconds=200), verbose=False)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        sys.exit(3)
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(4))
+        else:
+            dist.recv(torch.ones(4), src=1)
+    except PeerLost as error:
+        report({"said": str(error), "rank": error.rank})
+        dist.barrier(group=dist.new_group([0, 2]))
+        raise
+    return {}
+
+
 def torch_only() -> dict[str, Any]:
     """A program that knows only torch's spelling, and a world of another size than mpiexec's."""
     store = c10d.FileStore(str(Path(sys.argv[2]) / "store"))
@@ -166,7 +201,7 @@ def alone() -> dict[str, Any]:
     raise AssertionError("two MPI worlds of one were taken for one of two")
 
 
-SCENARIOS = (conformance, misuse, large, crash, torch_only, smaller_world, alone)
+SCENARIOS = (conformance, misuse, large, crash, leave, torch_only, smaller_world, alone)
 
 
 def report(found: dict[str, Any], rank: int | None = None) -> None:

@@ -78,6 +78,9 @@ def test_errors_are_caught_and_other_groups_live_on(mpi: str, tmp_path: Path) ->
         assert result["afterwards"] == 3.0
         assert result["overlap"] == 1.0
         assert result["idle"] < 0.5
+        text, waited = result["parted"]
+        assert "called different things" in text
+        assert waited < 30
 
 
 @pytest.mark.skipif(not os.environ.get("RINGWAY_SOAK"), reason="takes 10 GB of memory and minutes; make soak")
@@ -96,6 +99,18 @@ def test_a_rank_that_fails_ends_the_job(mpi: str, tmp_path: Path) -> None:
     said = run.stdout + run.stderr
     assert "rank 1 ends by an uncaught ValueError: this rank has had enough; ending the MPI job" in said
     assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize("mpi", LAUNCH)
+def test_a_rank_that_leaves_is_named_and_the_job_ends(mpi: str, tmp_path: Path) -> None:
+    """Long before the timeout; and a rank that catches it can go on with those that are left."""
+    run = launch(mpi, "leave", 3, tmp_path, timeout=150)
+    assert run.returncode != 0
+    for rank in (0, 2):
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert result["rank"] == 1
+        assert "rank 1, which has left the job" in result["said"]
+    assert "ends by an uncaught PeerLost" in run.stdout + run.stderr
 
 
 def test_under_torchs_own_spelling(tmp_path: Path) -> None:

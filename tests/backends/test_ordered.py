@@ -9,7 +9,7 @@ import pytest
 
 from ringway.backends.ordered import Ordered
 from ringway.call import BARRIER, Call
-from ringway.errors import CommTimeout, RingwayError
+from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError
 from ringway.work import DONE
 
 
@@ -96,6 +96,26 @@ def test_a_wait_may_end_before_the_call() -> None:
     assert not handle.done()
     gate.set()
     handle.wait()
+    ordered.stop(RingwayError("over"))
+
+
+def test_a_wait_ends_when_it_has_become_vain() -> None:
+    """The library never returns; that ranks called different things shows elsewhere."""
+    ordered = Ordered("test", 300, inline=False)
+    gate = threading.Event()
+    parted: list[BaseException] = []
+
+    def check() -> None:
+        if parted:
+            raise parted[0]
+
+    call = _call()
+    call.check = check
+    handle = ordered.submit(call, gate.wait)
+    threading.Timer(0.05, lambda: parted.append(CollectiveMismatch("ranks called different things"))).start()
+    with pytest.raises(CollectiveMismatch):
+        handle.wait()
+    gate.set()
     ordered.stop(RingwayError("over"))
 
 

@@ -52,6 +52,7 @@ class _MpiQuick:
         self._backend = backend
         self._start = comm.Iallreduce
         self._ordered = ordered
+        self._lane = lane
         self._begin = lane.begin_plain
         self._end = lane.end
         self._operations = {int(reduce): operation for reduce, operation in _OPERATIONS.items()}
@@ -85,7 +86,15 @@ class _MpiQuick:
                 failure = None
             except MPI.Exception as error:
                 failure = error
-            call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._backend.group.name)
+            call = Call(
+                ALL_REDUCE,
+                (tensor,),
+                (tensor,),
+                Reduce(reduce),
+                sequence=self._lane.collectives - 1,
+                group=self._backend.group.name,
+                check=self._lane.check,
+            )
             if failure is not None:
                 raise mapped(failure, call)
             self._backend.finish(request, call)
@@ -107,6 +116,7 @@ class MpiBackend(Backend):
         self.closed = False
         # The first group that torch makes is its world, which must be MPI's; `part` of it may come before.
         self._comm = mpi_world.connect(info, whole_world=not part and not c10d.is_initialized())
+        self.departures = mpi_world.Departures(info)
         self._ordered = Ordered(f"mpi-{info.name}", info.timeout, inline=True)
         self._takes_cuda: bool | None = None
         self._most_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
@@ -138,7 +148,7 @@ class MpiBackend(Backend):
     def finish(self, request: Any, call: Call, *keep: Tensor) -> None:
         limit = self.group.timeout if call.timeout is None else call.timeout
         buffers = (call.inputs, call.outputs, keep)
-        mpi_world.finish(request, call, time.monotonic() + limit, lambda: self.closed, buffers)
+        mpi_world.finish(request, call, time.monotonic() + limit, lambda: self.closed, self.departures, buffers)
 
     def _start(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> Any:
         try:
@@ -331,6 +341,7 @@ class MpiBackend(Backend):
         if self.closed:
             return
         self.closed = True
+        self.departures.forget()
         self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
         with LOCK:
             if not mpi_world.anything_abandoned() and not MPI.Is_finalized():
@@ -338,6 +349,7 @@ class MpiBackend(Backend):
 
     def abort(self) -> None:
         self.closed = True
+        self.departures.forget()
         self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))
 
 

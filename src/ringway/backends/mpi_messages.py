@@ -22,6 +22,7 @@ class Place(Protocol):
 
     rank: int
     closed: bool
+    departures: mpi_world.Departures
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -51,6 +52,9 @@ class Message(Handle):
                     self._end(self._shortfall())
                 elif time.monotonic() > self._deadline or self._backend.closed:
                     self._give_up()
+                elif (gone := self._backend.departures.missing(time.monotonic() - self._began)) is not None:
+                    mpi_world.abandon(self._request, self._keep, cancel=bool(self._call.outputs))
+                    self._end(mpi_world.left(self._call, gone))
             except MPI.Exception as error:
                 self._end(mapped(error, self._call))
             return self._finished

@@ -16,13 +16,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ringway.backends.base import GroupInfo
 from ringway.backends.meeting import exchange
 from ringway.call import Call
-from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, RingwayError
+from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 
 try:
     from mpi4py import MPI
@@ -36,7 +37,19 @@ except RuntimeError as error:  # mpi4py is there, but the MPI library it was bui
         "mpiexec",
     ) from error
 
-__all__ = ["LOCK", "MPI", "abandon", "anything_abandoned", "connect", "cuda_aware", "finish", "mapped", "pause"]
+__all__ = [
+    "LOCK",
+    "MPI",
+    "Departures",
+    "abandon",
+    "anything_abandoned",
+    "connect",
+    "cuda_aware",
+    "finish",
+    "left",
+    "mapped",
+    "pause",
+]
 
 LOCK = threading.RLock()
 
@@ -44,6 +57,8 @@ _SPIN_SECONDS = 0.002
 _SPIN_RATE = 0.5e9
 _NAP_LEAST = 20e-6
 _NAP_MOST = 1e-3
+_LOOK_AROUND = 0.01
+"""Seconds after which a wait asks whether it has become vain: ranks may have called different things."""
 _LEAVE_SECONDS = 10.0
 _LAST_WORDS = 0.5
 """Seconds in which the launcher carries out what a rank said before it ended the job: MPICH's drops the rest."""
@@ -58,6 +73,54 @@ _abandoned: list[tuple[Any, Any]] = []
 """Requests that were given up, with their buffers: MPI may still write into them."""
 
 _rank_in_words = ""
+
+
+class Departures:
+    """Who has left the job with a group undestroyed, told through the group's store.
+
+    A rank that ends by sys.exit looks to MPI like one that takes its time: MPI_Finalize waits for all, and they for it.
+    """
+
+    _FIRST_LOOK = 2.0
+    _EVERY = 1.0
+    _GRACE = 5.0
+    """Seconds in which a call may still end that the rank had done its part of before it left."""
+
+    def __init__(self, info: GroupInfo) -> None:
+        self._info = info
+        self._next_look = 0.0
+        self._seen: tuple[float, int] | None = None
+        _groups.add(self)
+
+    def forget(self) -> None:
+        """The group was destroyed: whoever leaves now owes it nothing."""
+        _groups.discard(self)
+
+    def tell(self) -> None:
+        with suppress(Exception):  # the store may be gone; then the deadline has to do
+            self._info.store.set(_LEFT, str(self._info.ranks[self._info.rank]))
+
+    def missing(self, waited: float) -> int | None:
+        """The rank that a call has waited for in vain so long, if one has left."""
+        now = time.monotonic()
+        if waited < self._FIRST_LOOK or now < self._next_look:
+            return None
+        self._next_look = now + self._EVERY
+        if self._seen is None:
+            with suppress(Exception):
+                if self._info.store.check([_LEFT]):
+                    self._seen = now, int(self._info.store.get(_LEFT))
+        return self._seen[1] if self._seen is not None and now - self._seen[0] > self._GRACE else None
+
+
+_LEFT = "ringway/mpi/left"
+_groups: set[Departures] = set()
+
+
+def left(call: Call, rank: int) -> PeerLost:
+    return PeerLost(
+        f"{call.describe()} waits for rank {rank}, which has left the job without destroying the group", rank=rank
+    )
 
 
 def library() -> str:
@@ -160,9 +223,11 @@ def anything_abandoned() -> bool:
     return bool(_abandoned)
 
 
-def finish(request: Any, call: Call, deadline: float, closed: Callable[[], bool], keep: Any) -> None:
-    """Waits for a request, until the deadline at the latest; Ctrl-C ends it too. `keep` are buffers that must
-    live as long as MPI may use them."""
+def finish(
+    request: Any, call: Call, deadline: float, closed: Callable[[], bool], departures: Departures, keep: Any
+) -> None:
+    """Waits for a request, until the deadline at the latest; Ctrl-C and a rank that leaves end it too. `keep` are
+    buffers that must live as long as MPI may use them."""
     began = time.monotonic()
     try:
         while True:
@@ -179,6 +244,11 @@ def finish(request: Any, call: Call, deadline: float, closed: Callable[[], bool]
                 )
             if closed():
                 raise RingwayError(f"{call.describe()} ended: its group {call.group} was destroyed")
+            if waited > _LOOK_AROUND and call.check is not None:
+                call.check()
+            missing = departures.missing(waited)
+            if missing is not None:
+                raise left(call, missing)
             pause(waited, call.nbytes)
     except MPI.Exception as error:
         raise mapped(error, call) from None
@@ -214,6 +284,8 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None and MPI.COMM_WORLD.Get_size() > 1:
         _abort(f"ends by an uncaught {type(error).__name__}: {error}")
+    for group in list(_groups):
+        group.tell()
     deadline = time.monotonic() + _LEAVE_SECONDS
     while _abandoned and time.monotonic() < deadline:
         _abandoned[:] = [(request, keep) for request, keep in _abandoned if not request.Test()]
@@ -230,6 +302,7 @@ def _abort(why: str) -> None:
     sys.stdout.flush()
     time.sleep(_LAST_WORDS)
     MPI.COMM_WORLD.Abort(1)
+    os._exit(1)  # some MPIs only ask their launcher to end the job
 
 
 def _forget_in_child() -> None:

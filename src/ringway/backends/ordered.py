@@ -20,6 +20,8 @@ from ringway.errors import CommTimeout
 from ringway.work import DONE, Completion, Handle
 
 _WATCH_EVERY = 0.25
+_SLICE = 0.1
+"""Seconds after which a wait asks whether it has become vain: ranks may have called different things."""
 
 
 class _Job(Handle):
@@ -75,13 +77,17 @@ class _Job(Handle):
 
     def wait(self, timeout: float | None = None) -> None:
         self._runner.help_with(self)
-        if not self._delivered.wait(timeout):
-            raise CommTimeout(
-                f"{self._call.describe()} is not done after {timeout} s of waiting",
-                op=self._call.op.name,
-                sequence=self._call.sequence,
-                waited=timeout,
-            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._delivered.wait(_SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())):
+            if self._call.check is not None:
+                self._call.check()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise CommTimeout(
+                    f"{self._call.describe()} is not done after {timeout} s of waiting",
+                    op=self._call.op.name,
+                    sequence=self._call.sequence,
+                    waited=timeout,
+                )
         if self._error is not None:
             raise self._error
 
