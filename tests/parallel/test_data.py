@@ -258,6 +258,9 @@ def error_in_backward(context: RankContext) -> None:
     with pytest.raises(ArithmeticError):
         model(x).sum().backward()
     middle.remove()
+    model.zero_grad(set_to_none=False)  # what was on its way may arrive after the zeros
+    with pytest.raises(UsageError, match="ended in an error while gradients travelled"):
+        model(x).sum().backward()
     model.zero_grad()
     model(x).sum().backward()
     for name, gradient in _gradients(model).items():
@@ -391,6 +394,10 @@ def with_codec(context: RankContext, codec: str) -> tuple[float, float]:
             assert loss_before[0].shape == model[0].weight.grad.shape
             with pytest.raises(UsageError, match="another model"):
                 handle.load_state_dict({**state, "buckets": [["nothing"]]})
+            mixed = register_data_parallel_hooks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+            with pytest.raises(UsageError, match="its dtypes"):
+                mixed.load_state_dict({**state, "buckets": [["0.weight", "0.bias", "1.weight", "1.bias"]]})
+            mixed.remove()
         handle.remove()
         x = torch.randn(256, 8, generator=torch.Generator().manual_seed(9))
         results.append((model(x) - x.sum(1, keepdim=True)).square().mean().item())

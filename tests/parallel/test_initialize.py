@@ -159,6 +159,22 @@ def test_the_example_runs_as_it_is() -> None:
     assert "gradients 0" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--width 18", "--width 18 does not divide by --heads 4"),
+        ("--model-parallel 3", "--heads 4 cannot be split over --model-parallel 3"),
+        ("--model-parallel 0", "--heads 4 cannot be split over --model-parallel 0"),
+        ("--sequence", "--sequence needs a --model-parallel"),
+        ("--sequence --model-parallel 2 --context 15", "that divides --context 15"),
+    ],
+)
+def test_the_example_refuses_flags_that_do_not_fit(capsys: pytest.CaptureFixture[str], flags: str, reason: str) -> None:
+    with pytest.raises(SystemExit):
+        _example().parsed(flags.split())
+    assert reason in capsys.readouterr().err
+
+
 def test_one_object_to_close(pool: RankPool) -> None:
     for result in pool.run(one_object, world_size=4):
         assert {"reduce_from_group", "model digest", "gradients 0"} <= set(result["logged"])

@@ -216,6 +216,11 @@ def refused_plans(context: RankContext) -> None:
     assert "is a LayerNorm, and this style is for Linear" in refused({"blocks.*.up": "column", "norm": "column"})
     assert "in another way" in refused({"tokens": "vocabulary", "head": "row"})
     assert "cannot be 5 parts" in refused({"blocks.0.up": Column(parts=5)})
+    recurrent = nn.ModuleDict({"inner": nn.LSTM(2, 2)})
+    split = register_model_parallel_hooks(recurrent, {"inner": "scatter_output"})
+    with pytest.raises(UsageError, match="LSTM gives a tuple"):
+        recurrent["inner"](torch.ones(2, 1, 2))
+    split.remove()
     assert "max_norm" in refused({"0": "vocabulary"}, nn.Sequential(nn.Embedding(8, 2, max_norm=1.0)))
     assert "gather_output would join" in refused({"blocks.0.up": Column(parts=2, gather_output=True)})
     model = TinyGPT()

@@ -58,6 +58,10 @@ class Slot:
     in_place: bool = False
     """Whether this step's gradient was accumulated in the bucket itself, and still has to be scaled."""
 
+    def holds_gradient(self) -> bool:
+        """Whether the parameter's gradient lives in the bucket."""
+        return self.parameter.grad is not None and self.parameter.grad.data_ptr() == self.pointer
+
 
 class Bucket:
     """Parameters of one dtype and device whose gradients travel as one tensor."""

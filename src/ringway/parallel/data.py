@@ -110,7 +110,7 @@ class DataParallel:
         self._lock = threading.Lock()
         self._synchronizing = True
         self._census = Census(model)
-        sparse_ids = _sparse_parameters(model)
+        sparse_ids = sparse.announced(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._dense = [(name, p) for name, p in trained if id(p) not in sparse_ids]
         self._sparse = [(name, p) for name, p in trained if id(p) in sparse_ids]
@@ -185,7 +185,10 @@ class DataParallel:
         if sorted(names) != sorted(index):
             differing = sorted(set(names) ^ set(index))[:4]
             raise UsageError(f"this state is of another model: {', '.join(differing)} on one side only")
-        self._build([[index[name] for name in bucket] for bucket in buckets])
+        members = [[index[name] for name in bucket] for bucket in buckets]
+        if any(len({self._keys[i] for i in bucket}) > 1 for bucket in members):
+            raise UsageError("this state is of another model: its dtypes, devices or split layers were others")
+        self._build(members)
         self._follows_backward = states[0]["follows_backward"]
         if self._compression is not None and states[0]["feedback"] is not None:
             feedback = [one["feedback"] for one in states]
@@ -274,10 +277,19 @@ class DataParallel:
 
     def _forget_failed(self) -> None:
         """A step is open, and no backward is left that would finish it: the last one ended in an error. What it had
-        sent is awaited."""
+        sent is awaited, and where that arrived is no place for the gradients of this backward."""
         if not self._open or any(end() is not None for end in self._ends.values()):
             return
         self._open = False
+        sent = [bucket for bucket in self._buckets if bucket.work is not None]
+        self._await_buckets()
+        if any(slot.holds_gradient() for bucket in sent for slot in bucket.slots):
+            raise UsageError(
+                "the backward before ended in an error while gradients travelled, and what arrived is mixed with those "
+                "of this one; after such an error call zero_grad(), with set_to_none=True, before the next backward"
+            )
+
+    def _await_buckets(self) -> None:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -330,13 +342,9 @@ class DataParallel:
             bucket.missing = 0
         self._launch_complete()
         used = self._used_somewhere()
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-            if used is None and self._as_views:
-                continue  # every gradient came, and was put where the mean is now
-            for slot in bucket.slots:
+        self._await_buckets()
+        if used is not None or not self._as_views:  # else every gradient came, and was put where the mean is now
+            for slot in self._slots:
                 if used is None or used[slot.index]:
                     self._hand_over(slot)
         for place, (_, parameter) in enumerate(self._sparse, start=len(self._dense)):
@@ -388,11 +396,3 @@ class DataParallel:
         order = torch.tensor(self._order_seen + unseen, dtype=torch.int64)
         self._communicator.broadcast(order, group_src=0, log_name="bucket order")
         self._build(assign(order.tolist(), self._keys, self._sizes, self._bucket_bytes))
-
-
-def _sparse_parameters(model: nn.Module) -> set[int]:
-    return {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    }

@@ -151,7 +151,12 @@ class _Attribute:
 class _AfterForward(Attached):
     change: Callable[[Tensor], Tensor]
 
-    def __call__(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise UsageError(
+                f"{type(module).__name__} gives a {type(output).__name__}, and only a tensor is scattered or gathered; "
+                "name a module with one output, such as an nn.Identity, in the plan"
+            )
         return self.change(output)
 
 

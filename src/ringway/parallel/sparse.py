@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringway.communicator import Communicator
 from ringway.sparse import sum_entries
+
+
+def announced(model: nn.Module) -> set[int]:
+    """The ids of the parameters whose gradients will be sparse, as their modules say."""
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
 
 
 def average(communicator: Communicator, gradient: Tensor | None, parameter: Tensor, rows_dim: int = 1) -> Tensor:
