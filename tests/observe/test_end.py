@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -58,7 +59,7 @@ def test_where_rank_0_takes_the_store_along_that_is_said(tmp_path: Path) -> None
         assert "the job's store is gone with its host" in text
 
 
-def run(tmp_path: Path, backend: str, victim: int, end: str) -> list[str]:
+def run(tmp_path: Path, backend: str, victim: int, end: str, **variables: str) -> list[str]:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM.format(backend=backend, victim=victim, end=end)))
     finished = subprocess.run(
@@ -66,7 +67,7 @@ def run(tmp_path: Path, backend: str, victim: int, end: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables},
         check=False,
     )
     raised = [line for line in finished.stdout.splitlines() if "RAISED" in line]
@@ -74,12 +75,35 @@ def run(tmp_path: Path, backend: str, victim: int, end: str) -> list[str]:
     return raised
 
 
+def assert_dumped(folder: Path, rank: int) -> None:
+    """The recorder was written when the call failed. What is none of our placeholders stays as it is."""
+    story = json.loads((folder / f"calls-{rank}-{{host}}.json").read_text())
+    assert story["rank"] == rank
+    last = story["calls"][-1]
+    assert (last["op"], last["nbytes"], last["state"]) == ("all_reduce", 32, "failed")
+    assert last["site"][0].endswith("program.py")
+
+
 def test_a_program_that_ended_with_an_exception_is_named_with_it(tmp_path: Path) -> None:
-    for line in run(tmp_path, "gloo", 1, "raise ValueError('the batch is empty')"):
+    dumps = str(tmp_path / "calls-{rank}-{host}.json")
+    for line in run(tmp_path, "gloo", 1, "raise ValueError('the batch is empty')", RINGWAY_DUMP_FILE=dumps):
         assert "RAISED PeerLost 1 " in line
         assert "ValueError: the batch is empty" in line
+    for rank in (0, 2):
+        assert_dumped(tmp_path, rank)
 
 
 def test_rank_0_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
-    for line in run(tmp_path, "shm", 0, "os.kill(os.getpid(), signal.SIGKILL)"):
+    dumps = str(tmp_path / "calls-{rank}-{host}.json")
+    for line in run(tmp_path, "shm", 0, "os.kill(os.getpid(), signal.SIGKILL)", RINGWAY_DUMP_FILE=dumps):
         assert "RAISED PeerLost 0 " in line
+    for rank in (1, 2):
+        assert_dumped(tmp_path, rank)
+
+
+def test_a_mismatch_writes_the_recorder_too(tmp_path: Path) -> None:
+    dumps = str(tmp_path / "calls-{rank}-{host}.json")
+    for line in run(tmp_path, "gloo", 1, "dist.broadcast(torch.ones(8), 0)", RINGWAY_DUMP_FILE=dumps):
+        assert "CollectiveMismatch" in line
+    for rank in (0, 2):
+        assert_dumped(tmp_path, rank)

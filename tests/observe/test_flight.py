@@ -111,42 +111,116 @@ def test_a_signal_dumps_the_calls_even_from_a_process_that_is_stuck(pool: RankPo
     pool.replace()  # the handler stays with the process
 
 
-def in_torchs_layout(context: RankContext, prefix: str) -> Any:
-    dist = context.start("gloo")
+def dumped_in_a_native_wait(context: RankContext, path: str) -> Any:
+    dist = context.start("shm")
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    flight.dump_on_signal(signal.SIGUSR2, path)
+    context.store.set(f"pid{context.rank}", str(os.getpid()))
+    dist.barrier()
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(4), log_name="waiting")
+        return heard
+    target = Path(path.replace("{rank}", "0"))
+    while not any(row.label == "waiting" for row in peer_calls(context)):
+        time.sleep(0.02)
+    os.kill(int(context.store.get("pid0")), signal.SIGUSR2)
+    while not target.exists():
+        time.sleep(0.02)
+    last = json.loads(target.read_text())["calls"][-1]
     dist.all_reduce(torch.ones(4))
+    return last
+
+
+def peer_calls(context: RankContext) -> Any:
+    from ringway.observe.stall import watch
+
+    return next(iter(watch.ask("0", stacks=False).values())).calls
+
+
+def test_a_signal_dumps_the_calls_of_a_rank_that_waits_in_native_code(pool: RankPool, tmp_path: Path) -> None:
+    heard, last = pool.run(dumped_in_a_native_wait, str(tmp_path / "calls-{rank}.json"), world_size=2, timeout=100)
+    assert heard == [signal.SIGUSR2]  # after the wait, where Python runs its handlers
+    assert (last[7], last[11]) == ("waiting", 0)  # its label, and that it was still under way
+    pool.replace()
+
+
+def in_torchs_layout(context: RankContext, prefix: str, uneven: bool) -> Any:
+    dist = context.start("gloo")
+    dist.all_reduce(torch.ones(4, dtype=torch.bfloat16))
     dist.barrier()
     if context.rank == 0:
         dist.send(torch.ones(2), 1)
     else:
         dist.recv(torch.ones(2), 0)
-    written = flight.save_flight_record(prefix)
-    dist.barrier()
+    if not uneven:
+        return flight.save_flight_record(prefix)
+    # Rank 1 writes its record before it comes to the last call, rank 0 while it waits there.
+    if context.rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        written = flight.save_flight_record(prefix)
+        context.store.set("written", "1")
+    else:
+        written = flight.save_flight_record(prefix)
+        context.store.wait(["written"])
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
     return written
 
 
-def test_torchs_analyzer_reads_our_record(pool: RankPool, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("uneven", [False, True])
+def test_torchs_analyzer_reads_our_record(
+    pool: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture, uneven: bool
+) -> None:
     from torch.distributed.flight_recorder import fr_trace
 
-    assert pool.run(in_torchs_layout, f"{tmp_path}/fr_", world_size=2) == [True, True]
+    assert pool.run(in_torchs_layout, f"{tmp_path}/fr_", uneven, world_size=2) == [True, True]
     entries = pickle.loads((tmp_path / "fr_0").read_bytes())["entries"]
-    assert entries[-1]["profiling_name"].startswith("gloo:send 0->1")
-    fr_trace.main([str(tmp_path), "--prefix", "fr_"])
+    assert [entry["profiling_name"] for entry in entries[:3]] == [
+        "gloo:all_reduce",
+        "gloo:all_reduce_barrier",
+        "gloo:send 0->1",
+    ]
+    assert entries[0]["input_dtypes"] == ["BFloat16"]
+    with caplog.at_level("INFO"):
+        fr_trace.main([str(tmp_path), "--prefix", "fr_"])
+    assert ("Not all ranks" in caplog.text) == uneven, caplog.text
 
 
 def seen_by_torch(context: RankContext) -> Any:
     c10d.init_process_group("gloo", store=context.store, rank=context.rank, world_size=context.world_size)
     c10d.all_reduce(torch.ones(6))
+    c10d.all_gather([torch.empty(3, 2, dtype=torch.bfloat16) for _ in range(2)], torch.ones(3, 2, dtype=torch.bfloat16))
+    c10d.barrier()
+    theirs = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     calls = flight.torch_calls()
     c10d.destroy_process_group()
-    return [(call.op, call.nbytes, call.state) for call in calls]
+    dist = context.start("gloo")
+    dist.all_reduce(torch.ones(6))
+    return theirs, calls, flight.flight_record()
 
 
-def test_torchs_own_recorder_is_read(pool: RankPool) -> None:
+def test_torchs_own_recorder_is_read_and_ours_has_its_layout(pool: RankPool) -> None:
     pool.replace()
-    for calls in pool.run(
-        seen_by_torch, world_size=2, environment={"TORCH_FR_BUFFER_SIZE": "64", "TORCH_NCCL_TRACE_BUFFER_SIZE": "64"}
-    ):
-        assert all(op == "all_reduce" and nbytes == 24 for op, nbytes, _ in calls)
+    for theirs, calls, ours in pool.run(seen_by_torch, world_size=2, environment={"TORCH_FR_BUFFER_SIZE": "64"}):
+        assert [(call.op, call.nbytes, call.dtype, call.size) for call in calls] == [
+            ("all_reduce", 24, torch.float32, 2),
+            ("all_gather", 24, torch.bfloat16, 2),  # the gathered whole
+            ("barrier", 0, None, 2),
+        ]
+        assert [call.sequence for call in calls] == [0, 1, 2]
+        assert calls[0].state == "completed"
+        assert {call.place.rpartition(":")[0] for call in calls} == {__file__}
+        # What torch writes, we write: the same keys, of the same types.
+        assert set(theirs) <= set(ours)
+        assert set(next(iter(theirs["pg_status"].values()))) <= set(next(iter(ours["pg_status"].values())))
+        entry = ours["entries"][0]
+        for key, value in theirs["entries"][0].items():
+            assert key in entry
+            if value is not None and entry[key] is not None:
+                assert type(entry[key]) is type(value), key
+        assert theirs["version"] == ours["version"]
+    pool.replace()
 
 
 def out_of_room(context: RankContext, path: str) -> Any:

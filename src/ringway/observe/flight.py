@@ -10,14 +10,16 @@ import pickle
 import signal as signals
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as c10d
+import torch.distributed.distributed_c10d as c10d_module
 from torch._C import _distributed_c10d as native
 
 from ringway import _core
+from ringway.call import OP_BY_NAME
 from ringway.errors import RingwayError, UsageError
 from ringway.observe.files import filled, write_whole
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
@@ -36,6 +38,28 @@ _TORCH_NAMES = {
     "reduce_scatter_coalesced": "reduce_scatter_tensor_coalesced",
 }
 _OUR_NAMES = {theirs: ours for ours, theirs in _TORCH_NAMES.items()}
+
+# torch's names of scalar types, where they are not Python's with a capital letter.
+_TORCH_DTYPES = {
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
+    torch.complex32: "ComplexHalf",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+_OUR_DTYPES = {theirs: ours for ours, theirs in _TORCH_DTYPES.items()}
+_TORCH_HOME = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 def own_rank() -> int:
@@ -88,10 +112,12 @@ def flight_record(calls: Iterable[RecordedCall] | None = None) -> dict[str, Any]
     shift = time.time_ns() - _core.monotonic_ns()
     return {
         "version": _LAYOUT_VERSION,
+        "comm_lib_version": "",
         "pg_config": config,
         "pg_status": {
             name: {
                 "last_enqueued_collective": each.lane.collectives - 1,
+                "last_started_collective": each.lane.collectives - 1,
                 "last_completed_collective": each.lane.completed - 1,
             }
             for name, each in members.items()
@@ -108,19 +134,15 @@ def _entry(number: int, call: RecordedCall, rank: int, shift: int) -> dict[str, 
     elif call.op == "recv":
         name += f" {rank}<-{call.peer}"
     numel = call.nbytes // call.dtype.itemsize if call.dtype is not None else 0
-    dtype = (
-        ""
-        if call.dtype is None
-        else {"float32": "Float", "int64": "Long"}.get(
-            str(call.dtype).removeprefix("torch."), str(call.dtype).removeprefix("torch.").capitalize()
-        )
-    )
+    dtype = "" if call.dtype is None else _TORCH_DTYPES.get(call.dtype, str(call.dtype).removeprefix("torch.").title())
     frames = [] if call.site is None else [{"name": call.site[2], "filename": call.site[0], "line": call.site[1]}]
     return {
         "frames": frames,
         "record_id": number,
         "pg_id": 0,
         "process_group": (call.group, "ringway"),
+        "thread_name": "",
+        "thread_id": "",
         # torch counts from 1
         "collective_seq_id": 0 if point_to_point else call.sequence + 1,
         "p2p_seq_id": call.sequence + 1 if point_to_point else 0,
@@ -153,32 +175,37 @@ def torch_calls() -> list[RecordedCall]:
     if dump_trace is None:
         return []
     trace = pickle.loads(dump_trace())
-    return [_from_torch(entry) for entry in trace.get("entries", [])]
+    sizes = {str(name): group.size() for group, name in c10d_module._world.pg_names.items()}
+    return [_from_torch(entry, sizes) for entry in trace.get("entries", [])]
 
 
-def _from_torch(entry: dict[str, Any]) -> RecordedCall:
+def _from_torch(entry: dict[str, Any], sizes: Mapping[str, int]) -> RecordedCall:
     name = entry["profiling_name"].partition(":")[2].split(" ")[0]
-    dtype = next(iter(entry.get("input_dtypes") or ()), "")
-    known = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16}
-    known |= {"Long": torch.int64, "Int": torch.int32, "Byte": torch.uint8, "Char": torch.int8, "Bool": torch.bool}
-    kind = known.get(dtype)
-    count = sum(_product(shape) for shape in entry.get("input_sizes") or ())
-    frame = next(iter(entry.get("frames") or ()), None)
+    op = _OUR_NAMES.get(name, name)
+    side = OP_BY_NAME[op].counts.removesuffix("s") if op in OP_BY_NAME else "input"
+    kind = _OUR_DTYPES.get(next(iter(entry.get(f"{side}_dtypes") or ()), ""))
+    count = sum(_product(shape) for shape in entry.get(f"{side}_sizes") or ())
+    # The innermost frames are torch's own functions.
+    frames = [frame for frame in entry.get("frames") or () if not frame["filename"].startswith(_TORCH_HOME)]
     point_to_point = bool(entry.get("is_p2p"))
     number = entry["p2p_seq_id"] if point_to_point else entry["collective_seq_id"]
+    group = entry["process_group"][0]
+    # gloo's calls are retired at their end without ever having been seen to start.
+    ended = entry["state"] == "completed" or bool(entry.get("retired"))
     return RecordedCall(
         sequence=max(number - 1, 0),
-        op=_OUR_NAMES.get(name, name),
+        op=op,
         nbytes=count * (kind.itemsize if kind is not None else 1),
         dtype=kind,
         reduce=None,
         peer=None,
-        group=entry["process_group"][0],
+        group=group,
         label="",
-        site=None if frame is None else (frame["filename"], frame["line"], frame["name"]),
+        site=(frames[0]["filename"], frames[0]["line"], frames[0]["name"]) if frames else None,
         issued_ns=entry["time_created_ns"],
         completed_ns=entry.get("time_discovered_completed_ns") or 0,
-        state={"completed": "completed"}.get(entry["state"], "issued"),
+        state="completed" if ended else "issued",
+        size=sizes.get(group, 1),
     )
 
 

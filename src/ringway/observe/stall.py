@@ -73,7 +73,7 @@ class StallWatch:
             return
         store = issuer.info.store if default is None else c10d_module._world.pg_map[default][1]
         size = issuer.size if default is None else default.size()
-        with suppress(Exception):  # a store that is gone fails the group itself, with a better message
+        with self._carrying_on("calls that stall will not be explained"):
             self._start(Job(issuer, size, store))
 
     def _start(self, job: Job) -> None:

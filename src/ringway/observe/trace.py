@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,11 @@ def _finish(path: str | os.PathLike[str], rows: Sequence[Any], dropped: int) -> 
         with quiet():
             channel = ObjectChannel(world.communicator(None), world.max_object_bytes)
             parts = channel.gather(_own_part(rows, dropped, offset), 0)
-    except Exception:  # a group that is broken has still left a trace on every rank
+    except Exception as error:  # a group that is broken has still left a trace on every rank
+        warnings.warn(
+            f"ringway: the ranks' traces could not be gathered ({type(error).__name__}: {error}); each writes its own",
+            stacklevel=4,
+        )
         _write_own(path, _own_part(rows, dropped, 0))
         return
     if parts is not None:
