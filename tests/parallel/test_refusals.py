@@ -104,6 +104,20 @@ def refused_gradients(context: RankContext) -> None:
             model(given).sum().backward()
         handle.remove()
 
+    def take(parameter: Tensor) -> None:
+        parameter.grad = None  # as an optimizer that steps inside backward does
+
+    for before_ours in (True, False):
+        layer = nn.Linear(2, 2)
+        if before_ours:
+            layer.weight.register_post_accumulate_grad_hook(take)
+        handle = register_data_parallel_hooks(layer)
+        if not before_ours:
+            layer.weight.register_post_accumulate_grad_hook(take)
+        with pytest.raises(UsageError, match="took the gradient of parameter 'weight' away"):
+            layer(x).sum().backward()
+        handle.remove()
+
 
 def wrong_model(context: RankContext, kind: str) -> str:
     context.start("gloo")

@@ -56,7 +56,10 @@ def refuse_gradient(slot: Slot, gradient: Tensor | None) -> NoReturn:
     """Says why a gradient cannot be averaged as the hooks were made to."""
     view = slot.view
     if gradient is None:
-        raise UsageError(f"a hook of another's took the gradient of parameter '{slot.name}' away during backward")
+        raise UsageError(
+            f"a hook of another's took the gradient of parameter '{slot.name}' away during backward, before it was the "
+            "mean; an optimizer that steps inside backward cannot be used with data-parallel hooks"
+        )
     if gradient.layout is not torch.strided:
         raise UsageError(
             f"parameter '{slot.name}' has a {gradient.layout} gradient, and is not the weight of an nn.Embedding "

@@ -343,6 +343,9 @@ class DataParallel:
         self._launch_complete()
         used = self._used_somewhere()
         self._await_buckets()
+        for slot in self._slots:
+            if slot.step == self._step and slot.parameter.grad is None:
+                refuse_gradient(slot, None)
         if used is not None or not self._as_views:  # else every gradient came, and was put where the mean is now
             for slot in self._slots:
                 if used is None or used[slot.index]:
