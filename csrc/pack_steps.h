@@ -8,19 +8,20 @@
 #include <thread>
 #include <vector>
 
-#include "pack_strip.h"
+#include "pack_codecs.h"
+#include "pack_statistics.h"
 
 namespace ringway::pack::PACK_NAMESPACE {
 namespace {
 
 constexpr int64_t kHeld = 4096;
-constexpr int64_t kFetched = 256;            // elements encoded between two looks ahead
+constexpr int64_t kAhead = 3072;             // elements that a look ahead is ahead
 constexpr int64_t kTile = 32768;             // elements a thread takes at a time
 constexpr int64_t kWorthAThread = 1 << 17;   // elements below which starting a thread costs more than it saves
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-struct NoResidual {};
+struct NoElement {};
 
 // --- work in tiles --------------------------------------------------------------------------------------
 
@@ -44,12 +45,6 @@ void in_tiles(int64_t count, int64_t block, int threads, Work work) {
 template <class Work>
 void in_strips(int64_t begin, int64_t end, int64_t length, Work work) {
     for (; begin < end; begin += length) work(begin, static_cast<int>(std::min(length, end - begin)));
-}
-
-template <class Element>
-void prefetch(const Element* from, int64_t n) {
-    const char* byte = reinterpret_cast<const char*>(from);
-    for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(Element)); i += 64) __builtin_prefetch(byte + i);
 }
 
 // --- frames -----------------------------------------------------------------------------------------------
@@ -81,28 +76,32 @@ struct Frame {
 
 // --- where values come from -------------------------------------------------------------------------------
 
-template <class Element>
+template <class Of>
 struct FromArray {
+    using Element = Of;
     const Element* data;
     void load(int64_t begin, int n, float* strip) const { load_strip(data + begin, n, strip); }
-    void fetch(int64_t begin, int64_t n) const { prefetch(data + begin, n); }
+    const Element* at(int64_t element) const { return data + element; }
 };
 
 template <Kind K>
 struct FromFrames {
+    using Element = NoElement;
     Frames frames;
     int64_t block;
     int64_t count;
 
     void load(int64_t begin, int n, float* strip) const {
         const float factor = static_cast<float>(1.0 / static_cast<double>(frames.rows));
-        std::fill(strip, strip + n, 0.0f);
         for (int64_t row = 0; row < frames.rows; ++row) {
             const Frame frame{frames.data + row * frames.stride, block, count};
-            Codec<K>::add(frame.payload() + Codec<K>::payload_offset(begin), n, frame.scale(begin) * factor, strip);
+            const uint8_t* codes = frame.payload() + Codec<K>::payload_offset(begin);
+            const float scale = frame.scale(begin) * factor;
+            if (row == 0) Codec<K>::template decode<false>(codes, n, scale, strip);
+            else Codec<K>::template decode<true>(codes, n, scale, strip);
         }
     }
-    void fetch(int64_t, int64_t) const {}  // few bytes, read one after the other: the processor sees to it
+    const NoElement* at(int64_t) const { return nullptr; }  // few bytes: the processor sees to it
 };
 
 // --- statistics -------------------------------------------------------------------------------------------
@@ -145,12 +144,12 @@ Taker load_compensated(const Source& source, const Residual* residual, int64_t a
     const float* values = strip;
     if constexpr (std::is_same_v<Source, FromArray<float>>) values = source.data + at;
     else source.load(at, n, strip);
-    if constexpr (std::is_same_v<Residual, NoResidual>) {
+    if constexpr (std::is_same_v<Residual, NoElement>) {
         add_and_take(values, nullptr, n, strip, taker);
     } else if constexpr (std::is_same_v<Residual, float>) {
         add_and_take(values, residual + at, n, strip, taker);
     } else {
-        float more[kStrip] = {};
+        float more[kStrip];
         load_strip(residual + at, n, more);
         add_and_take(values, more, n, strip, taker);
     }
@@ -176,6 +175,32 @@ double measure_source(const Source& source, const Residual* residual, int64_t co
     return whole.tensor_statistic();
 }
 
+template <class Residual>
+Residual* offset(Residual* residual, int64_t by) {
+    if constexpr (std::is_same_v<Residual, NoElement>) return residual;
+    else return residual + by;
+}
+
+// Values and residuals that are to be read soon. Beyond their end nothing is there, and asking for it does no harm.
+template <class Value, class Residual>
+struct Ahead {
+    const Value* values;
+    const Residual* residual;
+
+    void fetch(int i, int n) const {
+        fetch(values, i, n);
+        fetch(residual, i, n);
+    }
+    template <class Element>
+    static void fetch(const Element* from, int i, int n) {
+        if constexpr (!std::is_same_v<Element, NoElement>) {
+            const uintptr_t begin = reinterpret_cast<uintptr_t>(from) + sizeof(Element) * static_cast<unsigned>(i);
+            for (uintptr_t byte = 0; byte < sizeof(Element) * static_cast<unsigned>(n); byte += 64)
+                __builtin_prefetch(reinterpret_cast<const void*>(begin + byte));
+        }
+    }
+};
+
 // --- encoding ---------------------------------------------------------------------------------------------
 
 // A scale whose reciprocal is not finite is sent as zero: the values stay in the residual.
@@ -190,20 +215,14 @@ struct Encoder {
 
     void emit(const float* strip, int64_t at, int n, float scale, float inverse) const {
         uint8_t* codes = payload + Codec<K>::payload_offset(at);
+        const Ahead<typename Source::Element, Residual> ahead{source.at(at + kAhead), offset(residual, at + kAhead)};
         if constexpr (std::is_same_v<Residual, float>) {
-            Codec<K>::encode(strip, n, scale, inverse, codes, residual + at);
+            Codec<K>::encode(strip, n, scale, inverse, codes, residual + at, ahead);
         } else {
             float lost[kStrip];
-            Codec<K>::encode(strip, n, scale, inverse, codes, lost);
-            if constexpr (!std::is_same_v<Residual, NoResidual>) store_strip(lost, n, residual + at);
+            Codec<K>::encode(strip, n, scale, inverse, codes, lost, ahead);
+            if constexpr (!std::is_same_v<Residual, NoElement>) store_strip(lost, n, residual + at);
         }
-    }
-
-    // What the next block will read. Encoding touches no new memory, so without this the bus idles meanwhile.
-    void fetch(int64_t at, int64_t n) const {
-        if (at + n > frame.count) return;
-        if constexpr (!std::is_same_v<Residual, NoResidual>) prefetch(residual + at, n);
-        source.fetch(at, n);
     }
 
     // One block; false where a value is not finite.
@@ -219,8 +238,7 @@ struct Encoder {
         frame.set_scale(begin, scale);
         if (std::isnan(scale)) return false;
         const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        in_strips(begin, end, kFetched, [&](int64_t at, int n) {
-            fetch(at + (end - begin), n);
+        in_strips(begin, end, kStrip, [&](int64_t at, int n) {
             float* strip = fits ? held + (at - begin) : held;
             if (!fits) load_compensated<Nothing>(source, residual, at, n, strip);
             emit(strip, at, n, scale, inverse);
@@ -232,7 +250,7 @@ struct Encoder {
     void stretch(int64_t begin, int64_t end, float scale) const {
         float strip[kStrip];
         const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        in_strips(begin, end, kFetched, [&](int64_t at, int n) {
+        in_strips(begin, end, kStrip, [&](int64_t at, int n) {
             load_compensated<Nothing>(source, residual, at, n, strip);
             emit(strip, at, n, scale, inverse);
         });
@@ -280,15 +298,9 @@ auto with_values(Array array, Use use) {
 
 template <class Use>
 auto with_residual(Array array, Use use) {
-    if (array.data == nullptr) return use(static_cast<NoResidual*>(nullptr));
+    if (array.data == nullptr) return use(static_cast<NoElement*>(nullptr));
     if (array.dtype == DType::BF16) return use(static_cast<BFloat16*>(array.data));
     return use(static_cast<float*>(array.data));
-}
-
-template <class Residual>
-Residual* offset(Residual* residual, int64_t by) {
-    if constexpr (std::is_same_v<Residual, NoResidual>) return residual;
-    else return residual + by;
 }
 
 // Calls work(row, where, count) for each shard that has elements in the window.
@@ -363,11 +375,15 @@ template <Kind K, class Element>
 void decode_source(const FromFrames<K>& source, Element* to, int64_t count, int threads) {
     const int64_t block = source.block > 0 ? source.block : kTile;
     in_tiles(count, source.block, threads, [&](int64_t begin, int64_t end) {
-        float strip[kStrip];
+        [[maybe_unused]] float strip[kStrip];
         for (int64_t at = begin; at < end; at += block)
             in_strips(at, std::min(end, at + block), kStrip, [&](int64_t from, int n) {
-                source.load(from, n, strip);
-                store_strip(strip, n, to + from);
+                if constexpr (std::is_same_v<Element, float>) {
+                    source.load(from, n, to + from);
+                } else {
+                    source.load(from, n, strip);
+                    store_strip(strip, n, to + from);
+                }
             });
     });
 }
