@@ -233,11 +233,11 @@ def resolve(
     sources: dict[str, str] = {}
     if environ.get("RINGWAY_CONFIG"):
         path = environ["RINGWAY_CONFIG"]
-        _take_blocks(_read_file(path, "RINGWAY_CONFIG"), f"{path} (RINGWAY_CONFIG)", values, sources)
+        _take_blocks(read_file(path, "RINGWAY_CONFIG"), f"{path} (RINGWAY_CONFIG)", values, sources)
     if isinstance(config, Mapping):
         _take_blocks(config, "config argument", values, sources)
     elif isinstance(config, (str, os.PathLike)):
-        _take_blocks(_read_file(config, "config argument"), os.fspath(config), values, sources)
+        _take_blocks(read_file(config, "config argument"), os.fspath(config), values, sources)
     elif config is not None:
         raise ConfigError(
             f"config is a {type(config).__name__}; give a dictionary, or the path of a JSON or TOML file",
@@ -303,7 +303,8 @@ def _checked(setting: Setting, value: object, source: str, *, text: bool = False
         ) from None
 
 
-def _read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
+def read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
+    """The table that a JSON or TOML file holds; `said_by` names in messages who wants it."""
     name = os.fspath(path)
     try:
         text = Path(name).read_text(encoding="utf-8-sig")  # editors of some systems put a mark in front

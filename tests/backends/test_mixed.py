@@ -13,7 +13,7 @@ import torch
 
 from ringway.backends import policy
 from ringway.backends.base import GroupInfo
-from ringway.backends.mixed import MixedBackend
+from ringway.backends.mixed import MixedBackend, _on_devices
 from ringway.backends.policy import Rule
 from ringway.call import ALL_REDUCE, BROADCAST
 from ringway.errors import BackendUnavailable, ConfigError, RingwayError
@@ -288,6 +288,16 @@ def test_short_cuts_keep_to_their_sizes(pool: RankPool) -> None:
         assert found["values"] == [(False, float(rank)), (True, 1.0)]
 
 
+def test_a_rule_is_for_the_devices_that_its_backend_takes() -> None:
+    """shm must never be handed a tensor on a GPU, though the group's own backend takes them."""
+    assert _on_devices(Rule("shm"), ["cpu", "cuda"]) == [Rule("shm", device="cpu")]
+    assert _on_devices(Rule("shm"), ["cpu"]) == [Rule("shm")]
+    assert _on_devices(Rule("mpi"), ["cpu", "cuda"]) == [Rule("mpi")]
+    assert _on_devices(Rule("mpi", device="cuda"), ["cpu", "cuda"]) == [Rule("mpi", device="cuda")]
+    assert _on_devices(Rule("mpi", device="cuda"), ["cpu"]) == []
+    assert _on_devices(Rule("mpi", device="cpu"), ["cpu"]) == [Rule("mpi")]
+
+
 def test_sizes_become_one_sorted_list() -> None:
     import torch.distributed as c10d
 
@@ -302,7 +312,6 @@ def test_sizes_become_one_sorted_list() -> None:
         Rule("shm", "all_reduce", up_to=2048),
         Rule("shm", "broadcast", dtype="float16"),
     ]
-    own.devices = ("cpu",)  # type: ignore[misc]
     mixed = MixedBackend(info, own, rules)
     every = (1 << 63) - 1
     assert mixed._by_size(ALL_REDUCE) == [(64, "gloo"), (2048, "shm"), (every, "gloo")]

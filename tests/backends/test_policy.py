@@ -40,6 +40,12 @@ TABLE = {
         ({"rules": [{"op": "all_reduce", "up_to": -1, "backend": "gloo"}]}, "expected a whole number"),
         ({"rules": [{"op": "all_reduce", "dtype": "float17", "backend": "gloo"}]}, "did you mean 'float1"),
         ({"rules": [{"op": "all_reduce"}]}, "names no backend"),
+        ({"rules": [{"op": ["all_reduce"], "backend": "gloo"}]}, "op is .'all_reduce'. in rule 1"),
+        ({"rules": [{"op": "all_reduce", "backend": {}}]}, "expected a name"),
+        ({"rules": [{"op": "all_reduce", "ranks": 0, "backend": "gloo"}]}, "from 1 on"),
+        ({"rules": [{"op": "all_reduce", "device": "gpu", "backend": "gloo"}]}, "takes those on cpu and cuda"),
+        ({"rules": [{"op": "all_reduce", "device": "cuda", "backend": "shm"}]}, "which takes those on cpu"),
+        ({"measured": 5}, "'measured' of the policy in the configuration is not a table"),
         ({"rules": "gloo"}, "is not a list"),
         ({"version": 7}, "has version 7"),
         ({"rule": []}, "did you mean 'rules'"),
@@ -51,12 +57,29 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
         policy.load({**TABLE, **change}, 2)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the policy"):
-        policy.load(tmp_path / "absent.json")
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        policy.load(tmp_path / "bad.json")
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        ("{", "is not valid"),
+        ("[" * 100_000, "is not valid"),
+        ("[]", "holds no table"),
+        (b"\xff\xfe", "is not valid"),
+        ('{"rules": [], "rules": []}', "the key 'rules' stands twice"),
+    ],
+)
+def test_a_file_that_is_none(content: str | bytes | None, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=told) as caught:
+        policy.load(path)
+    assert f"{path} (the policy)" in str(caught.value)
+
+
+def test_a_folder_is_no_policy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        policy.load(tmp_path)
 
 
 def test_a_file_holds_what_was_written(tmp_path: Path) -> None:

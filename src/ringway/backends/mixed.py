@@ -102,7 +102,8 @@ class MixedBackend(Backend):
         self.devices = own.devices  # type: ignore[misc]
         self.torch_group = own.torch_group
         self._own = own
-        self._rules = [_without_device(rule, own) for rule in rules if rule.device in (None, *own.devices)]
+        here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
+        self._rules = [told for rule in rules for told in _on_devices(rule, here)]
         self._backends = {own.name: own}
         self._order = Order(info.name, info.timeout)
         with ExitStack() as unless_all_are_made:
@@ -222,6 +223,10 @@ class MixedBackend(Backend):
             self._order.stop(RingwayError(f"the group {self.group.name} was {how}"))
 
 
-def _without_device(rule: Rule, own: Backend) -> Rule:
-    """A rule for the only device that the group has is one for all its calls."""
-    return replace(rule, device=None) if own.devices == (rule.device,) else rule
+def _on_devices(rule: Rule, devices: Sequence[str]) -> list[Rule]:
+    """The rule as it is for a group with tensors on these devices: its backend may take some of them only, and a
+    rule for all that there are need not look."""
+    registration = registry.own(rule.backend)
+    assert registration is not None
+    taken = [device for device in devices if device in registration.devices and rule.device in (None, device)]
+    return [replace(rule, device=None)] if taken == devices else [replace(rule, device=device) for device in taken]

@@ -13,13 +13,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ringway.backends import registry
 from ringway.call import DTYPES, OP_BY_NAME, OPS, Op
+from ringway.config import read_file
 from ringway.errors import ConfigError, nearest
 
 VERSION = 1
@@ -97,22 +97,13 @@ def consult(given: str | os.PathLike[str] | Mapping[str, Any] | None, world_size
 
 
 def load(given: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None) -> Policy:
-    """A policy from a file or a table. With `world_size`, one that was made for another world is refused."""
+    """A policy from a file (JSON, or TOML) or a table. With `world_size`, one made for another world is refused."""
     if isinstance(given, Mapping):
         return _parsed(given, "the configuration", world_size)
-    path = Path(given)
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the policy {path}: {error.strerror or error}", source=str(path)) from error
-    except ValueError as error:
-        raise ConfigError(f"the policy {path} is not JSON: {error}", source=str(path)) from error
-    return _parsed(table, str(path), world_size)
+    return _parsed(read_file(given, "the policy"), os.fspath(given), world_size)
 
 
-def _parsed(table: Any, source: str, world_size: int | None) -> Policy:
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"the policy in {source} is not a table", source=source)
+def _parsed(table: Mapping[str, Any], source: str, world_size: int | None) -> Policy:
     known = ("version", "world_size", "rules", "measured")
     for key in table:
         if key not in known:
@@ -138,8 +129,11 @@ def _parsed(table: Any, source: str, world_size: int | None) -> Policy:
     rules = table.get("rules", [])
     if not isinstance(rules, Sequence) or isinstance(rules, str):
         raise ConfigError(f"'rules' of the policy in {source} is not a list", source=source)
-    parsed = tuple(_rule(rule, f"rule {number} of {source}") for number, rule in enumerate(rules))
-    return Policy(written_for, parsed, dict(table.get("measured") or {}), source)
+    parsed = tuple(_rule(rule, f"rule {number} of {source}") for number, rule in enumerate(rules, 1))
+    measured = table.get("measured") or {}
+    if not isinstance(measured, Mapping):
+        raise ConfigError(f"'measured' of the policy in {source} is not a table", source=source)
+    return Policy(written_for, parsed, dict(measured), source)
 
 
 def _rule(given: Any, where: str) -> Rule:
@@ -150,11 +144,17 @@ def _rule(given: Any, where: str) -> Rule:
         if key not in keys:
             raise ConfigError(f"unknown key {key!r} in {where}{nearest(str(key), keys)}", key=str(key), source=where)
     rule = Rule(**given)
-    _check_names(rule, where)
-    for key in ("up_to", "ranks"):
+    for key in ("backend", "op", "dtype", "device"):
         value = getattr(rule, key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ConfigError(f"{key} is {value!r} in {where}; expected a whole number", key=key, source=where)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{key} is {value!r} in {where}; expected a name", key=key, source=where)
+    for key, least in (("up_to", 0), ("ranks", 1)):
+        value = getattr(rule, key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigError(
+                f"{key} is {value!r} in {where}; expected a whole number from {least} on", key=key, source=where
+            )
+    _check_names(rule, where)
     if rule.up_to is not None and (rule.op == ANY or "bytes" not in OP_BY_NAME[rule.op].agree):
         raise ConfigError(
             f"{where} decides about {rule.op} by its size, on which the ranks of a call need not agree; "
@@ -166,7 +166,8 @@ def _rule(given: Any, where: str) -> Rule:
 
 
 def _check_names(rule: Rule, where: str) -> None:
-    if registry.own(rule.backend) is None:
+    registration = registry.own(rule.backend)
+    if registration is None:
         known = [registration.name for registration in registry.registrations()]
         raise ConfigError(
             f"{where} names the backend {rule.backend!r}{nearest(str(rule.backend), known)}; a policy can mix "
@@ -184,4 +185,11 @@ def _check_names(rule: Rule, where: str) -> None:
     if rule.dtype is not None and rule.dtype not in _DTYPES:
         raise ConfigError(
             f"{where} names the dtype {rule.dtype!r}{nearest(str(rule.dtype), _DTYPES)}", key="dtype", source=where
+        )
+    if rule.device is not None and rule.device not in registration.devices:
+        raise ConfigError(
+            f"{where} gives tensors on {rule.device!r} to {rule.backend}, which takes those on "
+            f"{' and '.join(registration.devices)}",
+            key="device",
+            source=where,
         )

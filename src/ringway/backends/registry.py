@@ -108,7 +108,8 @@ def parse(backend: str) -> dict[str, str]:
         if device in parsed or (parsed and not device):
             raise UsageError(f"backend '{backend}': name one backend for each device, as in 'cpu:gloo,cuda:nccl'")
         if own(name) is None and name not in _TORCH_ALIASES and name not in c10d.Backend.backend_list:
-            raise UsageError(f"there is no backend '{name}'{nearest(name, names())} Known here: {', '.join(names())}")
+            near = nearest(name, names()) or "."
+            raise UsageError(f"there is no backend '{name}'{near} Known here: {', '.join(names())}")
         parsed[device] = name
     return parsed
 
