@@ -121,6 +121,8 @@ def _prepare(settings: Config, info: LaunchInfo) -> None:
 
 def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str) -> str:
     backend = f"backend {choice.backend} ({choice.reason})"
+    if world.policy is not None:
+        backend += f", mixed by the policy in {world.policy.source}"
     return f"{_ranks(info.size)}, by {info.source}; {backend}; timeout {limit:g} s ({limit_source})"
 
 

@@ -130,6 +130,22 @@ def test_a_library_that_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_p
         ccl_library.load.cache_clear()
 
 
+def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another one that the loader might find is not what CCL_ROOT asked for."""
+    (tmp_path / "lib").mkdir()
+    file = tmp_path / "lib" / "libccl.so.2"
+    file.write_text("this is a text\n")
+    monkeypatch.setenv("CCL_ROOT", str(tmp_path))
+    ccl_library.load.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match="does not load") as caught:
+            ccl_library.load()
+    finally:
+        ccl_library.load.cache_clear()
+    assert str(file) in caught.value.reason
+    assert "CCL_ROOT" in str(caught.value)
+
+
 def test_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CCL_ATL_TRANSPORT", "CCL_PROCESS_LAUNCHER", "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE"):
         monkeypatch.setenv(name, "")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from ringway.backends import policy
 from ringway.backends.policy import Policy, Rule
 from ringway.bench.tune import winners
-from ringway.errors import ConfigError
+from ringway.cli import app
+from ringway.errors import ConfigError, UsageError
 
 TABLE = {
     "world_size": 2,
@@ -144,3 +148,59 @@ def test_tune_writes_what_the_next_run_loads(tmp_path: Path) -> None:
     assert found["origins"]["all_reduce"].startswith(table.rules[0].in_words())
     shown = json.loads(_command("env", "--json", RINGWAY_POLICY=str(file)))
     assert [rule["op"] for rule in shown["policy"]["rules"]] == [rule.op for rule in table.rules]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--sizes", "8,abc"], "'abc' is not a number of bytes"),
+        (["--sizes", "0"], "'0' is not a number of bytes"),
+        (["--backends", "nccl"], "nccl is torch's own and cannot be mixed"),
+    ],
+)
+def test_tune_refuses_wrong_options_before_anything_is_started(arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["tune", "-n", "2", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert told in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--backends", "glop"], ["--ops", "all_reduc"], ["--ops", "send"]])
+def test_tune_refuses_unknown_names(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["tune", "-n", "2", *arguments])
+    assert isinstance(result.exception, UsageError)
+
+
+def test_tune_says_first_that_it_cannot_write(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ringway.cli", "tune", "-o", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert f"cannot write {tmp_path}: it is a folder" in run.stderr
+    assert "measuring" not in run.stderr
+
+
+def test_an_interrupted_tune_leaves_the_table_of_before(tmp_path: Path) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text("the table of before")
+    command = ["tune", "-n", "2", "-o", str(file), "--backends", "shm", "--ops", "barrier", "--rounds", "1000000"]
+    tune = subprocess.Popen(
+        [sys.executable, "-m", "ringway.cli", *command],
+        env={**os.environ, "RINGWAY_POLICY": str(file)},  # which is no policy, and is none of tune's business
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        time.sleep(8)
+        assert tune.poll() is None
+        os.killpg(tune.pid, signal.SIGINT)
+        assert tune.wait(100) != 0
+    finally:
+        tune.kill()
+        tune.communicate()
+    assert file.read_text() == "the table of before"
+    assert list(tmp_path.iterdir()) == [file]

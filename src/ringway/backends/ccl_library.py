@@ -23,6 +23,8 @@ ID_BYTES = 4096
 
 SUCCESS = 0
 
+_REMEDY = "Install it with: pip install oneccl, or set CCL_ROOT to where it is"
+
 DATATYPES: dict[torch.dtype, int] = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -88,6 +90,8 @@ def load() -> CDLL:
             library = CDLL(path)
         except OSError as error:
             failures.append(str(error))
+            if Path(path).is_file():  # where the user said, or the wheel's own: another one is not what was meant
+                raise BackendUnavailable("ccl", f"{path} does not load ({error})", remedy=_REMEDY) from None
             continue
         for name, (result, arguments) in PROTOTYPES.items():
             function = getattr(library, name, None)
@@ -102,7 +106,7 @@ def load() -> CDLL:
     raise BackendUnavailable(
         "ccl",
         f"{SONAME} does not load ({'; '.join(failures)})",
-        remedy="Install it with: pip install oneccl, or set CCL_ROOT to where it is",
+        remedy=_REMEDY,
     )
 
 

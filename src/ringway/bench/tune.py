@@ -18,7 +18,7 @@ from ringway.bench.runner import Candidate, Ranks, measure
 from ringway.call import OP_BY_NAME
 from ringway.errors import BackendUnavailable, UsageError
 
-CANDIDATES = ("shm", "mpi", "ccl", "gloo", "hierarchical")
+CANDIDATES = ("shm", "mpi", "ccl", "gloo", "hierarchical", "hierarchical_mpi")
 OPS = (
     "all_reduce",
     "broadcast",

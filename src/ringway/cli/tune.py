@@ -7,10 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ringway.errors import UsageError
 
 if TYPE_CHECKING:
     from ringway.backends.policy import Policy
@@ -33,6 +37,8 @@ def tune(
 
     Alone it needs -n; or start it on a whole job: mpiexec -n 8 ringway tune, or under Slurm, or torchrun.
     """
+    wanted = _Wanted(output, _names(backends), _names(ops), [_size(text) for text in _names(sizes)], rounds)
+    wanted.check()
     if ranks is not None:
         from ringway.launch import run as launcher
 
@@ -42,41 +48,87 @@ def tune(
         if outcome.code:
             print(f"ringway tune: {outcome.summary}", file=sys.stderr, flush=True)
         raise typer.Exit(outcome.code)
-    _tune_here(output, _names(backends), _names(ops), [int(size) for size in _names(sizes)], rounds)
+    _tune_here(wanted)
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _tune_here(output: Path, backends: list[str], ops: list[str], sizes: list[int], rounds: int) -> None:
+def _size(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"{text!r} is not a number of bytes", param_hint="--sizes")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was asked for; what is empty is left to the defaults."""
+
+    output: Path
+    backends: list[str]
+    ops: list[str]
+    sizes: list[int]
+    rounds: int
+
+    def check(self) -> None:
+        """What cannot be is said before anything is measured."""
+        from ringway.backends import registry
+        from ringway.bench.tune import check_ops
+
+        check_ops(self.ops)
+        for name in self.backends:
+            registry.parse(name)
+            if registry.own(name) is None:
+                raise typer.BadParameter(f"{name} is torch's own and cannot be mixed", param_hint="--backends")
+
+
+def _tune_here(wanted: _Wanted) -> None:
     import ringway
     from ringway.bench import tune as bench
 
-    bench.check_ops(ops)
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
     first = ringway.get_rank() == 0
-    groups, left_out = bench.groups_of(backends or bench.CANDIDATES)
+    obstacle = ringway.broadcast_object(_unwritable(wanted.output) if first else None)
+    if obstacle is not None:
+        raise UsageError(f"cannot write {wanted.output}: {obstacle}")
+    groups, left_out = bench.groups_of(wanted.backends or bench.CANDIDATES)
     if first:
         for name, reason in left_out.items():
             print(f"ringway tune: without {name}: {reason}", file=sys.stderr)
-    chosen_ops, chosen_sizes = ops or list(bench.OPS), sizes or list(bench.SIZES)
-    steps = sum(1 if op == "barrier" else len(chosen_sizes) for op in chosen_ops)
+    if not groups:
+        raise UsageError("none of the backends works here, so there is nothing to choose from")
+    ops, sizes = wanted.ops or list(bench.OPS), wanted.sizes or list(bench.SIZES)
+    steps = sum(1 if op == "barrier" else len(sizes) for op in ops)
     with _progress(steps, first) as progress:
-        found = bench.medians(groups, chosen_ops, chosen_sizes, rounds, progress)
-    policy = bench.tuned(found, str(output))
+        found = bench.medians(groups, ops, sizes, wanted.rounds, progress)
+    policy = bench.tuned(found, str(wanted.output))
     if first:
-        _write(policy, output)
+        _write(policy, wanted.output)
     ringway.barrier()
     ringway.destroy_process_group()
 
 
+def _unwritable(output: Path) -> str | None:
+    """Why the file cannot be written, if it cannot; found out by trying, in the folder and not in the file."""
+    if output.is_dir():
+        return "it is a folder"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=output.parent, prefix=f"{output.name}."):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _write(policy: Policy, output: Path) -> None:
     """Whole or not at all: a run that starts meanwhile never reads half a table."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(output.name + f".{os.getpid()}")
-    unfinished.write_text(json.dumps(policy.document(), indent=1) + "\n")
-    unfinished.replace(output)
+    try:
+        unfinished.write_text(json.dumps(policy.document(), indent=1) + "\n")
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
     for rule in policy.rules:
         print(f"{rule.op:24} {rule.in_words()}")
     print(f"wrote {output}; the next run loads it with RINGWAY_POLICY={output}")
