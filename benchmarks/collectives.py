@@ -38,8 +38,10 @@ OURS, COPY = "ringway", "copy"
 PEERS = (OURS, "gloo", "mpich", "openmpi", "deepspeed", "ccl")
 MPIS = ("mpich", "openmpi")
 OPS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier")
+MORE_OPS = ("reduce", "gather", "scatter", "all_gather", "reduce_scatter", "send_recv")
 SIZES = (8, 64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 FEWER_SIZES = (8, 1 << 10, 64 << 10, 4 << 20, 64 << 20, 256 << 20)  # of the other ops
+FEWEST_SIZES = (8, 64 << 10, 4 << 20, 64 << 20)  # of those in MORE_OPS
 COPY_GOAL, COPY_GOAL_BYTES = 0.45, 64 << 20
 SAMPLE_SECONDS = 0.04
 START_SECONDS = 300.0
@@ -168,6 +170,7 @@ def _deepspeed_op(folder: Path, ranks: int) -> Iterator[dict[str, str]]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja
         "PYTHONPATH": str(folder),
         "TORCH_EXTENSIONS_DIR": str(built),
+        "DS_ACCELERATOR": "cpu",  # where there is a GPU it would have no builder for an op of the CPU
         "LOCAL_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": name,
@@ -216,7 +219,7 @@ def measured(teams: list[Team], arguments: argparse.Namespace) -> list[dict[str,
     print(f"{'best peer / ours':>20}{'ours GB/s':>11}{'copy GB/s':>11}", flush=True)
     for op in arguments.ops:
         reduced = op == "all_reduce"
-        sizes = arguments.sizes or (SIZES if reduced else FEWER_SIZES)
+        sizes = arguments.sizes or (SIZES if reduced else FEWEST_SIZES if op in MORE_OPS else FEWER_SIZES)
         for nbytes in sizes if op != "barrier" else [0]:
             samples: dict[str, list[float]] = {one.peer: [] for one in teams if one.takes_part(op)}
             for _ in range(arguments.rounds if reduced else max(3, arguments.rounds // 2)):
@@ -265,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--peers", nargs="+", choices=PEERS[1:], help="all that are there, unless told")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--ops", nargs="+", choices=OPS + MORE_OPS, default=list(OPS + MORE_OPS))
     parser.add_argument("--sizes", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=15, help="of all_reduce; the other ops get half of them")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / ".cache" / "deepspeed", help="a folder with deepspeed")

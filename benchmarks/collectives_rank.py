@@ -61,15 +61,42 @@ def _torch_calls(dist: Any, size: int) -> Prepare:
         if op in ("all_reduce", "broadcast"):
             whole = torch.zeros(count)
             return (lambda: dist.all_reduce(whole)) if op == "all_reduce" else (lambda: dist.broadcast(whole, 0))
+        if op in ("reduce", "send_recv"):
+            return _reduce_or_send(dist, op, torch.zeros(count), torch.zeros(count), size)
         own, fitting = torch.zeros(part), torch.zeros(part * size)
         if op == "all_gather_into_tensor":
             return lambda: dist.all_gather_into_tensor(fitting, own)
         if op == "reduce_scatter_tensor":
             return lambda: dist.reduce_scatter_tensor(own, fitting)
-        other = torch.zeros(part * size)
-        return lambda: dist.all_to_all_single(fitting, other)
+        if op == "all_to_all_single":
+            other = torch.zeros(part * size)
+            return lambda: dist.all_to_all_single(fitting, other)
+        return _with_lists(dist, op, own, list(fitting.chunk(size)))
 
     return prepare
+
+
+def _reduce_or_send(dist: Any, op: str, whole: Any, other: Any, size: int) -> Action:
+    if op == "reduce":
+        return lambda: dist.reduce(whole, 0)
+    left, right = (dist.get_rank() - 1) % size, (dist.get_rank() + 1) % size
+
+    def pass_on() -> None:
+        sent = dist.isend(whole, right)
+        dist.recv(other, left)
+        sent.wait()
+
+    return pass_on
+
+
+def _with_lists(dist: Any, op: str, own: Any, parts: list[Any]) -> Action:
+    at_root = parts if dist.get_rank() == 0 else None
+    return {
+        "gather": lambda: dist.gather(own, at_root, 0),
+        "scatter": lambda: dist.scatter(own, at_root, 0),
+        "all_gather": lambda: dist.all_gather(parts, own),
+        "reduce_scatter": lambda: dist.reduce_scatter(own, parts),
+    }[op]
 
 
 def _store(size: int) -> Any:
@@ -125,8 +152,17 @@ def _mpi(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
             return lambda: world.Allgather(own, fitting)
         if op == "reduce_scatter_tensor":
             return lambda: world.Reduce_scatter_block(fitting, own)
-        other = zeros(part * size)
-        return lambda: world.Alltoall(other, fitting)
+        at_root = fitting if rank == 0 else None
+        other, sent, received = zeros(part * size), zeros(count), zeros(count)
+        return {
+            "all_to_all_single": lambda: world.Alltoall(other, fitting),
+            "all_gather": lambda: world.Allgather(own, fitting),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(fitting, own),
+            "gather": lambda: world.Gather(own, at_root, 0),
+            "scatter": lambda: world.Scatter(at_root, own, 0),
+            "reduce": lambda: world.Reduce(sent, received if rank == 0 else None, MPI.SUM, 0),
+            "send_recv": lambda: world.Sendrecv(sent, (rank + 1) % size, 0, received, (rank - 1) % size, 0),
+        }[op]
 
     return prepare, world.Barrier
 

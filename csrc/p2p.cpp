@@ -11,6 +11,7 @@ namespace {
 constexpr auto kSlice = std::chrono::milliseconds(20);
 constexpr uint64_t kGrain = 64;         // frames begin at multiples of this
 constexpr int64_t kPiece = 64 << 10;    // bytes that are copied before the other side may see them
+constexpr int64_t kStuck = 20'000'000;  // a send that has not moved for so long is stuck, though nobody waits for it
 
 constexpr uint64_t padded(uint64_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
 
@@ -62,9 +63,18 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         }
         const bool needs_thread = in_background && !idle() && !stopping_;
         if (needs_thread && !thread_.joinable()) start_thread(*message, finished);
+        if (needs_thread) wanted_.notify_one();
     }
-    for (const auto& done : finished) done->finish(done->verdict);
+    tell(finished);
     look_again();
+}
+
+// Ends what is finished, without the lock.
+void PointToPoint::tell(const Messages& finished) {
+    for (const auto& done : finished) done->finish(done->verdict);
+    if (finished.empty()) return;
+    look_again();
+    changed_.notify_all();
 }
 
 void PointToPoint::start_thread(const Message& message, Messages& finished) {
@@ -76,12 +86,11 @@ void PointToPoint::start_thread(const Message& message, Messages& finished) {
     }
 }
 
-// Makes all threads of this rank look at its messages: there is a new one, or one is done. Threads wait in two
-// ways, so both are woken.
+// Makes the thread that sleeps for all messages of this rank look at them: there is a new one, one is done, or
+// another thread wants its place.
 void PointToPoint::look_again() {
     nudged_.store(true, std::memory_order_seq_cst);
     waiter_.nudge();
-    changed_.notify_all();
 }
 
 bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
@@ -92,14 +101,20 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
         guard.lock();
     }
     ++waiters_;
+    awaited_sends_ += message.sends ? 1 : 0;
     bool in_time = true;
     while (!message.done() && in_time) {
         const double left = timeout_s - static_cast<double>(now_ns() - start) / 1e9;
         in_time = left > 0 && step(guard, &message, left, host);
     }
     --waiters_;
+    awaited_sends_ -= message.sends ? 1 : 0;
+    const bool rest = !idle();
     guard.unlock();
-    changed_.notify_all();  // the thread may have to go on with the rest
+    if (rest) {  // somebody has to go on with it
+        changed_.notify_all();
+        wanted_.notify_one();
+    }
     return message.done();
 }
 
@@ -125,9 +140,8 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awai
         if (waking == Waking::TimedOut) expire(finished);
     }
     guard.unlock();
-    for (const auto& done : finished) done->finish(done->verdict);
-    if (!finished.empty()) look_again();
-    changed_.notify_all();
+    tell(finished);
+    if (awaited == nullptr) changed_.notify_all();  // it was the background thread, which gives way
     finished.clear();  // the last to hold a message may need the GIL, whose holder may need the lock
     guard.lock();
     return waking != Waking::Interrupted;
@@ -150,17 +164,18 @@ void PointToPoint::work() {
     Host host;
     std::unique_lock<std::mutex> guard(lock_);
     for (;;) {
-        changed_.wait(guard, [this] { return stopping_ || (!idle() && !driving_ && waiters_ == 0); });
+        wanted_.wait(guard, [this] { return stopping_ || (!idle() && !driving_ && waiters_ == 0); });
         if (stopping_) return;
-        step(guard, nullptr, 1e9, host);
+        step(guard, nullptr, full_ ? kStuck / 1e9 : 1e9, host);
     }
 }
 
 bool PointToPoint::advance(Messages& finished) {
     bool moved = false;
-    stuck_ = false;
+    full_ = false;
     try {
         for (int peer = 0; peer < size_; ++peer) moved = push(peer, finished) || moved;
+        if (moved || !full_) pushed_ns_ = full_ ? now_ns() : 0;
         for (int peer = 0; peer < size_; ++peer) moved = pull(peer, finished) || moved;
     } catch (const Unfinished& unfinished) {
         end_all(unfinished.outcome, finished);
@@ -201,7 +216,7 @@ bool PointToPoint::push(int peer, Messages& finished) {
             box.pop_front();
         }
     }
-    stuck_ = stuck_ || !box.empty();
+    full_ = full_ || !box.empty();
     return head != start;
 }
 
@@ -305,7 +320,8 @@ std::shared_ptr<Message> PointToPoint::match(int source, int tag) {
 }
 
 bool PointToPoint::sets_aside(int peer) const {
-    if (stuck_) return true;
+    // A receive may be about to come, so what arrives is not set aside as long as nobody waits for what cannot leave.
+    if (full_ && (awaited_sends_ > 0 || now_ns() - pushed_ns_ > kStuck)) return true;
     return std::any_of(receives_.begin(), receives_.end(), [peer](const auto& receive) {
         return receive->peer == kAnyone || receive->peer == peer;
     });
@@ -410,8 +426,10 @@ void PointToPoint::stop() {
         stopping_ = true;
         if (!driving_) end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
     }
-    for (const auto& done : finished) done->finish(done->verdict);
+    tell(finished);
     look_again();
+    changed_.notify_all();
+    wanted_.notify_all();
 }
 
 void PointToPoint::sweep() {

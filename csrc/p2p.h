@@ -3,7 +3,7 @@
 // A message is a frame (what was sent, how long, which tag) and its bytes, which go through the ring in pieces, so
 // that a large message is copied in at one end while it is copied out at the other. A receive takes the oldest
 // message from its source (or from anyone) with its tag. Messages that stand before it with another tag are set
-// aside; so are those that arrive while this rank cannot send because the other side's ring is full, so that
+// aside; so are those that arrive while this rank waits for a send that finds the other side's ring full, so that
 // two ranks that both send first get on.
 //
 // Whoever waits moves all messages of the rank; while messages are under way and nobody waits, a thread does.
@@ -109,6 +109,7 @@ class PointToPoint final : public Guard {
     void snapshot();
     bool changed() const;
     void look_again();
+    void tell(const Messages& finished);
     bool step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host);
     bool give_way(std::unique_lock<std::mutex>& guard, Host& host);
     void work();
@@ -124,7 +125,8 @@ class PointToPoint final : public Guard {
     const uint64_t ring_bytes_;
     Waiter waiter_;
     std::mutex lock_;
-    std::condition_variable changed_;
+    std::condition_variable changed_;  // for threads that wait while another moves the messages of all
+    std::condition_variable wanted_;   // for the background thread
     std::vector<std::deque<std::shared_ptr<Message>>> outbox_;  // by destination
     std::vector<bool> ring_reserved_;
     std::list<std::shared_ptr<Message>> receives_;  // not yet matched, oldest first
@@ -132,7 +134,9 @@ class PointToPoint final : public Guard {
     Messages spent_;
     std::vector<uint64_t> seen_;  // ring positions of the others, when there was nothing more to do
     std::atomic<bool> nudged_{false};
-    bool stuck_ = false;    // a send waits for room
+    bool full_ = false;      // a send waits for room,
+    int64_t pushed_ns_ = 0;  // and since when
+    int awaited_sends_ = 0;  // sends that somebody waits for
     bool driving_ = false;  // somebody sleeps for all of this rank's messages
     bool thread_drives_ = false;
     int waiters_ = 0;

@@ -16,7 +16,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kEntryBytes = 64 << 10;
 constexpr size_t kCellBytes = 512 << 10;
 constexpr size_t kLeastPart = 32 << 10;  // of a cell, for each rank
-constexpr size_t kMostRing = 256 << 10;
+constexpr size_t kMostRing = 1024 << 10;
 constexpr size_t kLeastRing = 16 << 10;
 constexpr size_t kAllRings = 64 << 20;
 

@@ -20,6 +20,13 @@ constexpr int64_t kHoldGil = 2'000;       // a wait this short does not give the
 constexpr int64_t kSleepSlice = 20'000'000;  // between two looks for dead peers and signals
 constexpr int kLooksPerClock = 16;
 
+// tests/native makes this long, for others to do in between what they normally do at another time.
+void dawdle() {
+#ifdef RINGWAY_DAWDLE
+    usleep(300);
+#endif
+}
+
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
@@ -79,6 +86,7 @@ Waking Waiter::sleep(int peer, Patience& patience, const Look& ready) {
     for (;;) {
         words_[rank_].store(announced, std::memory_order_seq_cst);
         if (ready()) return Waking::Ready;
+        dawdle();
         if (guard_.stop(peer, look_for_dead, ready)) return ready() ? Waking::Ready : Waking::Stopped;
         const int64_t now = now_ns();
         const int64_t left = patience.deadline_ns(now) - now;

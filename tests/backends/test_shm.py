@@ -166,6 +166,36 @@ def test_two_ranks_that_both_send_first_get_on(pool: RankPool) -> None:
     assert pool.run(_both_send_first, world_size=2) == [True, True]
 
 
+def _both_send_and_nobody_waits(context: RankContext) -> tuple[bool, int]:
+    """Sends whose receives follow at once, for which nothing is kept aside; then two that only a future waits for."""
+    context.start("shm")
+    other = 1 - context.rank
+    sent, got = torch.full((8_000_000,), float(context.rank)), torch.zeros(8_000_000)
+    before = _peak_kilobytes()
+    for _ in range(5):
+        work = dist.isend(sent, other)
+        dist.recv(got, other)
+        assert work is not None
+        work.wait()
+    more = _peak_kilobytes() - before
+    work = dist.isend(sent, other)
+    assert work is not None
+    work.get_future().wait()
+    got.zero_()
+    dist.recv(got, other)
+    return bool(got.eq(float(other)).all()), more
+
+
+def _peak_kilobytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_two_ranks_that_send_first_and_only_poll_get_on(pool: RankPool) -> None:
+    for exchanged, more in pool.run(_both_send_and_nobody_waits, world_size=2):
+        assert exchanged
+        assert more < 16 << 10  # a message has 32 MB
+
+
 def _cpu_while_waiting(context: RankContext, seconds: float) -> float:
     context.start("shm")
     dist.barrier()

@@ -21,13 +21,8 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
-from ringway.backends.base import GroupInfo
-from ringway.backends.shm import ShmBackend
-from ringway.call import BARRIER, Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
-
-LEAVINGS = 3000 if os.environ.get("RINGWAY_SOAK") else 60
 
 
 def _give_up_after(seconds: float, group: Any = None) -> None:
@@ -68,7 +63,7 @@ def _sum_for_ever(count: int) -> None:
 
 def test_a_rank_that_stands_still_is_named_by_all(pool: RankPool, tmp_path: Path) -> None:
     """Also where it stands in the middle of a call, and the others wait for it in a chain."""
-    for count in (4, 200_000, 3_000_000):
+    for count in (4, 3_000_000):
         folder = tmp_path / str(count)
         folder.mkdir()
         told = pool.run(_stopped, str(folder), count, random.uniform(0.05, 0.2), world_size=4, timeout=100)
@@ -209,24 +204,6 @@ def test_a_group_ends_with_calls_under_way(pool: RankPool, how: str) -> None:
     assert len(ours) == 4
     assert "rank 0" in theirs[0]
     assert ("aborted" if how == "abort" else "closed") in theirs[0]
-
-
-def _leave_at_once(context: RankContext, rounds: int) -> None:
-    """Ranks that are done leave while others have not yet seen that they came."""
-    ranks = list(range(context.world_size))
-    generator = random.Random(context.rank)
-    for number in range(rounds):
-        store = c10d.PrefixStore(f"leaving/{number}", context.store)
-        info = GroupInfo(rank=context.rank, size=len(ranks), ranks=ranks, store=store, name="leaving", timeout=60)
-        backend = ShmBackend(info)
-        for _ in range(3):
-            time.sleep(generator.choice([0, 0, 1e-5, 1e-4]))
-            backend.barrier(Call(BARRIER, size=len(ranks)))
-        backend.close()
-
-
-def test_who_leaves_after_the_last_call_is_not_missed(pool: RankPool) -> None:
-    pool.run(_leave_at_once, LEAVINGS, world_size=4, timeout=100 + LEAVINGS)
 
 
 # Memory and threads that cannot be had

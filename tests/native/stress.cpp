@@ -174,6 +174,74 @@ void program(Engine& engine, int rank, int size, unsigned seed) {
     }
 }
 
+// The ranks of a new group, as engines over one mapping.
+std::vector<std::unique_ptr<Engine>> new_group(int size) {
+    const auto mapping = std::make_shared<Mapping>(Segment::create(size), size);
+    const auto cpus = static_cast<int>(std::thread::hardware_concurrency());
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (int rank = 0; rank < size; ++rank) {
+        std::vector<Peer> peers(static_cast<size_t>(size), Peer{getpid(), -1});
+        engines.push_back(std::make_unique<Engine>(mapping, rank, std::move(peers), cpus));
+    }
+    return engines;
+}
+
+template <class Work>
+void on_all_ranks(const std::vector<std::unique_ptr<Engine>>& engines, const Work& work) {
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < engines.size(); ++rank)
+        threads.emplace_back([&, rank] { work(*engines[rank], static_cast<int>(rank)); });
+    for (auto& thread : threads) thread.join();
+}
+
+// A root that has sent may go, before others have seen that it came, and before some have come themselves.
+void leave_after_the_last_call(int size, int rounds) {
+    for (int round = 0; round < rounds; ++round) {
+        const auto engines = new_group(size);
+        on_all_ranks(engines, [&](Engine& engine, int rank) {
+            Host host;
+            int32_t told = rank == 0 ? round : -1;
+            Request broadcast;
+            broadcast.op = Op::Broadcast;
+            broadcast.root = 0;
+            broadcast.element = 4;
+            broadcast.in = broadcast.out = Blocks{reinterpret_cast<std::byte*>(&told), 0, nullptr};
+            broadcast.count = 1;
+            broadcast.timeout_s = kPatience;
+            usleep(rank == 0 ? 200 : rank == size - 1 ? 2000 : 0);
+            Outcome outcome = Outcome::Done;
+            if (!engine.progress.run_now(broadcast, host, outcome) || outcome != Outcome::Done || told != round)
+                fail("last call", rank, round, static_cast<int64_t>(outcome));
+            engine.close();
+        });
+    }
+}
+
+// What a peer cannot have meant is a fault, and nothing is read or written outside the ring.
+void refuse_what_cannot_be() {
+    for (const bool sends : {false, true}) {
+        const auto engines = new_group(2);
+        Membership& members = engines[0]->members;
+        if (sends)
+            members.segment().ring(0, 1).tail.store(1 << 20, kPublish);
+        else
+            members.segment().ring(1, 0).head.store(uint64_t{1} << 40, kPublish);
+        std::vector<int32_t> block(100);
+        auto message = std::make_shared<Message>();
+        message->sends = sends;
+        message->peer = 1;
+        message->data = reinterpret_cast<std::byte*>(block.data());
+        message->bytes = 400;
+        message->timeout_s = kPatience;
+        engines[0]->messages.start(message, false);
+        const Fault* fault = members.fault();
+        if (!message->done() || message->outcome() != Outcome::Faulted || fault == nullptr ||
+            fault->kind != FaultKind::Corrupt || fault->rank != 1)
+            fail("corrupt ring", 0, sends ? 1 : 0, 0);
+        for (const auto& engine : engines) engine->close();
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -181,18 +249,13 @@ int main(int argc, char** argv) {
     const int size = std::atoi(argv[1]);
     const int programs = std::atoi(argv[2]);
     const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
-    const auto mapping = std::make_shared<Mapping>(Segment::create(size), size);
-    std::vector<std::unique_ptr<Engine>> engines;
-    for (int rank = 0; rank < size; ++rank)
-        engines.push_back(std::make_unique<Engine>(mapping, rank, std::vector<Peer>(static_cast<size_t>(size), Peer{getpid(), -1}),
-                                                   static_cast<int>(std::thread::hardware_concurrency())));
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank)
-        threads.emplace_back([&, rank] {
-            for (int p = 0; p < programs; ++p) program(*engines[static_cast<size_t>(rank)], rank, size, seed + static_cast<unsigned>(p));
-        });
-    for (auto& thread : threads) thread.join();
-    for (auto& engine : engines) engine->close();
+    const auto engines = new_group(size);
+    on_all_ranks(engines, [&](Engine& engine, int rank) {
+        for (int p = 0; p < programs; ++p) program(engine, rank, size, seed + static_cast<unsigned>(p));
+    });
+    for (const auto& engine : engines) engine->close();
+    leave_after_the_last_call(size, 50 * programs);
+    refuse_what_cannot_be();
     std::printf("ok: %d ranks, %d programs, seed %u\n", size, programs, seed);
     return 0;
 }

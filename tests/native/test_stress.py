@@ -47,9 +47,13 @@ def _run(program: Path, ranks: int, programs: int, seed: int) -> subprocess.Comp
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_sanitizer_objects(tmp_path: Path, sanitizer: str) -> None:
-    program = _built(tmp_path, _flags_of_sanitizer(sanitizer))
+@pytest.mark.parametrize(
+    ("sanitizer", "dawdling"),
+    [("thread", []), ("address,undefined", ["-DRINGWAY_DAWDLE"])],  # which opens wide what is a narrow window
+    ids=["thread", "address"],
+)
+def test_no_sanitizer_objects(tmp_path: Path, sanitizer: str, dawdling: list[str]) -> None:
+    program = _built(tmp_path, [*_flags_of_sanitizer(sanitizer), *dawdling])
     for ranks in (2, 4):
         done = _run(program, ranks, PROGRAMS, seed=100 * ranks)
         assert done.returncode == 0, f"{ranks} ranks\n{done.stdout}{done.stderr[-6000:]}"
