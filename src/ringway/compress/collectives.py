@@ -45,6 +45,13 @@ CPU_WINDOW = 1 << 21
 CUDA_WINDOW = 1 << 28
 """Elements of a tensor that travel together. Small enough to overlap, large enough to be worth a collective."""
 
+SPLIT = 4
+"""In how many windows at least a tensor travels whose codec has a byte or more an element. A window's frames lie in
+memory twice, sent and arrived, and at most three windows are under way: 6 / 4 bytes an element, where the whole
+tensor at once would need more than 2."""
+WORTH_SPLITTING = 1 << 16
+"""Elements from which on memory counts for more than the number of collectives."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -176,12 +183,17 @@ class _Sent:
     window: Window
     work: Work | None
     frames: Tensor
-    held: Tensor
+    held: Tensor | None
     """What must stay in memory until the work is done."""
 
-    def arrived(self) -> Tensor:
+    def arrived(self, workspace: Workspace) -> Tensor:
+        """The frames that came; what was sent for them goes back to the workspace."""
         if self.work is not None:
             self.work.wait()
+            self.work = None
+        if self.held is not None:
+            workspace.give_back(self.held)
+            self.held = None
         return self.frames
 
 
@@ -246,7 +258,10 @@ class AllReduce:
             slot.busy = False
 
     def _exchange(self) -> None:
-        columns = -(-self._setting.window // self._layout.ranks)
+        window, numel = self._setting.window, self._layout.numel
+        if numel >= WORTH_SPLITTING and self._codec.nbytes(numel) >= numel:
+            window = min(window, -(-numel // SPLIT))
+        columns = -(-window // self._layout.ranks)
         columns = -(-columns // self._codec.granule) * self._codec.granule
         windows = self._layout.windows(columns)
         if self._codec.tensor_scale:
@@ -273,14 +288,20 @@ class AllReduce:
         """All windows to their servers; then, with the servers' scale known, all of them back."""
         codec, kernels = self._codec, self._kernels
         scale = codec.scale(kernels.measure(self._flat, self._worker), self._flat.numel())
-        sent = [self._send(window, scale) for window in windows]
         served = self._layout.served(self._communicator.rank)
         statistics = []
-        for one in sent:
-            frames = one.arrived()
-            count = one.window.count(self._communicator.rank)
+
+        def measure(one: _Sent) -> None:
+            frames, count = one.arrived(self._workspace), one.window.count(self._communicator.rank)
             if count:
                 statistics.append(kernels.measure_mean(frames, self._residual_of(one.window), count))
+
+        sent: list[_Sent] = []
+        for window in windows:
+            sent.append(self._send(window, scale))
+            if len(sent) > 1:
+                measure(sent[-2])
+        measure(sent[-1])
         server_scale = codec.scale(codec.merge(statistics), served.stop - served.start) if statistics else scale
         returned: deque[_Sent] = deque()
         for one in sent:
@@ -299,8 +320,7 @@ class AllReduce:
         return _Sent(window, work, arriving, frames)
 
     def _serve(self, sent: _Sent, scale: Tensor | None) -> _Sent:
-        frames = sent.arrived()
-        self._workspace.give_back(sent.held)
+        frames = sent.arrived(self._workspace)
         count = sent.window.count(self._communicator.rank)
         frame = self._workspace.take_clean(1, frames.shape[1], frames.device)
         self._kernels.encode_mean(frames, self._residual_of(sent.window), count, frame[0], scale)
@@ -310,8 +330,7 @@ class AllReduce:
         return _Sent(sent.window, work, gathered, frame)
 
     def _receive(self, returned: _Sent) -> None:
-        frames = returned.arrived()
-        self._workspace.give_back(returned.held)
+        frames = returned.arrived(self._workspace)
         if self._setting.raise_not_finite:
             self._verdicts.append(Verdict(statuses(frames).amax()))
         self._kernels.decode(frames, returned.window, self._flat)

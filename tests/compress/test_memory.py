@@ -1,0 +1,47 @@
+"""A compressed all-reduce holds less than 2 bytes an element beyond its residuals, whatever the codec."""
+
+from __future__ import annotations
+
+import pytest
+import rank_memory
+import torch
+
+from ringway.compress.workspace import KEPT, Workspace
+from ringway.testing import RankPool
+
+CPU = torch.device("cpu")
+SPECS = ["onebit", "onebit:tensor", "int8", "int8:tensor", "int4", "fp8", "fp8:tensor"]
+
+
+@pytest.mark.parametrize("numel", [1 << 17, 1_000_003])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_no_codec_holds_two_bytes_an_element(pool: RankPool, ranks: int, numel: int) -> None:
+    for found in pool.run(rank_memory.extra_bytes, SPECS, numel, world_size=ranks):
+        assert all(extra < 2.0 for extra in found.values()), found
+        assert found["int8"] > 0.5, "the count missed the frames"
+
+
+def test_frames_of_every_length_share_the_same_buffers() -> None:
+    workspace = Workspace()
+    first = workspace.take(2, 1024, CPU)
+    address = first.data_ptr()
+    workspace.give_back(first)
+    smaller = workspace.take(1, 512, CPU)
+    assert smaller.shape == (1, 512)
+    assert smaller.data_ptr() == address
+    workspace.give_back(smaller)
+    again = workspace.take_clean(2, 1024, CPU)
+    assert again.data_ptr() == address, "the whole buffer came back, not the part that was used"
+    assert not again[:, :16].any()
+
+
+def test_a_buffer_too_small_gives_way_to_a_larger_one() -> None:
+    workspace = Workspace()
+    for size in (64, 128, 256, 512):
+        workspace.give_back(workspace.take(1, size, CPU))
+    (idle,) = workspace._idle.values()
+    assert [buffer.numel() for buffer in idle] == [512]
+    many = [workspace.take(1, 512, CPU) for _ in range(KEPT + 4)]
+    for frames in many:
+        workspace.give_back(frames)
+    assert len(idle) == KEPT
