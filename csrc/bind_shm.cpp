@@ -12,6 +12,7 @@
 #include "gil_host.h"
 #include "recorder.h"
 #include "shm_tasks.h"
+#include "signatures.h"
 #include "tensor_view.h"
 
 namespace nb = nanobind;

@@ -119,6 +119,10 @@ class Issuer:
 
     def _poisoned(self, error: BaseException) -> BaseException:
         """The group's fault from now on: the error, explained."""
+        try:
+            self._check()
+        except CollectiveMismatch as parted:  # whatever the backend made of it
+            error = parted
         if self._fault is None and self.explain is not None:
             error = self.explain(self, error)
         if isinstance(error, CollectiveMismatch):

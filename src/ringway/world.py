@@ -25,7 +25,7 @@ from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, make_gloo
 from ringway.backends.c10d_work import announcements
-from ringway.backends.mixed import mixed
+from ringway.backends.mixed import mixed, mixes
 from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
@@ -213,7 +213,8 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         timeout=options.timeout.total_seconds(),
         options=extra,
     )
-    compared = not registration.one_host  # shm compares in its own segment
+    # shm compares in its own segment, but only what goes through it.
+    compared = not registration.one_host or mixes(world.policy, registration.name, size)
     lane, offered = signatures.meet(info) if compared else (None, None)
     if compared:
         across.announce(info)

@@ -40,6 +40,11 @@ def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
     return MixedBackend(info, backend, rules)
 
 
+def mixes(policy: Policy | None, own: str, size: int) -> bool:
+    """Whether a group of this size, made on the backend `own`, uses others too."""
+    return policy is not None and any(rule.backend != own for rule in policy.rules_for(size))
+
+
 def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
     """All ranks have the same table and every backend in it; else all of them are told."""
     lacking = {name: what.reason for name in sorted(names) if (what := obstacle(name)) is not None}
@@ -127,6 +132,8 @@ class MixedBackend(Backend):
     def abandoned(self, given_up: bool) -> None:
         for backend in self._backends.values():
             backend.abandoned = given_up
+            if given_up and backend.name == "shm":
+                backend.abort()  # a rank may wait inside it for one whose call went elsewhere
 
     def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
         """The name of the backend of such a call."""
