@@ -277,14 +277,14 @@ def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_absent_rank_is_named(pool: RankPool, asynchronous: bool) -> None:
-    for rank, told in enumerate(pool.run(_absent, asynchronous, world_size=3, timeout=60)):
-        name, op, missing, seconds, waited = told
+    told = pool.run(_absent, asynchronous, world_size=3, timeout=60)
+    pool.replace()
+    for name, op, missing, _, waited in told:
         assert (name, op, missing) == ("CommTimeout", "all_reduce", [2]), told
         assert waited is not None
-        assert 0.5 <= waited < 10
-        if rank == 2:
-            assert seconds < 1.5  # it learns at once that the others gave up
-    pool.replace()
+        assert waited < 10
+    assert max(waited or 0.0 for *_, waited in told) >= 0.5  # the other may have come later, and waited less
+    assert told[2][3] < 1.5  # it learns at once that the others gave up
 
 
 def _nobody_sends(context: RankContext) -> tuple[str, list[int]]:
