@@ -30,7 +30,7 @@ void bind_responder(nb::module_& m) {
         .def("answer", &Responder::answer, nb::arg("stacks"))
         .def("use_signal", &Responder::use_signal, nb::arg("number"), nb::arg("fd"))
         .def("farewell", &Responder::farewell, nb::arg("why"))
-        .def("set_recorder", &Responder::set_recorder, nb::arg("recorder"))
+        .def("tell_of", &Responder::tell_of, nb::arg("recorder"), nb::arg("facts"))
         .def("dump_at", &Responder::dump_at, nb::arg("number"), nb::arg("path"))
         .def(
             "close",

@@ -10,7 +10,9 @@
 namespace ringway {
 namespace {
 
-constexpr uint32_t kMaxTexts = 65536;
+constexpr uint32_t kMaxLabels = 16384;
+constexpr uint32_t kMaxTexts = kMaxLabels + 65536;  // labels without end leave room for the names of groups
+constexpr uint32_t kNoRoom = UINT32_MAX;            // shows as "…"
 thread_local bool quiet_here = false;
 
 }  // namespace
@@ -117,7 +119,7 @@ uint32_t Recorder::intern(const std::string& text) {
     std::lock_guard<std::mutex> guard(texts_lock_);
     const auto found = text_ids_.find(text);
     if (found != text_ids_.end()) return found->second;
-    if (texts_.size() >= kMaxTexts) return kMaxTexts;
+    if (text_ids_.size() >= kMaxLabels || texts_.size() >= kMaxTexts) return kNoRoom;
     const auto id = static_cast<uint32_t>(texts_.size());
     texts_.push_back(text);
     text_ids_.emplace(text, id);
@@ -127,7 +129,7 @@ uint32_t Recorder::intern(const std::string& text) {
 
 uint32_t Recorder::group(const std::string& name) {
     std::lock_guard<std::mutex> guard(texts_lock_);
-    if (texts_.size() >= kMaxTexts) return kMaxTexts;
+    if (texts_.size() >= kMaxTexts) return kNoRoom;
     const auto id = static_cast<uint32_t>(texts_.size());
     const auto before = groups_.find(name);
     const int number = before == groups_.end() ? 1 : before->second.number + 1;

@@ -196,13 +196,14 @@ void Responder::serve(int connection, bool vouched_for) {
 std::string Responder::reply(char kind, const std::string& group) {
     const std::string where = kind == 'S' ? stacks() : "";
     std::shared_ptr<Recorder> recorder;
-    std::string leaving;
+    std::string leaving, facts;
     {
         std::lock_guard<std::mutex> guard(lock_);
         recorder = recorder_;
         leaving = leaving_;
+        facts = facts_;
     }
-    return "{\"facts\":" + facts_ + ",\"pid\":" + std::to_string(pid_) + ",\"now\":" +
+    return "{\"facts\":" + facts + ",\"pid\":" + std::to_string(pid_) + ",\"now\":" +
            std::to_string(monotonic_ns()) + ",\"total\":" + std::to_string(recorder->total()) +
            ",\"leaving\":" + json_text(leaving) + ",\"stacks\":" + json_text(where) +
            ",\"calls\":" + calls_json(*recorder, group, kOfGroup, kOfAll) + "}";
@@ -255,9 +256,10 @@ void Responder::farewell(const std::string& why) {
     changed_.notify_all();
 }
 
-void Responder::set_recorder(std::shared_ptr<Recorder> recorder) {
+void Responder::tell_of(std::shared_ptr<Recorder> recorder, const std::string& facts) {
     std::lock_guard<std::mutex> guard(lock_);
     recorder_ = std::move(recorder);
+    facts_ = facts;
 }
 
 void Responder::dump_at(int number, const std::string& path) {
@@ -281,15 +283,16 @@ void Responder::dump_at(int number, const std::string& path) {
 
 // Written aside and renamed, so that a reader never sees half of it. Nothing here may disturb the rank.
 void Responder::write_dump() {
-    std::string path;
+    std::string path, facts;
     std::shared_ptr<Recorder> recorder;
     {
         std::lock_guard<std::mutex> guard(lock_);
         path = dump_path_;
         recorder = recorder_;
+        facts = facts_;
     }
     if (path.empty()) return;
-    const std::string text = "{\"facts\":" + facts_ + ",\"pid\":" + std::to_string(pid_) + ",\"now\":" +
+    const std::string text = "{\"facts\":" + facts + ",\"pid\":" + std::to_string(pid_) + ",\"now\":" +
                              std::to_string(monotonic_ns()) + ",\"total\":" + std::to_string(recorder->total()) +
                              ",\"calls\":" + calls_json(*recorder, "", 0, recorder->capacity()) + "}\n";
     const std::string aside = path + ".part";

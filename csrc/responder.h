@@ -42,7 +42,8 @@ class Responder {
     void use_signal(int number, int fd);
     // From now on replies say that the rank is leaving, and why; waits end, and Python is left alone.
     void farewell(const std::string& why);
-    void set_recorder(std::shared_ptr<Recorder> recorder);
+    // A later job of this process: other facts, perhaps another recorder.
+    void tell_of(std::shared_ptr<Recorder> recorder, const std::string& facts);
 
     // At this signal the recorder's calls are written to `path`, by the responder's thread. A handler that was
     // there before is called too.
@@ -62,7 +63,7 @@ class Responder {
     std::condition_variable changed_;
     std::shared_ptr<Recorder> recorder_;
     const std::string token_;
-    const std::string facts_;
+    std::string facts_;
     std::string leaving_;
     std::string answer_;
     std::string dump_path_;

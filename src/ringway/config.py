@@ -294,6 +294,11 @@ def _take_variables(environ: Mapping[str, str], values: dict[str, Any], sources:
     return notes
 
 
+def checked(key: str, value: object, source: str) -> Any:
+    """The value of a setting as it is kept; a ConfigError where it cannot be one."""
+    return _checked(SETTINGS[key], value, source)
+
+
 def _checked(setting: Setting, value: object, source: str, *, text: bool = False) -> Any:
     try:
         return setting.kind.check(setting.kind.parse(str(value)) if text else value)

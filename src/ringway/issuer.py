@@ -34,6 +34,8 @@ from ringway.checks import admit, check
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.work import Handle, Work
 
+_KNOWN_LABELS = 4096
+_LABEL_LENGTH = 200
 _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
 _SHORT = tuple(
     op.name for op in (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER)
@@ -296,7 +298,13 @@ class Issuer:
             raise UsageError(f"log_name={label!r} is not a string")
         known = self._labels.get(label)
         if known is None:
-            known = self._labels[label] = self._recorder.intern(label)
+            if len(self._labels) >= _KNOWN_LABELS:  # a program may make a new one for each call
+                self._labels.clear()
+            # What cannot be encoded is shown as it can be; what is endless is cut: others read this too.
+            plain = label.encode(errors="backslashreplace").decode()
+            known = self._labels[label] = self._recorder.intern(
+                plain if len(plain) <= _LABEL_LENGTH else plain[: _LABEL_LENGTH - 1] + "…"
+            )
         return known
 
     def place(self, name: str, rank: int | None, group_rank: int | None, default: int | None = None) -> int:

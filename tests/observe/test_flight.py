@@ -17,11 +17,15 @@ import pytest
 import torch
 import torch.distributed as c10d
 
+import ringway
 from ringway import _core
-from ringway.errors import RingwayError
+from ringway.config import resolve
+from ringway.errors import ConfigError, RingwayError, UsageError
 from ringway.observe import flight
 from ringway.observe.files import write_whole
+from ringway.observe.start import prepare
 from ringway.testing import RankContext, RankPool
+from ringway.world import world
 
 
 def write_and_die(context: RankContext, path: str) -> None:
@@ -70,6 +74,33 @@ def test_a_file_that_is_not_a_recorders_is_refused(tmp_path: Path, content: byte
 def test_a_recorder_without_room_for_its_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="recorder's file"):
         _core.Recorder(64, str(tmp_path / "no" / "such" / "directory"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"dump_signal": name} for name in ("SIGNOPE", "SIGKILL", "SIGSTOP", "SIGSEGV")] + [{"recorder_size": 10**15}],
+)
+def test_what_the_recorder_cannot_do_is_an_error_of_the_configuration(said: dict[str, Any]) -> None:
+    [key] = said
+    with pytest.raises(ConfigError, match=f"{key} is .* in config argument") as caught:
+        prepare(resolve({"ringway": said}, {}), 0)
+    assert (caught.value.key, caught.value.source) == (key, "config argument")
+
+
+def test_a_recorders_file_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    before = world.recorder
+    with pytest.warns(UserWarning, match="stays in memory"):
+        prepare(resolve({"ringway": {"recorder_file": str(tmp_path / "no" / "{rank}")}}, {}), 0)
+    assert world.recorder is before
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    for count in (-1, 1.5, True):
+        with pytest.raises(UsageError, match="number of calls"):
+            ringway.recent_calls(count)
+    for seconds in (-1, 0, float("nan"), "x", True):
+        with pytest.raises(UsageError, match="seconds above 0"):
+            ringway.stall_after(seconds)
 
 
 def dumped_while_stuck(context: RankContext, path: str) -> Any:

@@ -244,6 +244,68 @@ def test_a_million_calls_take_less_than_ten_megabytes(pool: RankPool) -> None:
     assert counted == 1_000_000
 
 
+def ever_new_labels(context: RankContext) -> tuple[int, int, int]:
+    dist = fresh(context)
+    tensor = torch.ones(1)
+    for number in range(2000):
+        dist.all_reduce(tensor, log_name=f"warm {number}")
+    before = resident_bytes()
+    for number in range(50_000):
+        dist.all_reduce(tensor, log_name=f"step {number}")
+    grown = resident_bytes() - before
+    logged, names = dist.get_comm_operation_count(), len(dist.get_logged_comm_ops())
+    group = dist.new_group()
+    dist.all_reduce(tensor, group=group)  # there is still room for the names of groups
+    assert dist.recent_calls(1)[0].group == dist.communicator(group).name
+    return grown, logged, names
+
+
+def test_labels_that_never_come_again_are_bounded_too(pool: RankPool) -> None:
+    [(grown, counted, names)] = pool.run(ever_new_labels, world_size=1, timeout=100)
+    pool.replace()  # what labels that process still knows is used up
+    assert grown < 10e6
+    assert counted == 52_000
+    assert names < 4096
+
+
+def odd_labels(context: RankContext) -> Any:
+    dist = fresh(context)
+    for label in ("\x1b[31mred\x07\nline", "\ud800", "x" * 100_000, "a\0b"):
+        dist.all_reduce(torch.ones(1), log_name=label)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        dist.log_summary()
+    return printed.getvalue(), max(map(len, dist.get_logged_comm_ops()))
+
+
+def test_labels_are_cut_and_a_terminal_obeys_none(pool: RankPool) -> None:
+    [(printed, longest)] = pool.run(odd_labels, world_size=1)
+    assert longest == 200
+    assert "\x1b" not in printed
+    assert "\0" not in printed
+    assert "\N{REPLACEMENT CHARACTER}[31mred" in printed
+    assert "\\ud800" in printed
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"enabled": "yes"}, "true or false"),
+        ({"verbose": 3}, "true or false"),
+        ({"prof_ops": "all_reduce"}, "a list of names"),
+        ({"prof_ops": [1]}, "a list of names"),
+    ],
+)
+def test_what_cannot_be_configured_is_refused_and_changes_nothing(said: dict[str, Any], expected: str) -> None:
+    import ringway
+    from ringway.observe.logger import logger
+
+    before = logger.settings
+    with pytest.raises(ConfigError, match=expected):
+        ringway.configure(**said)
+    assert logger.settings is before
+
+
 def test_percentiles_are_near_the_truth() -> None:
     recorder = _core.Recorder(16)
     recorder.choose(True, True, False, [], [])

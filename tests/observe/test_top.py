@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import os
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as c10d
 from rich.console import Console
 from typer.testing import CliRunner
 
 from ringway.cli import app
-from ringway.observe.top import ask_pid, pids, printable, snapshot, table
+from ringway.observe.books import printable
+from ringway.observe.recorder import RecordedCall
+from ringway.observe.top import RankStatus, ask_pid, pids, snapshot, table
 from ringway.testing import RankContext, RankPool
 
 EVIL = "\x1b[31m[bold]loss[/bold]\x07"
@@ -28,17 +34,22 @@ def busy(context: RankContext) -> None:
     dist.all_reduce(torch.ones(1024), log_name=EVIL)
 
 
+def own_pids(pool: RankPool) -> set[int]:
+    """Of the two ranks: the pool may have more, from tests before."""
+    return {pool.pids()[rank] for rank in (0, 1)}
+
+
 def look(pool: RankPool) -> tuple[list[Any], Any]:
     """Snapshots while the ranks run, until rank 0 waits for rank 1."""
     host, port = pool._store_address()
     for _ in range(300):
-        ranks = [status for status in snapshot() if status.pid in pool.pids().values()]
+        ranks = [status for status in snapshot() if status.pid in own_pids(pool)]
         waiting = [status for status in ranks if status.rank == 0 and status.current is not None]
         if len(ranks) == 2 and waiting and waiting[0].current.label == EVIL:
             break
         time.sleep(0.05)
     time.sleep(0.3)
-    ranks = [status for status in snapshot() if status.pid in pool.pids().values()]
+    ranks = [status for status in snapshot() if status.pid in own_pids(pool)]
     result = CliRunner().invoke(app, ["top", "--once"], env={"COLUMNS": "200"})
     store = c10d.TCPStore(host, port, is_master=False)
     c10d.PrefixStore(f"run{pool._runs}", store).set("looked", "1")
@@ -52,7 +63,7 @@ def test_top_shows_what_each_rank_is_in(pool: RankPool) -> None:
     pool.run(busy, world_size=2, timeout=60)
     watcher.join()
     ranks, result = seen[0]
-    assert [status.rank for status in ranks] == [0, 1]
+    assert [(status.rank, status.size) for status in ranks] == [(0, 2), (1, 2)]
     current = ranks[0].current
     assert current is not None
     assert (current.op, current.label) == ("all_reduce", EVIL)
@@ -72,6 +83,42 @@ def test_nobody_there_is_said() -> None:
     assert "No rank of ringway's" in console.export_text()
     assert ask_pid(1) is None
     assert 1 not in pids()
+
+
+def shown(width: int) -> str:
+    call = RecordedCall(3, "all_reduce", 4096, None, "SUM", None, "[red]dp", EVIL, None, 1_000, 0, "issued", 2)
+    ranks = [RankStatus(rank, 2, "host", 1000 + rank, 2_000_000_000, 77, (call,), "") for rank in range(2)]
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(table(ranks, width=console.width))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [40, 64, 80, 200])
+def test_a_narrow_terminal_shows_the_rank_its_call_and_since_when(width: int) -> None:
+    lines = shown(width).splitlines()
+    assert lines[2].strip().startswith("0/2")
+    assert "all_reduce" in lines[2]
+    assert "2.0 s" in lines[2]
+    assert ("1000" in lines[2]) == (width > 40)
+    assert len(lines) == 4
+
+
+def test_what_speaks_like_another_version_is_left_out() -> None:
+    name = f"ringway/{os.getpid() + 10_000_000}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b'{"facts": {}, "calls": [[1, 2]]}')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert ask_pid(os.getpid() + 10_000_000) is None
+        thread.join()
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

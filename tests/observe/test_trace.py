@@ -12,9 +12,11 @@ import pytest
 import torch
 from browser import Browser, find_chromium
 
+import ringway
 from ringway.errors import RingwayError, UsageError
 from ringway.observe.report import report
 from ringway.observe.report.page import as_data
+from ringway.observe.trace import HEAD, Part, encoded
 from ringway.testing import RankContext, RankPool
 
 NASTY = "</script><img src=x onerror=alert(1)> & 'loss' \"π\""
@@ -120,6 +122,56 @@ def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_pa
         browser.close()
 
 
+def test_a_long_trace_of_one_rank_with_ever_new_names_and_sizes_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        (number, 1, 4 * number, 0, 0, -1, "0", f"step {number}", None, 1000 * number, 1000 * number + 400, 1, 2)
+        for number in range(20_000)
+    ]
+    path, page = tmp_path / "trace.json", tmp_path / "report.html"
+    path.write_bytes(b"".join(encoded([Part(0, "host", 1, 0, 3, rows)])))
+    report(path, page)
+    assert page.stat().st_size < 3 << 20
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no chromium on this machine: apt install chromium, or set RINGWAY_TEST_BROWSER")
+    browser = Browser(program, tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        count = lambda selector: browser.evaluate(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
+        assert count("#timeline rect.bar") == 6000
+        assert 10 < count("#bandwidth circle.point") <= 100
+        assert count("#table tr") == 501
+        assert "No call was seen by two ranks" in browser.evaluate("document.querySelector('#lateness').textContent")
+        assert "500 of 20000 names" in browser.evaluate("document.querySelector('#table-note').textContent")
+        assert "3 more were not kept" in browser.evaluate("document.querySelector('#about').textContent")
+        assert browser.complaints() == []
+    finally:
+        browser.close()
+
+
+def test_a_trace_that_another_program_has_written_anew_is_read(trace_file: Path, tmp_path: Path) -> None:
+    trace = json.loads(trace_file.read_text())
+    trace["traceEvents"] += [{"ph": "X", "name": "cudaLaunch", "ts": 1, "dur": 2}, {"ph": "i"}, 3]
+    (tmp_path / "merged.json").write_text(json.dumps(trace, indent=1))
+    report(trace_file, tmp_path / "one.html")
+    report(tmp_path / "merged.json", tmp_path / "two.html")
+    one, two = ((tmp_path / name).read_text() for name in ("one.html", "two.html"))
+    assert one.replace("trace.json", "merged.json") == two
+
+
+def test_one_trace_at_a_time_and_of_some_calls(tmp_path: Path) -> None:
+    with ringway.trace(tmp_path / "outer.json"):
+        inner = ringway.trace(tmp_path / "inner.json")
+        with pytest.raises(UsageError, match="one at a time"):
+            inner.__enter__()
+    assert json.loads((tmp_path / "outer.json").read_text())["traceEvents"]
+    for limit in (0, -1, 1.5):
+        with pytest.raises(UsageError, match="number of calls"), ringway.trace(tmp_path / "x", limit=limit):
+            pass
+    with pytest.warns(UserWarning, match="could not write"), ringway.trace(tmp_path / "no" / "trace.json"):
+        pass
+
+
 def test_data_cannot_leave_its_element() -> None:
     text = as_data({"a": "</script><!-- & \u2028"})
     assert "<" not in text
@@ -127,7 +179,23 @@ def test_data_cannot_leave_its_element() -> None:
     assert json.loads(text) == {"a": "</script><!-- & \u2028"}
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": []}'])
+CALL = '{"ph": "X", "pid": 0, "tid": 0, "ts": NaN, "dur": 1, "name": "n", "cat": "collective", "args": %s}'
+ARGS = '{"op": "o", "sequence": 1, "group": "0", "bytes": 1, "site": "", "state": "", "algbw_GBps": 1, "busbw_GBps": 1}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"traceEvents": 3}',
+        '{"traceEvents": []}',
+        '{"traceEvents": [3, {"ph": "X", "args": {"sequence": 1}}]}',
+        HEAD.decode() + CALL % ARGS,
+        '{"traceEvents": [' + CALL % ARGS + "]}",
+        "[" * 100_000,
+    ],
+)
 def test_what_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(content)
@@ -136,3 +204,8 @@ def test_what_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(RingwayError, match="cannot read"):
         report(tmp_path / "absent", tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_said_with_the_reason(trace_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot write .*No such file"):
+        report(trace_file, tmp_path / "no" / "report.html")

@@ -35,6 +35,12 @@ def size_text(nbytes: float) -> str:
     return f"{round(nbytes, 2)} {units[unit]}"
 
 
+def printable(text: str, most: int = 60) -> str:
+    """What users wrote, as one line: no control characters, which a terminal would obey."""
+    plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
+
+
 @dataclass
 class Line:
     """All calls of one name and one size of message."""
@@ -119,7 +125,7 @@ def table_text(table: dict[str, dict[int, Line]]) -> str:
     )
     out = ["".join(f"{head: <20}" for head in heads[:7]) + "".join(f"{head: <12}" for head in heads[7:])]
     for name, by_size in table.items():
-        out.append(name)
+        out.append(printable(name, 120))
         for line in by_size.values():
             numbers = (line.total_ns / 1e6, line.mean_ms, line.algorithm_gbps, line.bus_gbps)
             out.append(

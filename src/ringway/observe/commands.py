@@ -22,15 +22,15 @@ def top(
     console = Console()
     ranks = snapshot()
     if once:
-        console.print(table(ranks))
+        console.print(table(ranks, width=console.width))
         return
     try:
-        with Live(table(ranks), console=console, auto_refresh=False) as live:
+        with Live(table(ranks, width=console.width), console=console, auto_refresh=False) as live:
             while True:
                 before = {status.pid: (status.now_ns, status.total) for status in ranks}
                 time.sleep(interval)
                 ranks = snapshot()
-                live.update(table(ranks, before), refresh=True)
+                live.update(table(ranks, before, console.width), refresh=True)
     except KeyboardInterrupt:
         return
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 
-def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
-    """Writes aside and renames, so that nobody reads half a file. What cannot be written is a warning: a full disk
-    must not end a job. Whether it was written."""
+def replace_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> None:
+    """Writes aside and renames, so that nobody reads half a file."""
     target = os.fspath(path)
     aside = f"{target}.{os.getpid()}.part"
     try:
@@ -20,10 +19,19 @@ def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, target)
-    except OSError as error:
-        warnings.warn(f"ringway could not write {target}: {error.strerror or error}", stacklevel=3)
+    except BaseException:
         with suppress(OSError):
             os.unlink(aside)
+        raise
+
+
+def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
+    """The same from inside a job: what cannot be written is a warning, because a full disk must not end a training.
+    Whether it was written."""
+    try:
+        replace_whole(path, parts)
+    except OSError as error:
+        warnings.warn(f"ringway could not write {os.fspath(path)}: {error.strerror or error}", stacklevel=3)
         return False
     return True
 

@@ -17,9 +17,9 @@ import torch.distributed as c10d
 
 from ringway import _core
 from ringway.call import OP_BY_NAME, Call
-from ringway.config import CommsLogger, Config, resolve
+from ringway.config import CommsLogger, Config, checked, resolve
 from ringway.observe import straggler
-from ringway.observe.books import Line, bus_factor, lines, record_name, size_text, table_text
+from ringway.observe.books import Line, bus_factor, lines, printable, record_name, size_text, table_text
 from ringway.world import world
 
 # Spellings under which users know an op that is recorded by another name.
@@ -94,7 +94,7 @@ class _Printer:
         took, nbytes = max(call.completed - call.issued, 1), call.nbytes
         rate = nbytes * 8 / took
         print(
-            f"comm op: {record_name(call.op.code, call.label or '', None)} | time (ms): {took / 1e6:.2f} | "
+            f"comm op: {printable(record_name(call.op.code, call.label or '', None))} | time (ms): {took / 1e6:.2f} | "
             f"msg size: {size_text(nbytes)} | algbw (Gbps): {rate:.2f} | "
             f"busbw (Gbps): {rate * bus_factor(call.op.code, '', call.size):.2f}",
             flush=True,
@@ -117,14 +117,11 @@ def configure(
     settings = logger.settings
     if config is not None:
         settings = (config if isinstance(config, Config) else resolve(config)).comms_logger
-    said: dict[str, Any] = {
-        "enabled": enabled,
-        "prof_all": prof_all,
-        "prof_ops": None if prof_ops is None else tuple(prof_ops),
-        "verbose": verbose,
-        "debug": debug,
+    said = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    values = {
+        name: checked(f"comms_logger.{name}", value, "configure()") for name, value in said.items() if value is not None
     }
-    logger.choose(replace(settings, **{name: value for name, value in said.items() if value is not None}))
+    logger.choose(replace(settings, **values))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

@@ -10,7 +10,8 @@ import torch
 
 from ringway import _core
 from ringway.call import DTYPES, OP_BY_NAME, OPS, Reduce
-from ringway.observe.books import size_text
+from ringway.errors import UsageError
+from ringway.observe.books import printable, size_text
 from ringway.world import world
 
 _STATES = ("issued", "completed", "failed")
@@ -59,7 +60,7 @@ class RecordedCall:
         if self.peer is not None:
             facts.append(f"{'root' if OP_BY_NAME[self.op].collective else 'peer'} {self.peer}")
         facts += [f"group {self.group}", self.place]
-        label = f" '{self.label}'" if self.label else ""
+        label = f" '{printable(self.label)}'" if self.label else ""
         return f"{self.op}{label} #{self.sequence} ({', '.join(facts)})"
 
 
@@ -86,6 +87,8 @@ def recorded(row: Sequence[Any]) -> RecordedCall:
 
 def recent_calls(n: int = 100) -> list[RecordedCall]:
     """The latest `n` calls of this process, oldest first. The recorder is always on and keeps a fixed number."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise UsageError(f"n={n!r} is not a number of calls")
     return [recorded(row) for row in world.recorder.recent(n)]
 
 

@@ -29,7 +29,8 @@ import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
 from ringway import _core
-from ringway.config import resolve
+from ringway.config import MAX_SECONDS, resolve
+from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.observe import told
 from ringway.observe.job import Job
@@ -81,13 +82,13 @@ class StallWatch:
             self.configured = True
             self.seconds = resolve().stall_after
         ip = _own_ip(job._store)
+        facts = json.dumps({"rank": job.rank, "size": job.size, "host": socket.gethostname()})
         if self.responder is None:
-            facts = json.dumps({"rank": job.rank, "size": job.size, "host": socket.gethostname()})
             self._token = secrets.token_hex(16)
             self.responder = _core.Responder(world.recorder, ip, self._token, facts)
             self._ip = ip
             _stacks_by_signal(self.responder)
-        self.responder.set_recorder(world.recorder)
+        self.responder.tell_of(world.recorder, facts)
         job.publish(Address(job.rank, socket.gethostname(), self._ip, self.responder.port, self._token, os.getpid()))
         self.job = job
         self._told_waiters.clear()
@@ -368,6 +369,8 @@ watch = StallWatch()
 
 def stall_after(seconds: float) -> Any:
     """A context: calls issued in it that wait longer than so many seconds print who they wait for."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_SECONDS:
+        raise UsageError(f"stall_after takes a number of seconds above 0, not {seconds!r}")
     return watch.limit(seconds)
 
 

@@ -15,28 +15,51 @@ from ringway.observe.stall import watch
 from ringway.world import world
 
 _DUMP_FILE = "ringway-rank{rank}.json"
+_NOT_FOR_DUMPS = {
+    signal.SIGKILL,
+    signal.SIGSTOP,  # nobody can handle these two, and after the others the program cannot go on
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+}
 
 
 def prepare(settings: Config, rank: int) -> None:
     """Before the first group is made: the recorder it will write to, and when a call counts as stalled."""
+    if settings.dump_signal is not None:
+        _require_signal(settings)
     watch.seconds = settings.stall_after
     watch.configured = True
-    if settings.dump_signal is not None and settings.dump_signal not in signal.Signals.__members__:
-        raise ConfigError(
-            f"dump_signal is {settings.dump_signal!r} in {settings.source('dump_signal')}; expected a name as SIGUSR2",
-            key="dump_signal",
-            source=settings.source("dump_signal"),
-        )
-    if settings.recorder_file is None:
-        if settings.recorder_size != world.recorder.capacity:
-            world.recorder = _core.Recorder(settings.recorder_size)
-    else:
+    if settings.recorder_file is not None:
         path = filled(settings.recorder_file, rank)
         try:
             world.recorder = _core.Recorder(settings.recorder_size, path)
+            return
         except RuntimeError as error:  # a full disk must not keep a job from starting
             warnings.warn(f"ringway: {error}; the recorder stays in memory", stacklevel=3)
+    if settings.recorder_size != world.recorder.capacity:
+        try:
             world.recorder = _core.Recorder(settings.recorder_size)
+        except RuntimeError as error:
+            source = settings.source("recorder_size")
+            raise ConfigError(
+                f"recorder_size is {settings.recorder_size} in {source}: {error}", key="recorder_size", source=source
+            ) from None
+
+
+def _require_signal(settings: Config) -> None:
+    name = settings.dump_signal or ""
+    if name in signal.Signals.__members__ and signal.Signals[name] not in _NOT_FOR_DUMPS:
+        return
+    source = settings.source("dump_signal")
+    raise ConfigError(
+        f"dump_signal is {name!r} in {source}; expected a name as SIGUSR2, of a signal that a process can handle and "
+        f"go on",
+        key="dump_signal",
+        source=source,
+    )
 
 
 def begin(settings: Config) -> None:

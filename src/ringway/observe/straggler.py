@@ -16,7 +16,7 @@ import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.objects import ObjectChannel
-from ringway.observe.books import record_name, size_text
+from ringway.observe.books import printable, record_name, size_text
 from ringway.observe.clock import offset_from_rank_0
 from ringway.observe.quiet import quiet
 from ringway.world import world
@@ -187,7 +187,7 @@ def text(analysis: Analysis) -> str:
         "".join(f"{head: <20}" for head in heads).rstrip(),
     ]
     for name, sizes in analysis.breakdown_dict().items():
-        out.append(name)
+        out.append(printable(name, 120))
         for line in sizes.values():
             numbers = [line[key] for key in list(line)[1:5]]
             row = f"{' ': <20}{line['msg_size_str']: <20}{line['count']: <20}"

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ringway.observe.books import size_text
+from ringway.observe.books import printable, size_text
 from ringway.observe.peers import request
 from ringway.observe.recorder import RecordedCall, recorded
 
@@ -69,9 +70,9 @@ def ask_pid(pid: int) -> RankStatus | None:
             connection.settimeout(_SECONDS)
             connection.connect(f"\0ringway/{pid}")
             reply = request(connection, _NO_TOKEN, "C", "")
-    except (OSError, ValueError):
+            return None if reply is None else _status(reply)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # or it speaks as another version of ringway does
         return None
-    return None if reply is None else _status(reply)
 
 
 def _status(reply: dict[str, Any]) -> RankStatus:
@@ -104,22 +105,27 @@ def skews(ranks: list[RankStatus]) -> dict[int, float]:
     return {pid: sum(values) / len(values) for pid, values in late.items()}
 
 
-def printable(text: str, most: int = 60) -> str:
-    """What users wrote, as one line: no control characters, which a terminal would obey."""
-    plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return plain if len(plain) <= most else plain[: most - 1] + "…"
+_COLUMNS = ("Rank", "PID", "In", "Since", "Calls", "Calls/s", "GB/s", "Behind")
+_NARROW_COLUMNS = ("Rank", "In", "Since")
+_NARROW = 64
 
 
-def table(ranks: list[RankStatus], before: dict[int, tuple[int, int]] | None = None) -> Any:
-    """The picture. `before` are (time, calls) of the last one by pid, for the rate of calls."""
+def table(
+    ranks: list[RankStatus], before: dict[int, tuple[int, int]] | None = None, width: int = _NARROW
+) -> RenderableType:
+    """The picture. `before` are (time, calls) of the last one by pid, for the rate of calls; `width` is the
+    terminal's."""
     if not ranks:
         return Text("No rank of ringway's runs on this host (in this network namespace, as this user).")
     view = Table(box=None, pad_edge=False)
-    for name in ("Rank", "PID", "In", "Since", "Calls", "Calls/s", "GB/s", "Behind"):
-        view.add_column(name, justify="left" if name == "In" else "right", no_wrap=True)
+    names = _COLUMNS if width >= _NARROW else _NARROW_COLUMNS
+    for name in names:
+        # Where the terminal is narrow, what a rank is in is cut short; the other columns stay.
+        view.add_column(name, justify="left" if name == "In" else "right", no_wrap=name != "In")
     late = skews(ranks)
     for status in ranks:
-        view.add_row(*_row(status, late.get(status.pid), (before or {}).get(status.pid)))
+        cells = _row(status, late.get(status.pid), (before or {}).get(status.pid))
+        view.add_row(*(cells[_COLUMNS.index(name)] for name in names))
     jobs = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {printable(ranks[0].host)}"
     return Lines(Text(f"{jobs}, {time.strftime('%H:%M:%S')}"), view)
 
@@ -133,7 +139,7 @@ def _row(status: RankStatus, late: float | None, before: tuple[int, int] | None)
     else:
         label = f" '{call.label}'" if call.label else ""
         doing = f"{call.op}{label} #{call.sequence}, group {call.group}, {size_text(call.nbytes)}"
-    since = "" if call is None else f"{(status.now_ns - call.issued_ns) / 1e9:.1f} s"
+    since = "" if call is None else f"{max(status.now_ns - call.issued_ns, 0) / 1e9:.1f} s"
     stalled = call is not None and status.now_ns - call.issued_ns > 10e9
     rate = ""
     if before is not None and status.now_ns > before[0]:
@@ -142,7 +148,7 @@ def _row(status: RankStatus, late: float | None, before: tuple[int, int] | None)
     return [
         Text(f"{status.rank}/{status.size}"),
         Text(str(status.pid)),
-        Text(printable(doing, 70), style="red" if stalled else ""),
+        Text(printable(doing, 70), style="red" if stalled else "", no_wrap=True, overflow="ellipsis"),
         Text(since, style="red" if stalled else ""),
         Text(str(status.total)),
         Text(rate),

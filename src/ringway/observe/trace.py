@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.call import OP_BY_NAME
+from ringway.errors import UsageError
 from ringway.objects import ObjectChannel
 from ringway.observe.books import bus_factor
 from ringway.observe.clock import offset_from_rank_0
@@ -28,6 +30,8 @@ from ringway.observe.recorder import recorded
 from ringway.world import world
 
 LIMIT = 200_000
+HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+"""How the file begins. One event a line follows, then a line `],` and the rest: a reader need not hold it whole."""
 _LANES = 64
 
 
@@ -44,22 +48,30 @@ class Part:
 
 
 _traces = 0
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Iterator[None]:
     """Writes every call made meanwhile, of all ranks, to `path`. Every rank enters and leaves it. If the block
     raises, or the others cannot be asked, each rank writes its own calls to `path.rankN` instead."""
-    recorder = world.recorder
-    recorder.start_trace(limit)
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 < limit < 2**63:
+        raise UsageError(f"limit={limit!r} is not a number of calls")
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UsageError("a trace is being kept already: the recorder keeps one at a time")
     try:
-        yield
-    except BaseException:
+        recorder = world.recorder
+        recorder.start_trace(limit)
+        try:
+            yield
+        except BaseException:
+            rows, dropped = recorder.stop_trace()
+            _write_own(path, _own_part(rows, dropped, 0))
+            raise
         rows, dropped = recorder.stop_trace()
-        _write_own(path, _own_part(rows, dropped, 0))
-        raise
-    rows, dropped = recorder.stop_trace()
-    _finish(path, rows, dropped)
+        _finish(path, rows, dropped)
+    finally:
+        _one_at_a_time.release()
 
 
 def _own_part(rows: Sequence[Any], dropped: int, offset: int) -> Part:
@@ -98,7 +110,7 @@ def _write_own(path: str | os.PathLike[str], part: Part) -> None:
 
 def encoded(parts: Sequence[Part]) -> Iterator[bytes]:
     """The file, event by event."""
-    yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
+    yield HEAD
     first = True
     for event in events(parts):
         yield (b"" if first else b",\n") + json.dumps(event).encode()

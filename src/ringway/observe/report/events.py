@@ -1,0 +1,106 @@
+"""The calls of a trace, read event by event: a trace of many ranks is far larger than what is drawn of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from sys import intern
+from typing import Any, BinaryIO, NamedTuple
+
+from ringway.errors import UsageError
+from ringway.observe.trace import HEAD
+
+
+class TracedCall(NamedTuple):
+    """One call of one rank. Times are microseconds from the trace's beginning."""
+
+    rank: int
+    track: int
+    start: float
+    took: float
+    name: str
+    op: str
+    sequence: int
+    group: str
+    nbytes: int
+    site: str
+    state: str
+    collective: bool
+    bus_gigabytes_a_second: float
+    bus_factor: float
+
+
+@dataclass(frozen=True)
+class Events:
+    """The calls in the order they were issued, and how many the trace did not keep."""
+
+    calls: list[TracedCall]
+    dropped: int
+
+
+def read(path: str | os.PathLike[str]) -> Events:
+    """A trace, as `ringway.trace` wrote it."""
+    name = os.fspath(path)
+    rest: dict[str, Any] = {}
+    try:
+        with open(name, "rb") as file:
+            calls = [call for event in _events(file, rest) if (call := _call(event)) is not None]
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{name} is not a trace of ringway's: {error}") from None
+    if not calls:
+        raise UsageError(f"{name} holds no calls of ringway's")
+    calls.sort(key=lambda call: call.start)
+    dropped = rest.get("otherData", {}).get("dropped", 0) if isinstance(rest.get("otherData"), dict) else 0
+    return Events(calls, dropped if isinstance(dropped, int) else 0)
+
+
+def _events(file: BinaryIO, rest: dict[str, Any]) -> Iterator[Any]:
+    """Each event; what else the file says goes into `rest`."""
+    head = file.read(len(HEAD))
+    if head == HEAD:
+        yield from _by_line(file, rest)
+        return
+    whole = json.loads(head + file.read())  # another program has written it anew
+    if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
+        raise ValueError("it has no traceEvents")
+    rest.update(whole)
+    yield from whole["traceEvents"]
+
+
+def _by_line(lines: Iterable[bytes], rest: dict[str, Any]) -> Iterator[Any]:
+    remaining = iter(lines)
+    for line in remaining:
+        if line.strip() == b"],":
+            rest.update(json.loads(b"{" + b"".join(remaining)))
+            return
+        if line.strip():
+            yield json.loads(line.rstrip(b",\n"))
+    raise ValueError("its end is missing")
+
+
+def _call(event: Any) -> TracedCall | None:
+    """None for what is not a call of ringway's: names of tracks, events of other programs in a merged trace."""
+    args = event.get("args") if isinstance(event, dict) else None
+    if not isinstance(args, dict) or event.get("ph") != "X" or "sequence" not in args:
+        return None
+    rate = float(args["algbw_GBps"])
+    return TracedCall(
+        rank=int(event["pid"]),
+        track=int(event["tid"]),
+        start=float(event["ts"]),
+        took=float(event["dur"]),
+        name=intern(str(event["name"])),
+        op=intern(str(args["op"])),
+        sequence=int(args["sequence"]),
+        group=intern(str(args["group"])),
+        nbytes=int(args["bytes"]),
+        site=intern(str(args["site"])),
+        state=intern(str(args["state"])),
+        collective=event["cat"] == "collective",
+        bus_gigabytes_a_second=float(args["busbw_GBps"]),
+        bus_factor=float(args["busbw_GBps"]) / rate if rate else 0.0,
+    )
