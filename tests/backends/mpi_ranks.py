@@ -38,6 +38,22 @@ def conformance() -> dict[str, Any]:
     return {"findings": findings, "cases": len(seconds), "seconds": sum(seconds.values()), **training()}
 
 
+def hierarchical() -> dict[str, Any]:
+    """Two hosts of two ranks, as far as the ranks say where they are; MPI between them."""
+    from mpi4py import MPI
+
+    import ringway.backends.hierarchical as by_hosts
+
+    by_hosts.host_identity = lambda: f"host {MPI.COMM_WORLD.Get_rank() // 2}"
+    dist.init_distributed("hierarchical_mpi", timeout=LIMIT, verbose=False)
+    findings: list[str] = []
+    seconds: dict[str, float] = {}
+    run_cases(Setting("hierarchical_mpi", dist.get_world_size()), None, findings, seconds, report, small)
+    made = dist.communicator().backend
+    parts = [made._local.name, made._across.name, made._flat.name]
+    return {"findings": findings, "cases": len(seconds), "parts": parts}
+
+
 def misuse() -> dict[str, Any]:
     """Errors that are caught and that leave the other groups usable; asynchronous calls that overlap."""
     dist.init_distributed("mpi", timeout=LIMIT, verbose=False)
@@ -201,7 +217,7 @@ def alone() -> dict[str, Any]:
     raise AssertionError("two MPI worlds of one were taken for one of two")
 
 
-SCENARIOS = (conformance, misuse, large, crash, leave, torch_only, smaller_world, alone)
+SCENARIOS = (conformance, hierarchical, misuse, large, crash, leave, torch_only, smaller_world, alone)
 
 
 def report(found: dict[str, Any], rank: int | None = None) -> None:

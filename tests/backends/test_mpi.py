@@ -63,6 +63,13 @@ def test_conformance_and_training(mpi: str, tmp_path: Path) -> None:
         assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
 
 
+def test_between_hosts_and_shared_memory_inside(tmp_path: Path) -> None:
+    for result in found(tmp_path, 4, launch("mpich", "hierarchical", 4, tmp_path)):
+        assert result["findings"] == []
+        assert result["cases"] > 60
+        assert result["parts"] == ["shm", "mpi", "gloo"]
+
+
 @pytest.mark.parametrize("mpi", LAUNCH)
 def test_errors_are_caught_and_other_groups_live_on(mpi: str, tmp_path: Path) -> None:
     results = found(tmp_path, 3, launch(mpi, "misuse", 3, tmp_path))
