@@ -223,9 +223,10 @@ def show(cost: Cost) -> None:
     scale, unit = (1e3, "ms") if max(s.median for s in cost.seconds.values()) > 0.01 else (1e9, "ns")
     extra = cost.difference.scaled(scale)
     digits = 2 if unit == "ms" else 0
+    interval = f"({extra.low:.{digits}f} to {extra.high:.{digits}f} {unit})"
     print(
-        f"  {'on costs':24} {extra.median:>7.{digits}f} {unit} ({extra.low:.{digits}f} to {extra.high:.{digits}f} {unit}), "
-        f"{in_ratio(cost.ratio)} times, {cost.ratio.count} rounds"
+        f"  {'on costs':24} {extra.median:>7.{digits}f} {unit} {interval}, {in_ratio(cost.ratio)} times, "
+        f"{cost.ratio.count} rounds"
     )
 
 
