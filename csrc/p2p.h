@@ -65,6 +65,9 @@ class PointToPoint final : public Guard {
     bool stop(int peer, bool look_for_dead, const Look& ready) override;
 
   private:
+    // A send that has not moved for so many nanoseconds is stuck, though nobody waits for it.
+    static constexpr int64_t kStuck = 20'000'000;
+
     using Messages = std::vector<std::shared_ptr<Message>>;
 
     struct Frame {

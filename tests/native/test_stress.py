@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = ["algorithms", "all_to_all", "collectives", "membership", "p2p", "progress", "reduce", "reduce_plain"]
-ENGINE += ["segment", "wait"]
+ENGINE = ["algorithms", "all_to_all", "collectives", "membership", "p2p", "p2p_move", "progress", "reduce"]
+ENGINE += ["reduce_plain", "segment", "wait"]
 PROGRAMS = 200 if os.environ.get("RINGWAY_SOAK") else 2
 SECONDS = 3000 if os.environ.get("RINGWAY_SOAK") else 280
 
