@@ -41,7 +41,7 @@ from ringway.call import (
 )
 from ringway.communicator import Communicator
 from ringway.sparse import all_reduce_sparse
-from ringway.work import DONE, Handle, Together, Work, seconds
+from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 
 class Bridge(c10d.ProcessGroup):
@@ -190,7 +190,7 @@ class Bridge(c10d.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> Work:
         works, self._collecting = self._collecting or [], None
-        return Work(Together([_WorkHandle(work) for work in works]) if works else DONE, (), lambda error: error)
+        return Work(Together([WorkHandle(work) for work in works]) if works else DONE, (), lambda error: error)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.communicator.monitored_barrier(timeout, wait_all_ranks)
@@ -218,23 +218,6 @@ def _weakly(told: Callable[[float], None]) -> Callable[[float], None]:
             found(seconds)
 
     return tell
-
-
-class _WorkHandle(Handle):
-    """A Work seen as a handle, to be waited for together with others."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self.notifies = work.notifies
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._work.wait(timeout)
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def when_done(self, completion: Any) -> None:
-        self._work.on_complete(completion)
 
 
 def _chunks(output: Tensor, size: int) -> list[Tensor]:

@@ -307,3 +307,20 @@ class Work(c10d.Work):
             _tell(callback, self._error)
         else:
             self._watch()
+
+
+class WorkHandle(Handle):
+    """A Work seen as a handle, to be waited for together with others or with a last step behind it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.notifies = work.notifies
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(timeout)
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def when_done(self, completion: Completion) -> None:
+        self._work.on_complete(completion)

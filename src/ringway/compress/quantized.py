@@ -18,7 +18,7 @@ from ringway.compress.codec import Codec, get_codec
 from ringway.compress.kernels import VALUE_DTYPES, Kernels
 from ringway.compress.layout import Window, new_frames, statuses
 from ringway.errors import NotFinite, UsageError
-from ringway.work import Completion, Finishing, Handle, Work
+from ringway.work import Finishing, Work, WorkHandle
 from ringway.world import NON_MEMBER, world
 
 Groups = c10d.ProcessGroup | tuple[c10d.ProcessGroup, c10d.ProcessGroup] | Mapping[str, Any] | None
@@ -106,22 +106,6 @@ def _raise_not_finite(op: str, frames: Tensor, communicator: Communicator) -> No
         )
 
 
-class _WorkHandle(Handle):
-    """A communicator's Work as a handle, to put a last step behind it."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._work.wait(timeout)
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def when_done(self, completion: Completion) -> None:
-        self._work.on_complete(completion)
-
-
 @torch.no_grad()
 def quantized_all_gather(
     output_tensor: Tensor,
@@ -165,4 +149,4 @@ def quantized_all_gather(
     if work is None:
         finish()
         return None
-    return Work(Finishing(_WorkHandle(work), finish), [output_tensor], lambda error: error)
+    return Work(Finishing(WorkHandle(work), finish), [output_tensor], lambda error: error)

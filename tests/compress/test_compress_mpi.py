@@ -1,0 +1,31 @@
+"""Compressed collectives over mpi, under real MPICH."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from mpi_env import mpi_env  # noqa: E402
+
+PROGRAM = Path(__file__).with_name("mpi_compress.py")
+RANKS = 3
+
+
+@pytest.mark.timeout(300)
+def test_the_checks_of_the_pool_hold_over_mpi(tmp_path: Path) -> None:
+    home = mpi_env("mpich")
+    command = [home / "bin" / "mpiexec", "-n", str(RANKS), home / "bin" / "python", PROGRAM, tmp_path]
+    leave = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in leave}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr[-6000:]}"
+    for rank in range(RANKS):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == {"apart": [], "seen": ["all_to_all_single", "all_gather_into_tensor"] * 2}
