@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from ringway.cli import app
 from ringway.observe.books import printable
 from ringway.observe.recorder import RecordedCall
-from ringway.observe.top import RankStatus, ask_pid, pids, snapshot, table
+from ringway.observe.top import RankStatus, ask_pid, pids, skews, snapshot, table
 from ringway.testing import RankContext, RankPool
 
 EVIL = "\x1b[31m[bold]loss[/bold]\x07"
@@ -64,6 +64,7 @@ def test_top_shows_what_each_rank_is_in(pool: RankPool) -> None:
     watcher.join()
     ranks, result = seen[0]
     assert [(status.rank, status.size) for status in ranks] == [(0, 2), (1, 2)]
+    assert ranks[0].job == ranks[1].job != ""
     current = ranks[0].current
     assert current is not None
     assert (current.op, current.label) == ("all_reduce", EVIL)
@@ -101,6 +102,22 @@ def test_a_narrow_terminal_shows_the_rank_its_call_and_since_when(width: int) ->
     assert "2.0 s" in lines[2]
     assert ("1000" in lines[2]) == (width > 40)
     assert len(lines) == 4
+
+
+def test_jobs_beside_one_another_are_kept_apart() -> None:
+    def status(job: str, rank: int, pid: int, came: int) -> RankStatus:
+        call = RecordedCall(0, "all_reduce", 8, None, "SUM", None, "0", "", None, came, came + 10, "completed", 2)
+        return RankStatus(rank, 2, "host", pid, 10**10, 1, (call,), "", job)
+
+    ranks = [status("a", 0, 1, 1_000), status("a", 1, 2, 2_000_000), status("b", 0, 3, 9 * 10**9)]
+    late = skews(ranks)
+    assert late[2] == pytest.approx(0.002, abs=1e-5)
+    assert 3 not in late  # nobody of its own job is there to be waited for
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(table(ranks, width=100))
+    lines = console.export_text().splitlines()
+    assert lines[0].startswith("3 ranks of 2 jobs on host")
+    assert [line.split()[0] if line.strip() else "" for line in lines[2:]] == ["0/2", "1/2", "", "0/2"]
 
 
 def test_what_speaks_like_another_version_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import weakref
 
 import torch.distributed as c10d
@@ -21,6 +22,8 @@ class Job:
         self._store = store
         # Made now: a clone of a store whose host is gone would look for it until the job's timeout.
         self._own_store: c10d.Store = store.clone()  # type: ignore[attr-defined]
+        self.name = self._own_store.compare_set("ringway/job", "", secrets.token_hex(8)).decode()
+        """The same on every rank of the job, and on no other's."""
         self.addresses: dict[int, Address] = {}
         self.store_gone = False
 

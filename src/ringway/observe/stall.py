@@ -82,7 +82,7 @@ class StallWatch:
             self.configured = True
             self.seconds = resolve().stall_after
         ip = _own_ip(job._store)
-        facts = json.dumps({"rank": job.rank, "size": job.size, "host": socket.gethostname()})
+        facts = json.dumps({"job": job.name, "rank": job.rank, "size": job.size, "host": socket.gethostname()})
         if self.responder is None:
             self._token = secrets.token_hex(16)
             self.responder = _core.Responder(world.recorder, ip, self._token, facts)

@@ -40,6 +40,7 @@ class RankStatus:
     total: int
     calls: tuple[RecordedCall, ...]
     leaving: str
+    job: str = ""
 
     @property
     def current(self) -> RecordedCall | None:
@@ -79,23 +80,35 @@ def _status(reply: dict[str, Any]) -> RankStatus:
     facts = reply["facts"]
     calls = tuple(recorded(row) for row in reply["calls"])
     return RankStatus(
-        facts["rank"], facts["size"], facts["host"], reply["pid"], reply["now"], reply["total"], calls, reply["leaving"]
+        facts["rank"],
+        facts["size"],
+        facts["host"],
+        reply["pid"],
+        reply["now"],
+        reply["total"],
+        calls,
+        reply["leaving"],
+        facts["job"],
     )
 
 
 def snapshot() -> list[RankStatus]:
+    """The ranks by job, the oldest first, and within it by number."""
     found = [status for status in map(ask_pid, pids()) if status is not None]
-    return sorted(found, key=lambda status: (status.rank, status.pid))
+    first: dict[str, int] = {}
+    for status in found:
+        first[status.job] = min(status.pid, first.get(status.job, status.pid))
+    return sorted(found, key=lambda status: (first[status.job], status.job, status.rank, status.pid))
 
 
 def skews(ranks: list[RankStatus]) -> dict[int, float]:
     """How long the first rank waited for each, on average over the calls that several of them know, in seconds; by
     pid. Ranks of one host share a clock."""
-    meetings: dict[tuple[str, int, str], dict[int, int]] = defaultdict(dict)
+    meetings: dict[tuple[str, str, int, str], dict[int, int]] = defaultdict(dict)
     for status in ranks:
         for call in status.calls:
             if call.op not in ("send", "recv"):
-                meetings[call.group, call.sequence, call.op][status.pid] = call.issued_ns
+                meetings[status.job, call.group, call.sequence, call.op][status.pid] = call.issued_ns
     late: dict[int, list[float]] = defaultdict(list)
     for came in meetings.values():
         if len(came) > 1:
@@ -123,11 +136,16 @@ def table(
         # Where the terminal is narrow, what a rank is in is cut short; the other columns stay.
         view.add_column(name, justify="left" if name == "In" else "right", no_wrap=name != "In")
     late = skews(ranks)
+    job = ranks[0].job
     for status in ranks:
+        if status.job != job:  # a line between jobs
+            job = status.job
+            view.add_row()
         cells = _row(status, late.get(status.pid), (before or {}).get(status.pid))
         view.add_row(*(cells[_COLUMNS.index(name)] for name in names))
-    jobs = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {printable(ranks[0].host)}"
-    return Lines(Text(f"{jobs}, {time.strftime('%H:%M:%S')}"), view)
+    jobs = len({status.job for status in ranks})
+    count = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}" + (f" of {jobs} jobs" if jobs > 1 else "")
+    return Lines(Text(f"{count} on {printable(ranks[0].host)}, {time.strftime('%H:%M:%S')}"), view)
 
 
 def _row(status: RankStatus, late: float | None, before: tuple[int, int] | None) -> list[Text]:
@@ -152,6 +170,6 @@ def _row(status: RankStatus, late: float | None, before: tuple[int, int] | None)
         Text(since, style="red" if stalled else ""),
         Text(str(status.total)),
         Text(rate),
-        Text("" if speed is None else f"{speed:.3g}"),
+        Text("" if speed is None else f"{speed:.3f}"),
         Text("" if late is None else f"{late * 1e3:.1f} ms"),
     ]
