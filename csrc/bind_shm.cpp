@@ -339,6 +339,10 @@ void bind_shm(nb::module_& m) {
 
     nb::class_<PyTask>(m, "ShmTask")
         .def("wait", &PyTask::wait, nb::arg("timeout"))
+        .def("withdraw", [](const PyTask& self) {
+            nb::gil_scoped_release gil;
+            return self.message != nullptr && self.engine->messages.withdraw(*self.message);
+        })
         .def("done", [](const PyTask& self) { return self.task().done(); })
         .def("outcome", [](const PyTask& self) { return static_cast<int>(self.task().outcome()); })
         .def("fault", [](const PyTask& self) { return described(self.engine->members.fault()); })

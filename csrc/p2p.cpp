@@ -113,6 +113,28 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     return message.done();
 }
 
+bool PointToPoint::withdraw(const Message& message) {
+    Messages finished;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        const auto is_it = [&message](const auto& other) { return other.get() == &message; };
+        const auto receive = std::find_if(receives_.begin(), receives_.end(), is_it);
+        if (receive != receives_.end()) {
+            end(*receive, Outcome::Interrupted, finished);
+            receives_.erase(receive);
+        } else if (message.sends && !message.framed) {
+            auto& box = outbox_[static_cast<size_t>(message.peer)];
+            const auto send = std::find_if(box.begin(), box.end(), is_it);
+            if (send != box.end()) {
+                end(*send, Outcome::Interrupted, finished);
+                box.erase(send);
+            }
+        }
+    }
+    tell(finished);
+    return !finished.empty();
+}
+
 // Moves what can be moved, or sleeps until something can, or until `awaited` is done: the thread that ended it may
 // be telling so only now. False when interrupted.
 bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host) {

@@ -55,6 +55,8 @@ class PointToPoint final : public Guard {
     void start(const std::shared_ptr<Message>& message, bool in_background);
     // True once the message is done; false when `timeout_s` has passed or the host was interrupted.
     bool wait(const Message& message, double timeout_s, Host& host);
+    // Takes back a message of which nothing has been sent or received, and says whether it could: else it goes on.
+    bool withdraw(const Message& message);
     // Ends all messages. The membership has been left before.
     void stop();
     // After `stop`: returns when the thread has ended, unless this is it.

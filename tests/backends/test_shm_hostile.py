@@ -94,36 +94,60 @@ def test_groups_used_in_another_order_are_told_apart(pool: RankPool) -> None:
 # Interrupts
 
 
-def _interrupted(context: RankContext, what: str) -> list[str]:
+def _interrupt_in(seconds: float) -> None:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _interrupted(context: RankContext, what: str) -> str:
     context.start("shm")
     dist.barrier()
     if context.rank == 1:
         context.store.wait(["interrupted"])
         with pytest.raises(PeerLost) as lost:
-            dist.send(torch.ones(3), 0)
-        return [str(lost.value)]
+            dist.barrier()
+        return str(lost.value)
     calls: dict[str, Callable[[], Any]] = {
-        "recv": lambda: dist.recv(torch.ones(3), 1),
         "barrier": dist.barrier,
         "queued": lambda: (dist.all_reduce(torch.ones(3), async_op=True), dist.barrier()),
+        "send": lambda: dist.send(torch.ones(3_000_000), 1),  # more than the ring holds, so a part of it has gone
     }
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    _interrupt_in(0.3)
     with pytest.raises(KeyboardInterrupt):
         calls[what]()
     context.store.set("interrupted", "")
-    # What was interrupted must not take the message that comes now.
     with pytest.raises(RingwayError) as ended:
-        dist.recv(torch.ones(3), 1)
-    return [str(ended.value)]
+        dist.barrier()
+    return str(ended.value)
 
 
-@pytest.mark.parametrize("what", ["recv", "barrier", "queued"])
+@pytest.mark.parametrize("what", ["barrier", "queued", "send"])
 def test_an_interrupt_ends_the_call_and_the_group(pool: RankPool, what: str) -> None:
     told = pool.run(_interrupted, what, world_size=2, timeout=60)
     pool.replace()
-    for (text,) in told:
+    for text in told:
         assert "rank 0 was interrupted in the middle of a call" in text
+
+
+def _interrupted_receive(context: RankContext) -> list[float]:
+    context.start("shm")
+    dist.barrier()
+    first, second = torch.zeros(3), torch.zeros(3)
+    if context.rank == 0:
+        _interrupt_in(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(first, 1)
+        context.store.set("taken back", "")
+        dist.recv(second, 1)
+    else:
+        context.store.wait(["taken back"])
+        dist.send(torch.ones(3), 0)
+    dist.barrier()
+    return [*first.tolist(), *second.tolist()]
+
+
+def test_an_interrupted_receive_does_not_take_the_next_message(pool: RankPool) -> None:
+    assert pool.run(_interrupted_receive, world_size=2, timeout=60)[0] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 # Threads

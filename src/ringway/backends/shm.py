@@ -56,6 +56,10 @@ class _Handle(Handle):
     def done(self) -> bool:
         return self._task.done()
 
+    def withdraw(self) -> bool:
+        """Whether a message could be taken back, because nothing of it has moved."""
+        return self._task.withdraw()
+
     def when_done(self, completion: Completion) -> None:
         self._task.when_done(lambda: completion(self._error()))
 
@@ -147,13 +151,13 @@ class ShmBackend(Backend):
 
     send = recv = _message
 
-    def _wait_for(self, handle: Handle) -> None:
-        """For a message that is sent or received synchronously."""
+    def _wait_for(self, handle: _Handle) -> None:
+        """For a message that is sent or received synchronously. One that is interrupted is taken back, or would take
+        what is meant for the next; where it has begun to move, the group is over."""
         try:
             handle.wait()
         finally:
-            # Interrupted: the message would still take, or give, what is meant for another.
-            if not handle.done():
+            if not handle.done() and not handle.withdraw():
                 self._native.interrupted()
 
     def _timeout(self, call: Call) -> float:
