@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import warnings
@@ -239,3 +240,57 @@ def auto(context: RankContext, backend: str) -> tuple[list[str], dict[str, Any]]
     with pytest.raises(UsageError, match="auto"):
         compressed_all_reduce(torch.ones(4), None, "auto")
     return lines, feedback.report.as_dict()
+
+
+def adam_of_halves_resumes(context: RankContext) -> None:
+    """Moments are fp32 whatever the parameters are, and a checkpoint keeps them so."""
+    context.start("shm")
+
+    def trained(resume: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        weights = torch.nn.Parameter(torch.randn(300).to(torch.bfloat16))
+        optimizer = OneBitAdam([weights], lr=1e-2, freeze_step=3)
+        for step in range(8):
+            if resume and step == 5:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = OneBitAdam([weights], lr=1e-2, freeze_step=3)
+                optimizer.load_state_dict(saved)
+            generator = torch.Generator().manual_seed(10 * step + context.rank)
+            weights.grad = torch.randn(300, generator=generator).to(torch.bfloat16)
+            optimizer.step()
+        assert optimizer.state[weights]["exp_avg"].dtype is torch.float32
+        return weights.detach().clone()
+
+    assert torch.equal(trained(resume=False), trained(resume=True))
+
+
+def groups_are_added(context: RankContext) -> None:
+    """A group that comes later begins with stage 1; the others keep their moments and residuals."""
+    context.start("shm")
+    first, second = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
+    optimizer = OneBitAdam([first], lr=1e-2, freeze_step=2)
+    for step in range(8):
+        if step == 4:
+            momentum = optimizer.state[first]["exp_avg"].clone()
+            optimizer.add_param_group({"params": [second], "lr": 1e-3})
+        first.grad, second.grad = torch.full((50,), 1.0 + context.rank), torch.full((50,), 2.0)
+        optimizer.step()
+        if step == 4:
+            assert torch.all(optimizer.state[first]["exp_avg"] > momentum)
+    assert [group["step"] for group in optimizer.param_groups] == [8, 4]
+    assert torch.all(first < second)
+    assert torch.all(second < 0)
+
+
+def the_hook_uses_the_feedback_it_was_given(context: RankContext) -> None:
+    """An ErrorFeedback that is still empty is one all the same."""
+    context.start("gloo")
+    feedback = ErrorFeedback()
+    model = DistributedDataParallel(small_model())
+    model.register_comm_hook(None, ddp_hook("onebit", feedback=feedback, warmup_steps=1))
+    for step in range(3):
+        inputs, targets = batch_of(context.rank, step)
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    assert feedback.report.calls > 0
+    assert feedback.state_dict()["slots"]
+    feedback.close()

@@ -57,3 +57,15 @@ def test_elements_without_a_gradient_stay_where_they_are(pool: RankPool) -> None
 
 def test_the_collectives_of_zero_plus_plus(pool: RankPool) -> None:
     pool.run(rank_training.quantized, world_size=4)
+
+
+def test_moments_stay_fp32_in_a_checkpoint_of_half_precision_parameters(pool: RankPool) -> None:
+    pool.run(rank_training.adam_of_halves_resumes, world_size=2)
+
+
+def test_parameter_groups_may_be_added_later(pool: RankPool) -> None:
+    pool.run(rank_training.groups_are_added, world_size=2)
+
+
+def test_a_feedback_that_is_still_empty_is_used_by_the_hook(pool: RankPool) -> None:
+    pool.run(rank_training.the_hook_uses_the_feedback_it_was_given, world_size=2)

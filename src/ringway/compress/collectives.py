@@ -112,7 +112,7 @@ def compressed_all_reduce(
 def _cpu_window(codec: Codec) -> int:
     """How many elements have `CPU_WINDOW_BYTES`."""
     sample = 1 << 20
-    return CPU_WINDOW_BYTES * sample // codec.nbytes(sample)
+    return CPU_WINDOW_BYTES * sample // max(1, codec.nbytes(sample))
 
 
 def _split_auto(codec: str | Codec) -> tuple[bool, str | Codec]:
@@ -380,5 +380,5 @@ class AllReduce:
         what = f"compressed_all_reduce of {self._tensor.numel()} elements" + ("" if key is None else f" ({key!r})")
         group = f"group {self._communicator.name}"
         if culprit == self._layout.ranks:
-            raise NotFinite(f"{what}: the average over {group} is not finite, though every rank's values are", key=key)
+            raise NotFinite(f"{what}: the average over {group} is not finite", key=key)
         raise NotFinite(f"{what}: rank {culprit} of {group} had NaN or infinity in its values", rank=culprit, key=key)

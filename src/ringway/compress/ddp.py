@@ -45,7 +45,7 @@ class DDPHook:
         self.codec = codec
         self.group = group if feedback is None else feedback.group
         self.warmup_steps = warmup_steps
-        self.feedback = feedback or ErrorFeedback(group)
+        self.feedback = ErrorFeedback(group) if feedback is None else feedback
         self.not_finite = not_finite
         self.steps = 0
         self._compressed: set[int] = set()

@@ -162,6 +162,11 @@ class OneBitAdam(Optimizer):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(part.to(parameter.dtype))
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """More parameters, at any time: a group counts its own steps, so a new one begins with stage 1."""
+        super().add_param_group(param_group)
+        self._buckets = None  # moments are put together anew; those there are stay
+
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "feedback": self.feedback.state_dict()}
 
@@ -169,6 +174,7 @@ class OneBitAdam(Optimizer):
         state = dict(state_dict)
         feedback = state.pop("feedback", None)
         super().load_state_dict(state)
+        self._take_moments(state)
         self._buckets = None
         communicator = world.communicator(self.group)
         self.feedback.reset()
@@ -184,6 +190,14 @@ class OneBitAdam(Optimizer):
                 "state and give all of them to optimizer.feedback.load_state_dict([...]).",
                 stacklevel=2,
             )
+
+    def _take_moments(self, state: Mapping[str, Any]) -> None:
+        """The moments as they were saved. torch has cast them to the parameters' dtype, and they are kept in fp32."""
+        places = [place for group in state["param_groups"] for place in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for place, parameter in zip(places, parameters, strict=True):
+            for name, moment in state["state"].get(place, {}).items():
+                self.state[parameter][name] = moment.to(parameter.device, copy=True)
 
 
 def _flat_gradient(bucket: _Bucket) -> Tensor:
