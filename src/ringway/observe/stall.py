@@ -81,7 +81,7 @@ class StallWatch:
         if not self.configured:  # a program that knows torch's init_process_group only
             self.configured = True
             self.seconds = resolve().stall_after
-        ip = _own_ip(job._store)
+        ip = _own_ip(job.store)
         facts = json.dumps({"job": job.name, "rank": job.rank, "size": job.size, "host": socket.gethostname()})
         if self.responder is None:
             self._token = secrets.token_hex(16)
@@ -108,7 +108,7 @@ class StallWatch:
             return
         why = farewell_text()
         self.responder.farewell(why)
-        if self.job is not None and self.job.size > 1:
+        if self.job is not None and self.job.size > 1 and self.job.lives:
             self.job.write(f"ringway/end/{self.job.rank}", why)
         self._ended = True
         self._was_asked.set()
@@ -167,11 +167,9 @@ class StallWatch:
                     self._was_asked.clear()
                     self._give_up_what_failed()
                     self._asked()
-                if job is not None and learned is not job and (job.learn() or job.store_gone):
+                if job is not None and learned is not job and (not job.lives or job.learn() or job.store_gone):
                     learned = job
             with self._carrying_on("waiting calls could not be looked at"):
-                for issuer in open_groups():
-                    issuer.look_for_parting()
                 self._look()
 
     @contextmanager
@@ -189,6 +187,9 @@ class StallWatch:
             self._print(f"{what} (told once): {type(error).__name__}: {error}")
 
     def _look(self) -> None:
+        # Not in the thread's own frame: that would hold the last group while it sleeps.
+        for issuer in open_groups():
+            issuer.look_for_parting()
         now = _core.monotonic_ns()
         calls = world.recorder.under_way()
         self._told &= {token for token, _ in calls}
