@@ -70,6 +70,30 @@ def shapes_and_dtypes(context: RankContext, backend: str) -> None:
             compressed_all_reduce(wrong, ErrorFeedback(), "int8")
 
 
+def in_any_mode(context: RankContext, backend: str) -> None:
+    """Frames and residuals made in one mode of autograd serve in the others, asynchronously too."""
+    context.start(backend)
+    feedback = ErrorFeedback()
+    modes = (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode)
+    for step, mode in enumerate(modes):
+        with mode():
+            for asynchronous in (False, True):
+                tensor = values_of(context.rank, step, 5000)
+                work = compressed_all_reduce(tensor, feedback[asynchronous], "int8", async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+                mean = torch.stack([values_of(rank, step, 5000) for rank in range(context.world_size)]).mean(dim=0)
+                assert (tensor - mean).abs().max() < 0.1
+    saved = feedback.state_dict()
+    restored = ErrorFeedback()
+    restored.load_state_dict(saved)
+    weights = torch.nn.Parameter(torch.full((5000,), float(context.rank)))
+    compressed_all_reduce(weights, restored[False], "int8")
+    assert weights.requires_grad
+    (weights * 2).sum().backward()
+    feedback.close()
+
+
 def two_collectives(context: RankContext, backend: str) -> list[str]:
     """The collectives that one compressed all-reduce makes."""
     context.start(backend)

@@ -30,6 +30,11 @@ def test_any_shape_and_dtype(pool: RankPool, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_any_mode_of_autograd(pool: RankPool, backend: str) -> None:
+    pool.run(rank_compress.in_any_mode, backend, world_size=2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_takes_two_collectives(pool: RankPool, backend: str) -> None:
     for seen in pool.run(rank_compress.two_collectives, backend, world_size=2):
         assert seen == ["all_to_all_single", "all_gather_into_tensor"] * 2

@@ -88,7 +88,7 @@ class Forecast:
 
 
 def measured_forecast(
-    communicator: Communicator, codec: Codec, device: torch.device, compressed: Callable[[Tensor], None]
+    communicator: Communicator, codec: Codec, device: torch.device, compressed: Callable[[Tensor], object]
 ) -> Forecast:
     """Time the group's link and the codec. Collective; the same forecast on every rank."""
 
@@ -109,7 +109,9 @@ def measured_forecast(
     return forecast
 
 
-def _best_time(communicator: Communicator, step: Callable[[Tensor], None], nbytes: int, device: torch.device) -> float:
+def _best_time(
+    communicator: Communicator, step: Callable[[Tensor], object], nbytes: int, device: torch.device
+) -> float:
     """The least of a few times: what disturbs a measurement only ever adds to it."""
     trial = torch.randn(nbytes // 4, device=device)
     best = float("inf")

@@ -134,7 +134,7 @@ def _all_reduce_where_it_helps(
             communicator,
             setting.codec,
             tensor.device,
-            lambda trial: AllReduce(trial, None, communicator, setting).run(),
+            lambda trial: _start(trial, None, communicator, setting, async_op=False),
         )
     forecast = forecasts[key]
     report = slot.owner.report
@@ -151,7 +151,9 @@ def _start(
 ) -> Work | None:
     """Run a compressed all-reduce here and now, or hand it to the feedback's lane."""
     if not async_op:
-        with torch.no_grad():
+        # Frames and residuals live on from call to call, and what is made in inference mode is written in no other
+        # mode: so every call is in it, whatever the caller is in.
+        with torch.inference_mode():
             AllReduce(tensor, slot, communicator, setting).run()
         return None
     if slot is None:

@@ -87,7 +87,7 @@ class ThreadLane(Lane):
     def submit(self, job: Callable[[Communicator], None], result: Sequence[Tensor]) -> Work:
         def run() -> None:
             torch.set_num_threads(self._threads)
-            with torch.no_grad():
+            with torch.inference_mode():
                 job(self._communicator)
 
         return Work(_FutureHandle(self._executor.submit(run)), result, _same)
@@ -136,7 +136,7 @@ class StreamLane(Lane):
         with self._lock:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device])
-            with torch.cuda.stream(self._stream), torch.no_grad():
+            with torch.cuda.stream(self._stream), torch.inference_mode():
                 job(self._communicator)
                 for tensor in result:
                     tensor.record_stream(self._stream)
