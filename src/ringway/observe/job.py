@@ -19,10 +19,10 @@ class Job:
         self.rank = founder.ranks[founder.rank]
         self.size = size
         self._founder = weakref.ref(founder)
-        self._store = store
-        # Made now: a clone of a store whose host is gone would look for it until the job's timeout.
-        self._own_store: c10d.Store = store.clone()  # type: ignore[attr-defined]
-        self.name = self._own_store.compare_set("ringway/job", "", secrets.token_hex(8)).decode()
+        # A clone, because the program's thread may be inside a wait on its own, and because the store of the host is
+        # to end with its groups. Made now: when the host is gone, it would be looked for until the job's timeout.
+        self.store: c10d.Store = store.clone()  # type: ignore[attr-defined]
+        self.name = self.store.compare_set("ringway/job", "", secrets.token_hex(8)).decode()
         """The same on every rank of the job, and on no other's."""
         self.addresses: dict[int, Address] = {}
         self.store_gone = False
@@ -35,15 +35,14 @@ class Job:
 
     def publish(self, address: Address) -> None:
         self.addresses[self.rank] = address
-        self._store.set(f"ringway/watch/{self.rank}", address.pack())
+        self.store.set(f"ringway/watch/{self.rank}", address.pack())
 
     def read(self, key: str) -> str | None:
         """What stands in the store; None where nothing does, or where the store is gone."""
         if self.store_gone:
             return None
         try:
-            store = self._own_store  # the program's thread may be inside a wait on its own
-            return store.get(key).decode() if store.check([key]) else None
+            return self.store.get(key).decode() if self.store.check([key]) else None
         except Exception:
             self.store_gone = True
             return None
@@ -54,9 +53,9 @@ class Job:
             return
         try:
             if unless_there:
-                self._own_store.compare_set(key, "", text)
+                self.store.compare_set(key, "", text)
             else:
-                self._own_store.set(key, text)
+                self.store.set(key, text)
         except Exception:
             self.store_gone = True
 
