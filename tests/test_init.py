@@ -48,8 +48,8 @@ def _by_address(context: RankContext, port: int) -> float:
 
 def test_by_address_and_again_on_the_same_port(pool: RankPool) -> None:
     port = _free_port()
-    assert pool.run(_by_address, port, world_size=3) == [6.0] * 3
-    assert pool.run(_by_address, port, world_size=3) == [6.0] * 3
+    for _ in range(6):  # rank 0 joins the store that it opened the first time, which must outlive its groups
+        assert pool.run(_by_address, port, world_size=3) == [6.0] * 3
 
 
 def _by_file(context: RankContext, path: str) -> float:

@@ -122,6 +122,8 @@ def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
     for communicator in world.adopted(group):
         communicator.close()
     c10d.destroy_process_group(group)
+    if not c10d.is_initialized():
+        world.forget_default()
 
 
 def set_backend(name: str | None) -> None:

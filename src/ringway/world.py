@@ -112,6 +112,10 @@ class World:
                     known = self._adopted[group] = self._adopt(group)
         return known
 
+    def forget_default(self) -> None:
+        """The world's group was destroyed: what it held, such as the job's store, is to end now."""
+        self._default = None
+
     def adopted(self, group: c10d.ProcessGroup | None) -> list[Communicator]:
         """The communicators of a group that torch made, or with None of all such groups; only those in use."""
         known = self._adopted.values() if group is None else [self._adopted.get(group)]

@@ -142,6 +142,10 @@ def _host_of_store(info: LaunchInfo) -> str:
 
 # --- connect
 
+_hosted: list[Store] = []
+"""The store that this process opened last: it outlives its groups, because ranks that leave later still look into it,
+and the next start on the same port joins it again."""
+
 
 def _host(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
     assert info.address is not None
@@ -160,6 +164,7 @@ def _host(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Plac
             continue
         _check_way_back(info.address, port)
         store = host_store(listener, info.address, job, info.size, deadline.seconds)
+        _hosted[:] = [store]
         return store, _Place(info.address, port, _signature())
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free one")
 
