@@ -8,9 +8,10 @@ each codec with feedback, and onebit without. Under Adam: plain, and `OneBitAdam
 The tasks, and why they are so:
 
 - Both are classification with 32 classes as unevenly common as words are (Zipf), and the group sees 64 labels a step
-  (64 points, or 8 sequences of 8), so that the rarest are missing from most of what a rank sees. So the gradient of a rare class is small and of one sign most of the time,
-  and large and of the other sign seldom. Its mean is zero where training ends; its sign's mean is not. This is where
-  a sign without feedback must go wrong, and it is what real data are like.
+  (64 points, or 8 sequences of 8), so that the rarest are missing from most of what a rank sees. So the gradient of a
+  rare class is small and of one sign most of the time, and large and of the other sign seldom. Its mean is zero where
+  training ends; its sign's mean is not. This is where a sign without feedback must go wrong, and it is what real data
+  are like.
 - Data are drawn anew for every step, so nothing is learned by heart, and the loss counted is the population's: in
   eval mode on a fixed set, the same for all runs, much larger than a batch. It is the mean over the last
   evaluations, when the learning rate is almost zero: what is compared is where training goes, not its noise.
