@@ -18,7 +18,7 @@ The tasks, and why they are so:
 - The learning rate rises over the first 5 % of the steps and falls to zero by a cosine. Momentum SGD: 0.9, and rates
   of 0.05 and 0.1 as such models are often given. Adam: 3e-3, and betas (0.9, 0.98): the variance must settle within
   the warm-up, and 0.999 remembers longer than a run this short.
-- The steps are as many as let plain training settle: twice as many lower its loss by less than 2 % (seen: 0.3 to 1.2).
+- The steps are as many as let plain training settle: twice as many lower its loss by less than 2 % (seen: 0.5 to 1.2).
   `--plain-only --stretch 2` shows it.
 - `OneBitAdam` freezes its variance after a quarter of the steps: the upper end of the paper's 15 to 25 %.
 - Nothing is warmed up uncompressed under SGD: the codecs work from the first step.
