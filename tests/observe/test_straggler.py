@@ -15,7 +15,7 @@ from ringway.observe import clock
 from ringway.observe.straggler import compare
 from ringway.testing import RankContext, RankPool
 
-DELAY = 0.05
+DELAY = 0.2
 
 
 def with_a_straggler(context: RankContext, backend: str) -> Any:

@@ -35,8 +35,8 @@ def busy(context: RankContext) -> None:
 
 
 def own_pids(pool: RankPool) -> set[int]:
-    """Of the two ranks: the pool may have more, from tests before."""
-    return {pool.pids()[rank] for rank in (0, 1)}
+    """Of the two ranks: the pool may have more, from tests before, or none yet."""
+    return {pid for rank, pid in pool.pids().items() if rank in (0, 1)}
 
 
 def look(pool: RankPool) -> tuple[list[Any], Any]:
