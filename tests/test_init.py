@@ -195,3 +195,20 @@ def _unnamed(context: RankContext) -> tuple[str, str]:
 
 def test_a_group_that_names_no_backend_gets_shm_on_one_host(pool: RankPool) -> None:
     assert set(pool.run(_unnamed, world_size=2)) == {("shm", "all 2 ranks proved to be on one host")}
+
+
+def _fails_first_on_one_rank(context: RankContext) -> float:
+    def breaks(_: Any) -> Any:
+        raise RuntimeError("nothing works here")
+
+    dist.destroy_process_group()
+    if context.rank == 0:
+        dist.register_backend(f"breaks{context.rank}", breaks, ("cpu",))
+        with pytest.raises(RuntimeError, match="nothing works here"):
+            dist.init_process_group("breaks0", store=c10d.HashStore(), rank=0, world_size=1)
+    context.start("gloo")
+    return _sum(context)
+
+
+def test_a_start_that_failed_on_one_rank_does_not_part_the_next(pool: RankPool) -> None:
+    assert pool.run(_fails_first_on_one_rank, world_size=2, timeout=100) == [3.0, 3.0]

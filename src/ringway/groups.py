@@ -51,18 +51,24 @@ def init_process_group(
         here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
         choice = select(None, "", here, store, limit.total_seconds())
         name, world.backend_reason = choice.backend, choice.reason
-    c10d.init_process_group(
-        registry.torch_spelling(name or "gloo"),
-        init_method,
-        timeout,
-        world_size,
-        rank,
-        store,
-        group_name,
-        pg_options,
-        device_id,
-        **extra,
-    )
+    try:
+        c10d.init_process_group(
+            registry.torch_spelling(name or "gloo"),
+            init_method,
+            timeout,
+            world_size,
+            rank,
+            store,
+            group_name,
+            pg_options,
+            device_id,
+            **extra,
+        )
+    except BaseException:
+        # torch has counted a group that is not there: the next start would name its groups otherwise than other ranks.
+        if not c10d.is_initialized():
+            c10d.distributed_c10d._world.group_count = 0
+        raise
 
 
 def _named(backend: str | None) -> str | None:

@@ -81,6 +81,8 @@ class Issuer:
         self._fault: BaseException | None = None
         self.explain: Callable[[Issuer, BaseException], BaseException] | None = None
         """Turns a backend's error into one that knows what the other ranks know."""
+        self.failed: Callable[[Issuer], None] | None = None
+        """Told after each call that failed with the group."""
         self.closed = False
         self._limit: float | None = None
         self._check = self._lane.check
@@ -123,13 +125,18 @@ class Issuer:
         """The group's fault from now on: the error, explained."""
         try:
             self._check()
-        except CollectiveMismatch as parted:  # whatever the backend made of it
-            error = parted
-        if self._fault is None and self.explain is not None:
+        except _POISON as known:  # whatever the backend made of it
+            error = known
+        first = self._fault is None
+        if first and self.explain is not None:
             error = self.explain(self, error)
         if isinstance(error, CollectiveMismatch):
             self._abandon()
         self.poison(error)
+        if first and self._fault is not None:  # another rank's word may have come meanwhile; later calls raise that
+            error = self._fault
+        if self.failed is not None:
+            self.failed(self)
         return error
 
     def _abandon(self) -> None:

@@ -7,18 +7,20 @@ first rank that knows why a group failed leaves it in the store, so that all rai
 from __future__ import annotations
 
 import threading
+import weakref
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
 from ringway.observe import told
 from ringway.observe.files import filled
-from ringway.observe.flight import dump
+from ringway.observe.flight import dump, own_rank
 from ringway.observe.recorder import RecordedCall, recent_calls
 from ringway.observe.stall import StallWatch, watch
 from ringway.observe.verdict import Verdict
 from ringway.world import world
 
 _dump_path: str | None = None
+_written_down: weakref.WeakSet[Issuer] = weakref.WeakSet()
 
 
 def dump_errors_to(path: str | None) -> None:
@@ -40,9 +42,14 @@ def explain(issuer: Issuer, error: BaseException) -> BaseException:
             _tell(watch, issuer, error)
     except Exception as trouble:  # the explanation may fail, the error itself must not be lost
         watch.trouble("a failed call could not be explained", trouble)
-    if _dump_path is not None:
-        dump(filled(_dump_path, job.rank))
     return explained
+
+
+def _write_down(issuer: Issuer) -> None:
+    """Dumps the recorder at the first failed call of a group, whoever found out that it failed."""
+    if _dump_path is not None and issuer not in _written_down:
+        _written_down.add(issuer)
+        dump(filled(_dump_path, own_rank()))
 
 
 def _tell(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
@@ -102,6 +109,7 @@ def _judged(
 
 def _attend(issuer: Issuer) -> None:
     issuer.explain = explain
+    issuer.failed = _write_down
 
 
 world.newcomers.append(_attend)
