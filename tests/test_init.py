@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ from ringway.world import world
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that the system gives to connections: one of those may meet itself while nobody listens."""
+    while True:
+        port = random.randrange(16000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _start(context: RankContext, port: int | None, config: Any = None, **arguments: Any) -> None:

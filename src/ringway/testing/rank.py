@@ -168,6 +168,8 @@ def leave(dist: Any = c10d) -> None:
     starter, _started.key, _started.dist = _started.dist or dist, None, None
     if c10d.is_initialized():
         starter.destroy_process_group()
+    # A start that failed, on this rank only, has counted a group: names are made of the count.
+    c10d.distributed_c10d._world.group_count = 0
 
 
 def serve(control: socket.socket, output_fd: int) -> None:
