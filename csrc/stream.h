@@ -21,20 +21,24 @@ void Collectives::stream(int64_t steps, Roles roles, const Produce& produce, con
     const uint64_t end = base_ + static_cast<uint64_t>(steps);
     const auto plays = [this](int role) { return role == kEverybody || role == rank_; };
     const bool produces = plays(roles.producer), combines = plays(roles.combiner), collects = plays(roles.collector);
-    const auto free_again = [](uint64_t step) { return step < kCells ? 0 : step - kCells + 1; };
-    // Who takes no part in a role is never waited for.
+    // Who takes no part in a role says so at once. The first use of a cell in this call waits for everybody all the
+    // same: another call may have used it before, in which others had that role.
+    const auto wait_for_free = [&](int64_t turn, int role, Counter RankControl::*counter) {
+        const uint64_t step = base_ + static_cast<uint64_t>(turn);
+        if (step >= kCells && role != kNobody) reach_all(turn < kCells ? kEverybody : role, counter, step - kCells + 1);
+    };
     if (!combines) post(control.combined, end);
     if (!collects) post(control.collected, end);
 
     for (int64_t turn = 0; turn < steps + 2; ++turn) {
         const uint64_t step = base_ + static_cast<uint64_t>(turn);
         if (produces && turn < steps) {
-            reach_all(roles.combiner, &RankControl::combined, free_again(step));
+            wait_for_free(turn, roles.combiner, &RankControl::combined);
             produce(turn, step);
             post(control.produced, step + 1);
         }
         if (combines && turn >= 1 && turn - 1 < steps) {
-            reach_all(roles.collector, &RankControl::collected, free_again(step - 1));
+            wait_for_free(turn - 1, roles.collector, &RankControl::collected);
             combine(turn - 1, step - 1);
             post(control.combined, step);
         }

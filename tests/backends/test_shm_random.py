@@ -6,6 +6,8 @@ work out every result by itself. A failure prints the seed.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -275,3 +277,39 @@ def test_random_programs(pool: RankPool, size: int) -> None:
     count = PROGRAMS // 3 if size == 8 else PROGRAMS
     print(f"seeds {first} to {first + count - 1}")
     pool.run(_run_programs, first, count, world_size=size, timeout=50 + 10 * PROGRAMS)
+
+
+class Prepared(Step):
+    """A step that takes no time to be made."""
+
+    def given(self, rank: int, block: int = 0) -> Tensor:
+        return _kept_values(self.count, self.dtype, (rank + 3 * block + self.salt) % 8, self.reduce)
+
+
+_kept_values = functools.cache(small_values)
+
+
+def _changing_roots(context: RankContext) -> None:
+    """All on one core, where the last rank gets the time that the others leave: they run as far ahead as they may."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if context.rank == context.world_size - 1:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    context.start("shm")
+    rooted = list(itertools.product((_broadcast, _reduce, _gather, _scatter), range(context.world_size)))
+    for one, two in itertools.product(rooted, repeat=2):
+        pending = Pending()
+        for call, root in (one, two, one):
+            step = Prepared(
+                group=None, size=context.world_size, rank=context.rank, dtype=torch.int64, count=250_000,
+                reduce=Reduce.SUM, root=root, strided=False, asynchronous=True, salt=root,
+            )  # fmt: skip
+            pending.started.append((f"{call.__name__} of {root} among {one} and {two}", *call(step)))
+        pending.settle(random.Random(0))
+
+
+def test_the_next_root_waits_for_those_that_the_last_one_served(pool: RankPool) -> None:
+    """Large calls follow each other through the same memory, and a rooted one is finished by its root alone."""
+    try:
+        pool.run(_changing_roots, world_size=3)
+    finally:
+        pool.replace()
