@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,27 @@ def test_leaving_with_a_subgroup_and_adopted_groups_is_silent() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+UNANSWERED = {
+    "message": "work = dist.irecv(torch.zeros(5), src=(dist.get_rank() + 1) % 3)",
+    "collective": "work = dist.all_reduce(torch.ones(5), async_op=True) if dist.get_rank() == 0 else None",
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("what", UNANSWERED)
+def test_leaving_with_calls_that_nobody_answers_is_silent(backend: str, what: str, tmp_path: Path) -> None:
+    """Whatever waits in torch wakes when the others go, perhaps in the midst of this interpreter's end."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        f"import torch, ringway as dist\ndist.init_distributed({backend!r}, verbose=False)\n"
+        f"{UNANSWERED[what]}\nif work is not None: work.is_completed()\n"
+    )
+    command = [sys.executable, "-m", "ringway.cli", "run", "-n", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "terminate" not in done.stderr
 
 
 def test_forked_child_is_refused_and_disturbs_nothing() -> None:

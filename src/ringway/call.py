@@ -16,7 +16,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.errors import UsageError
+from ringway.errors import CommTimeout, UsageError
 
 ReduceOp = c10d.ReduceOp
 
@@ -229,6 +229,15 @@ class Call:
         for tensor in (*self.inputs, *self.outputs):
             return tensor.dtype
         return None
+
+    def not_done(self, timeout: float | None) -> CommTimeout:
+        """What a wait of so many seconds raises that the call has outlasted."""
+        return CommTimeout(
+            f"{self.describe()} is not done after {timeout} s of waiting; it goes on",
+            op=self.op.name,
+            sequence=self.sequence,
+            waited=timeout,
+        )
 
     def describe(self) -> str:
         """The call in words, for messages: all_reduce #12 (float32[1024], SUM, group dp)."""

@@ -131,7 +131,7 @@ class Issuer:
         if first and self.explain is not None:
             error = self.explain(self, error)
         if isinstance(error, CollectiveMismatch):
-            self._abandon()
+            self.abandon()
         self.poison(error)
         if first and self._fault is not None:  # another rank's word may have come meanwhile; later calls raise that
             error = self._fault
@@ -139,8 +139,8 @@ class Issuer:
             self.failed(self)
         return error
 
-    def _abandon(self) -> None:
-        """Ranks part: what is under way never ends by itself."""
+    def abandon(self) -> None:
+        """What is under way never ends by itself: ranks part, or this one leaves."""
         for backend in self._backends.values():
             if isinstance(backend, Backend):
                 backend.abandoned = True
@@ -175,7 +175,7 @@ class Issuer:
 
     def give_up(self, error: BaseException) -> None:
         """Ends what is under way with `error`, though its backend still waits: nothing will come any more."""
-        self._abandon()
+        self.abandon()
         self.poison(error)
         self._lane.fail(error)
         for work in list(self._works):

@@ -30,6 +30,7 @@ from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
 from ringway.config import resolve
+from ringway.ending import wait_for_the_ending
 from ringway.errors import UsageError
 from ringway.issuer import Observer
 
@@ -39,7 +40,7 @@ RECORDER_CAPACITY = 4096
 LEAVING_SECONDS = 10.0
 LEAVING_FIRST_SECONDS = 2.0
 """Calls that were given up end only when a peer's process does, and must end before this interpreter does. Where
-several ranks wait for that, the first one goes, and so ends the others' wait."""
+several ranks wait for that, they go one after the other, and each ends the wait of the next."""
 
 
 _FORKED = (
@@ -273,10 +274,13 @@ def introduce_to_torch() -> None:
 def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
     communicators = world.communicators()
-    first = all(communicator.ranks[communicator.rank] == 0 for communicator in communicators)
-    announcements.wait_for_quiet(LEAVING_FIRST_SECONDS if first else LEAVING_SECONDS)
+    turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
+    quiet = announcements.wait_for_quiet(min(LEAVING_FIRST_SECONDS + turn, LEAVING_SECONDS))
     for communicator in communicators:
+        if not quiet:  # its connections end with the process, and not before: that might wake what still waits
+            communicator.abandon()
         communicator.close(wait=False)
+    wait_for_the_ending()
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()
         c10d_module._world.pg_names.clear()

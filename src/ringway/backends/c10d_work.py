@@ -43,37 +43,11 @@ def mapped(error: BaseException, call: Call, waited: float) -> RingwayError:
     return RingwayError(f"{call.describe()} failed: {text}")
 
 
-class _Waiters:
-    """Threads that wait for what torch cannot announce (gloo's point-to-point), reused when idle."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle = 0
-        self._lock = threading.Lock()
-
-    def start(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            if self._idle > 0:
-                self._idle -= 1
-            else:
-                threading.Thread(target=self._serve, name="ringway-waiter", daemon=True).start()
-        self._jobs.put(job)
-
-    def _serve(self) -> None:
-        while True:
-            self._jobs.get()()
-            with self._lock:
-                self._idle += 1
-
-
-_waiters = _Waiters()
-
-
 class _Announcements:
-    """How many completions torch has still to announce.
+    """How many completions torch has still to announce, to a callback or to a thread of ours that waits inside it.
 
-    torch's threads announce them, and take the interpreter's lock to do so, once more after the callback has
-    returned. An interpreter that ends meanwhile takes the process down, so its end waits for quiet.
+    Whoever learns of one takes the interpreter's lock to go on, once more after the callback has returned. An
+    interpreter that ends meanwhile takes the process down, so its end waits for quiet.
     """
 
     _TAIL = 0.05
@@ -92,13 +66,45 @@ class _Announcements:
             self._pending -= 1
             self._last = time.monotonic()
 
-    def wait_for_quiet(self, timeout: float) -> None:
+    def wait_for_quiet(self, timeout: float) -> bool:
+        """Whether nothing is to be expected any more."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and (self._pending or time.monotonic() - self._last < self._TAIL):
+        while self._pending or time.monotonic() - self._last < self._TAIL:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.005)
+        return True
 
 
 announcements = _Announcements()
+
+
+class _Waiters:
+    """Threads that wait for what torch cannot announce (gloo's point-to-point), reused when idle."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = 0
+        self._lock = threading.Lock()
+
+    def start(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._idle > 0:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._serve, name="ringway-waiter", daemon=True).start()
+        announcements.expect()
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            self._jobs.get()()
+            announcements.came()
+            with self._lock:
+                self._idle += 1
+
+
+_waiters = _Waiters()
 
 
 class Announced(Handle):
@@ -137,12 +143,7 @@ class Announced(Handle):
                 if self._call.check is not None:
                     self._call.check()
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise CommTimeout(
-                        f"{self._call.describe()} is not done after {timeout} s of waiting",
-                        op=self._call.op.name,
-                        sequence=self._call.sequence,
-                        waited=timeout,
-                    ) from None
+                    raise self._call.not_done(timeout) from None
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -201,11 +202,7 @@ class Unannounced(Handle):
     def wait(self, timeout: float | None = None) -> None:
         self._watch()
         if not self._ended.wait(timeout):
-            raise CommTimeout(
-                f"{self._call.describe()} is not done after {timeout} s of waiting",
-                op=self._call.op.name,
-                waited=timeout,
-            )
+            raise self._call.not_done(timeout)
         if self._failure is not None:
             raise self._failure
 

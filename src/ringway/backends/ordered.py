@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ringway.call import Call
+from ringway.ending import will_end
 from ringway.errors import CommTimeout
 from ringway.work import DONE, Completion, Handle
 
@@ -82,12 +83,7 @@ class _Job(Handle):
             if self._call.check is not None:
                 self._call.check()
             if deadline is not None and time.monotonic() >= deadline:
-                raise CommTimeout(
-                    f"{self._call.describe()} is not done after {timeout} s of waiting",
-                    op=self._call.op.name,
-                    sequence=self._call.sequence,
-                    waited=timeout,
-                )
+                raise self._call.not_done(timeout)
         if self._error is not None:
             raise self._error
 
@@ -154,6 +150,8 @@ class Ordered:
             self._failure = self._failure or error
             left = [*self._active, *self._queue]
             self._queue.clear()
+            if self._thread is not None:
+                will_end(self._thread)
             self._changed.notify()
         for job in left:
             job.end(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 
+from ringway.ending import will_end
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
 from ringway.observe import told
@@ -56,8 +57,12 @@ def _tell(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
     """Leaves the error for the others. Some may wait for data that will not come, on connections that nobody has
     closed: they are woken to read it."""
     assert watch.job is not None
+    if watch.ended:  # this rank has said already that it leaves
+        return
     told.write(watch.job, issuer, error)
-    threading.Thread(target=watch.ask, args=(issuer.name,), name="ringway-tell", daemon=True).start()
+    thread = threading.Thread(target=watch.ask, args=(issuer.name,), name="ringway-tell", daemon=True)
+    will_end(thread)
+    thread.start()
 
 
 def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout) -> BaseException:

@@ -30,6 +30,7 @@ import torch.distributed.distributed_c10d as c10d_module
 
 from ringway import _core
 from ringway.config import MAX_SECONDS, resolve
+from ringway.ending import will_end
 from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.observe import told
@@ -58,7 +59,7 @@ class StallWatch:
         self.responder: _core.Responder | None = None
         self._threads: tuple[threading.Thread, ...] = ()
         self._was_asked = threading.Event()
-        self._ended = False
+        self.ended = False
         self._limits: list[tuple[int, int | None, float]] = []
         self._told: set[int] = set()
         self._told_waiters: set[tuple[str, int]] = set()
@@ -110,10 +111,10 @@ class StallWatch:
         self.responder.farewell(why)
         if self.job is not None and self.job.size > 1 and self.job.lives:
             self.job.write(f"ringway/end/{self.job.rank}", why)
-        self._ended = True
+        self.ended = True
         self._was_asked.set()
         for thread in self._threads:
-            thread.join(1.0)
+            will_end(thread)
 
     def forked(self) -> None:
         """A child has none of this: its parent's sockets are closed in it."""
@@ -159,7 +160,7 @@ class StallWatch:
             job = self.job
             # Addresses are wanted soon: the store may die as early as any rank.
             asked = self._was_asked.wait(self._pause() if learned is job else _LOOK_LEAST)
-            if self._ended:
+            if self.ended:
                 return
             # Nothing that goes wrong here may take the watch away.
             with self._carrying_on("a question could not be answered"):
