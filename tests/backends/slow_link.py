@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 
 def obstacle() -> str | None:
     """What keeps this process from making hosts, if anything."""
@@ -26,6 +28,15 @@ def obstacle() -> str | None:
             return f"'{tool}' is missing; install iproute2"
     tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=60, check=False)
     return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def needed() -> None:
+    """Skips a test where no hosts can be made; in CI, where they can, it fails instead."""
+    reason = obstacle()
+    if reason is not None:
+        if os.environ.get("CI"):
+            pytest.fail(f"two hosts cannot be made: {reason}")
+        pytest.skip(reason)
 
 
 def _run(*command: str) -> str:

@@ -19,6 +19,7 @@ from ringway.backends.policy import Policy, Rule
 from ringway.bench.tune import winners
 from ringway.cli import app
 from ringway.errors import ConfigError, UsageError
+from ringway.observe.top import snapshot
 
 TABLE = {
     "world_size": 2,
@@ -183,6 +184,12 @@ def test_tune_says_first_that_it_cannot_write(tmp_path: Path) -> None:
     assert "measuring" not in run.stderr
 
 
+def measures(launcher: int) -> bool:
+    """Whether a launcher's ranks are at their calls."""
+    ranks = {int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()}
+    return any(status.total > 100 for status in snapshot() if status.pid in ranks)
+
+
 def test_an_interrupted_tune_leaves_the_table_of_before(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text("the table of before")
@@ -195,8 +202,9 @@ def test_an_interrupted_tune_leaves_the_table_of_before(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        time.sleep(8)
-        assert tune.poll() is None
+        while not measures(tune.pid):
+            assert tune.poll() is None, tune.communicate()[0]
+            time.sleep(0.1)
         os.killpg(tune.pid, signal.SIGINT)
         assert tune.wait(100) != 0
     finally:

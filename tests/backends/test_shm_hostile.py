@@ -340,7 +340,7 @@ def _long_names(context: RankContext, name: str) -> str:
 
 def test_names_that_are_cut_in_the_middle_of_a_character(pool: RankPool) -> None:
     for extra in range(3):
-        name = "/home/" + "x" * extra + "日本語" * 30 + "/train.py"
+        name = "/data/" + "x" * extra + "日本語" * 30 + "/train.py"
         for text in pool.run(_long_names, name, world_size=2):
             assert text.count("語/train.py:1") == 2
         pool.replace()

@@ -98,11 +98,7 @@ class Message(Handle):
         while not self.poll():
             waited = time.monotonic() - began
             if timeout is not None and waited > timeout:
-                raise CommTimeout(
-                    f"{self._call.describe()} is not done after {timeout} s of waiting",
-                    op=self._call.op.name,
-                    waited=waited,
-                )
+                raise self._call.not_done(timeout)
             mpi_world.pause(waited, self._call.nbytes)
         if self._error is not None:
             raise self._error

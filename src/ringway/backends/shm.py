@@ -20,7 +20,7 @@ from ringway.backends.shm_faults import Faults
 from ringway.backends.shm_meeting import SharedSegment, meet
 from ringway.backends.shm_profile import profiled
 from ringway.call import DTYPE_CODE, UNKNOWN_DTYPE, Call, Reduce
-from ringway.errors import CommTimeout, UsageError
+from ringway.errors import UsageError
 from ringway.work import DONE, Completion, Handle
 
 _FOREVER = 1e9
@@ -43,12 +43,7 @@ class _Handle(Handle):
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._task.wait(_FOREVER if timeout is None else timeout):
-            raise CommTimeout(
-                f"{self._call.describe()} is not done after {timeout:g} s of waiting; it goes on",
-                op=self._call.op.name,
-                sequence=self._call.sequence,
-                waited=timeout,
-            )
+            raise self._call.not_done(timeout)
         error = self._error()
         if error is not None:
             raise error

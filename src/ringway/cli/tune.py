@@ -88,7 +88,7 @@ def _tune_here(wanted: _Wanted) -> None:
     from ringway.bench import tune as bench
 
     os.environ.pop("RINGWAY_POLICY", None)  # what is measured is the backends, not the table of before
-    ringway.init_distributed("gloo", verbose=False)
+    ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
     first = ringway.get_rank() == 0
     obstacle = ringway.broadcast_object(_unwritable(wanted.output) if first else None)
     if obstacle is not None:
