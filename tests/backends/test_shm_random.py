@@ -258,7 +258,16 @@ def _program(seed: int, groups: list[tuple[Any, list[int]]], me: int) -> None:
     pending.settle(shuffles)
 
 
-def _run_programs(context: RankContext, first: int, count: int) -> None:
+def _share_a_core(context: RankContext) -> None:
+    """All on one core, where the last rank gets the time that the others leave: they run as far ahead as they may."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if context.rank == context.world_size - 1:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _run_programs(context: RankContext, first: int, count: int, uneven: bool) -> None:
+    if uneven:
+        _share_a_core(context)
     context.start("shm")
     everybody = list(range(context.world_size))
     sets = [everybody, everybody[::2], everybody[1:]] if context.world_size > 2 else [everybody]
@@ -271,12 +280,18 @@ def _run_programs(context: RankContext, first: int, count: int) -> None:
 
 
 @pytest.mark.timeout(60 + 10 * PROGRAMS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_random_programs(pool: RankPool, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "uneven"), [(1, False), (2, False), (3, False), (4, False), (8, False), (3, True), (5, True)]
+)
+def test_random_programs(pool: RankPool, size: int, uneven: bool) -> None:
     first = random.randrange(1 << 30)
-    count = PROGRAMS // 3 if size == 8 else PROGRAMS
+    count = PROGRAMS // 3 if size == 8 or uneven else PROGRAMS
     print(f"seeds {first} to {first + count - 1}")
-    pool.run(_run_programs, first, count, world_size=size, timeout=50 + 10 * PROGRAMS)
+    try:
+        pool.run(_run_programs, first, count, uneven, world_size=size, timeout=50 + 10 * PROGRAMS)
+    finally:
+        if uneven:
+            pool.replace()
 
 
 class Prepared(Step):
@@ -290,10 +305,7 @@ _kept_values = functools.cache(small_values)
 
 
 def _changing_roots(context: RankContext) -> None:
-    """All on one core, where the last rank gets the time that the others leave: they run as far ahead as they may."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    if context.rank == context.world_size - 1:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _share_a_core(context)
     context.start("shm")
     rooted = list(itertools.product((_broadcast, _reduce, _gather, _scatter), range(context.world_size)))
     for one, two in itertools.product(rooted, repeat=2):
