@@ -286,6 +286,13 @@ def _monitored(context: RankContext, backend: str) -> None:
         with pytest.raises(dist.errors.CommTimeout, match="Rank 1 failed to pass monitoredBarrier") as raised:
             group.monitored_barrier(timedelta(0))
         assert raised.value.missing == [1]
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(dist.errors.CommTimeout, match="rank 0 had given up waiting before"):
+            group.monitored_barrier(timedelta(0))
+        words = "Rank 1 successfully reached monitoredBarrier.* send/recv from rank 0: Rank 0 failed to pass"
+        with pytest.raises(dist.errors.CommTimeout, match=words):
+            group.monitored_barrier(timedelta(0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

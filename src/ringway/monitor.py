@@ -44,10 +44,17 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
     if missing:
         named = missing if wait_all_ranks else missing[:1]
         ranks = ", ".join(str(info.ranks[place]) for place in named)
+        who = f"Rank{'s' if len(named) > 1 else ''} {ranks}"
+        me = info.ranks[info.rank]
+        # torch's own words, so that whoever looks for them finds them. There only rank 0 knows who is missing.
+        reached = (
+            f"Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+            f"from rank {info.ranks[0]}: "
+        )
         raise CommTimeout(
-            # torch's own words, so that whoever looks for them finds them.
-            f"Rank{'s' if len(named) > 1 else ''} {ranks} failed to pass monitoredBarrier of group {info.name} within "
-            f"{timeout:g} s: Rank {info.ranks[info.rank]} timed out in monitoredBarrier"
+            ("" if info.rank == 0 else reached)
+            + f"{who} failed to pass monitoredBarrier of group {info.name} within {timeout:g} s: "
+            f"Rank {me} timed out in monitoredBarrier"
             + ("" if len(named) == len(missing) else " (wait_all_ranks=True names all that are missing)"),
             op="monitored_barrier",
             sequence=number,
