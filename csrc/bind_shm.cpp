@@ -149,6 +149,21 @@ class PyGroup {
         check(outcome);
     }
 
+    // Sends or receives, and waits. One that is interrupted is taken back, or would take what is meant for the next;
+    // where it has begun to move, the group is over.
+    void run(const std::shared_ptr<PythonMessage>& message) {
+        PointToPoint& messages = engine_->messages;
+        GilHost host;
+        if (message->bytes >= kLarge) host.block();
+        messages.start(message, false);
+        const bool done = messages.wait(*message, 1e9, host);
+        if (!done && !messages.withdraw(*message)) engine_->members.report_interrupted();
+        host.resume();
+        messages.sweep();
+        if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        check(message->outcome());
+    }
+
     void check(Outcome outcome) const {
         if (outcome == Outcome::Done) return;
         if (outcome == Outcome::Interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
@@ -296,26 +311,29 @@ nb::object collective(PyGroup& group, const nb::sequence& inputs, const nb::sequ
     return nb::none();
 }
 
-nb::object message(PyGroup& group, nb::handle tensor, int op, int dtype, int64_t element, int peer, int tag,
-                   double timeout_s, uint64_t number, bool asynchronous) {
-    auto task = std::make_shared<PythonMessage>();
-    const Place place = place_of(tensor);
-    task->attachment.keep(tensor);
-    task->sends = static_cast<Op>(op) == Op::Send;
-    task->peer = peer < 0 ? kAnyone : peer;
-    task->tag = tag;
-    task->data = place.data;
-    task->bytes = place.bytes;
-    task->timeout_s = timeout_s;
-    CallFacts& facts = task->facts;
-    facts.op = static_cast<Op>(op);
-    facts.dtype = static_cast<DType>(dtype);
+void fill(Message& message, Place place, Op op, DType dtype, int64_t element, int peer, int tag, double timeout_s,
+          uint64_t number) {
+    message.sends = op == Op::Send;
+    message.peer = peer < 0 ? kAnyone : peer;
+    message.tag = tag;
+    message.data = place.data;
+    message.bytes = place.bytes;
+    message.timeout_s = timeout_s;
+    CallFacts& facts = message.facts;
+    facts.op = op;
+    facts.dtype = dtype;
     facts.count = place.bytes / element;
     facts.root = peer;
     facts.number = number;
     std::strncpy(facts.place, text_of_site(current_site()), kTextBytes - 1);
-    PyTask handle = group.start(std::move(task), asynchronous);
-    return nb::cast(std::move(handle));
+}
+
+nb::object message(PyGroup& group, nb::handle tensor, int op, int dtype, int64_t element, int peer, int tag,
+                   double timeout_s, uint64_t number, bool asynchronous) {
+    auto task = std::make_shared<PythonMessage>();
+    task->attachment.keep(tensor);
+    fill(*task, place_of(tensor), static_cast<Op>(op), static_cast<DType>(dtype), element, peer, tag, timeout_s, number);
+    return nb::cast(group.start(std::move(task), asynchronous));
 }
 
 }  // namespace
@@ -369,11 +387,18 @@ void bind_shm(nb::module_& m) {
     nb::class_<Quick>(m, "ShmQuick")
         .def(nb::init<PyGroup&, Lane&, nb::dict>(), nb::arg("group"), nb::arg("lane"), nb::arg("profiler"),
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-        .def("all_reduce", &Quick::all_reduce, nb::arg("tensor"), nb::arg("reduce"))
-        .def("broadcast", &Quick::broadcast, nb::arg("tensor"), nb::arg("root"))
-        .def("all_gather_into_tensor", &Quick::all_gather, nb::arg("output"), nb::arg("input"))
-        .def("reduce_scatter_tensor", &Quick::reduce_scatter, nb::arg("output"), nb::arg("input"), nb::arg("reduce"))
-        .def("all_to_all_single", &Quick::all_to_all, nb::arg("output"), nb::arg("input"))
+        .def("all_reduce", &Quick::all_reduce, nb::arg("tensor").none(), nb::arg("reduce"))
+        .def("broadcast", &Quick::broadcast, nb::arg("tensor").none(), nb::arg("root"))
+        .def("reduce", &Quick::reduce, nb::arg("tensor").none(), nb::arg("root"), nb::arg("reduce"))
+        .def("all_gather", &Quick::all_gather_list, nb::arg("outputs").none(), nb::arg("input").none())
+        .def("gather", &Quick::gather, nb::arg("input").none(), nb::arg("outputs").none(), nb::arg("root"))
+        .def("scatter", &Quick::scatter, nb::arg("output").none(), nb::arg("inputs").none(), nb::arg("root"))
+        .def("send", &Quick::send, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"), nb::arg("at_once"))
+        .def("recv", &Quick::recv, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"))
+        .def("all_gather_into_tensor", &Quick::all_gather, nb::arg("output").none(), nb::arg("input").none())
+        .def("reduce_scatter_tensor", &Quick::reduce_scatter, nb::arg("output").none(), nb::arg("input").none(),
+             nb::arg("reduce"))
+        .def("all_to_all_single", &Quick::all_to_all, nb::arg("output").none(), nb::arg("input").none())
         .def("barrier", &Quick::barrier)
         .def("serve", &Quick::serve, nb::arg("op"), nb::arg("least"), nb::arg("most"))
         .def("hold", &Quick::hold, nb::arg("change"));

@@ -41,10 +41,7 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         message->issued_ns = now_ns();
         try {
             members_.check();
-            if (message->sends && !ring_reserved_[static_cast<size_t>(message->peer)]) {
-                segment_.reserve_ring(message->peer);
-                ring_reserved_[static_cast<size_t>(message->peer)] = true;
-            }
+            if (message->sends) reserve(message->peer);
             if (message->sends)
                 outbox_[static_cast<size_t>(message->peer)].push_back(message);
             else
@@ -62,6 +59,12 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
     }
     tell(finished);
     look_again();
+}
+
+void PointToPoint::reserve(int to) {
+    if (ring_reserved_[static_cast<size_t>(to)]) return;
+    segment_.reserve_ring(to);
+    ring_reserved_[static_cast<size_t>(to)] = true;
 }
 
 // Ends what is finished, without the lock.

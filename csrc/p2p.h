@@ -50,6 +50,9 @@ class PointToPoint final : public Guard {
     explicit PointToPoint(Membership& members);
     ~PointToPoint() override;
 
+    // Sends a message, if all of it may leave now: no other waits before it, and the ring has room. If not, nothing
+    // has been sent. Never blocks.
+    bool send_now(const Message& message);
     // Takes the message up and moves what can be moved now. Never blocks. A thread goes on with it if
     // `in_background`; else the caller is about to wait for it.
     void start(const std::shared_ptr<Message>& message, bool in_background);
@@ -120,6 +123,7 @@ class PointToPoint final : public Guard {
     void work();
     void start_thread(const Message& message, Messages& finished);
 
+    void reserve(int to);
     void write_ring(int to, uint64_t at, const void* from, int64_t bytes);
     void read_ring(int from, uint64_t at, void* to, int64_t bytes) const;
 

@@ -30,6 +30,47 @@ class Quick {
         return run(r, view.nbytes);
     }
 
+    int reduce(nb::handle tensor, int root, int reduce) {
+        TensorView view;
+        if (!plain(tensor, view) || !reducible(view.dtype, reduce) || root < 0 || root >= size_) return 1;
+        Request r = request(Op::Reduce, view, view.numel, reduce);
+        r.root = root;
+        r.in = r.out = Blocks{static_cast<std::byte*>(view.data), 0, nullptr};
+        return run(r, view.nbytes);
+    }
+
+    int all_gather_list(nb::handle outputs, nb::handle input) {
+        TensorView in;
+        std::vector<std::byte*> blocks;
+        if (!plain(input, in) || !plain_list(outputs, in, blocks)) return 1;
+        Request r = request(Op::AllGather, in, in.numel, 0);
+        r.in = Blocks{static_cast<std::byte*>(in.data), 0, nullptr};
+        r.out = Blocks{nullptr, 0, blocks.data()};
+        return run(r, in.nbytes * size_);
+    }
+
+    int gather(nb::handle input, nb::handle outputs, int root) {
+        TensorView in;
+        std::vector<std::byte*> blocks;
+        if (!plain(input, in) || !plain_at(root, outputs, in, blocks)) return 1;
+        Request r = request(Op::Gather, in, in.numel, 0);
+        r.root = root;
+        r.in = Blocks{static_cast<std::byte*>(in.data), 0, nullptr};
+        r.out = Blocks{nullptr, 0, blocks.data()};
+        return run(r, in.nbytes * size_);
+    }
+
+    int scatter(nb::handle output, nb::handle inputs, int root) {
+        TensorView out;
+        std::vector<std::byte*> blocks;
+        if (!plain(output, out) || !plain_at(root, inputs, out, blocks)) return 1;
+        Request r = request(Op::Scatter, out, out.numel, 0);
+        r.root = root;
+        r.in = Blocks{nullptr, 0, blocks.data()};
+        r.out = Blocks{static_cast<std::byte*>(out.data), 0, nullptr};
+        return run(r, out.nbytes * size_);
+    }
+
     int all_gather(nb::handle output, nb::handle input) {
         TensorView in, out;
         if (!plain(input, in) || !plain(output, out) || in.dtype != out.dtype || out.numel != in.numel * size_) return 1;
@@ -66,6 +107,28 @@ class Quick {
         return run(r, 0);
     }
 
+    // `at_once`: only if it need not be waited for.
+    int send(nb::handle tensor, int peer, nb::handle tag, bool at_once) {
+        TensorView view;
+        int number;
+        if (!message(Op::Send, tensor, peer, tag, view, number)) return 1;
+        Message message;
+        describe(message, Op::Send, view, peer, number);
+        GilHost host;
+        if (view.nbytes >= kLarge) host.block();
+        const bool sent = group_.engine().messages.send_now(message);
+        host.resume();
+        if (!sent) return at_once ? 1 : move(Op::Send, tensor, view, peer, number);
+        lane_.end(lane_.begin(Op::Send, view.nbytes, view.dtype, Reduce::Sum, peer, 0, current_site()), State::Completed);
+        return 0;
+    }
+
+    int recv(nb::handle tensor, int peer, nb::handle tag) {
+        TensorView view;
+        int number;
+        return message(Op::Recv, tensor, peer, tag, view, number) ? move(Op::Recv, tensor, view, peer, number) : 1;
+    }
+
     // Another backend of the same group does the calls of an op that are smaller or larger.
     void serve(int op, int64_t least, int64_t most) { range_.at(static_cast<size_t>(op)) = {least, most}; }
     // While the sum of changes is not zero, something that was issued elsewhere before has to end first.
@@ -79,6 +142,25 @@ class Quick {
 
     static bool plain(nb::handle tensor, TensorView& view) {
         return view_tensor(tensor.ptr(), view) && view.cpu && view.contiguous;
+    }
+
+    // A list of one plain tensor a rank, each like `one`.
+    bool plain_list(nb::handle list, const TensorView& one, std::vector<std::byte*>& blocks) const {
+        if (!PyList_CheckExact(list.ptr()) || PyList_GET_SIZE(list.ptr()) != size_) return false;
+        blocks.reserve(static_cast<size_t>(size_));
+        for (int rank = 0; rank < size_; ++rank) {
+            TensorView view;
+            if (!plain(PyList_GET_ITEM(list.ptr(), rank), view)) return false;
+            if (view.dtype != one.dtype || view.numel != one.numel) return false;
+            blocks.push_back(static_cast<std::byte*>(view.data));
+        }
+        return true;
+    }
+
+    // The same on the root; the others have no list.
+    bool plain_at(int root, nb::handle list, const TensorView& one, std::vector<std::byte*>& blocks) const {
+        if (root < 0 || root >= size_) return false;
+        return rank() == root ? plain_list(list, one, blocks) : list.is_none();
     }
 
     static bool reducible(DType dtype, int reduce) {
@@ -102,9 +184,14 @@ class Quick {
         return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
     }
 
+    bool takes(Op op, int64_t bytes) const {
+        return !profiled() && held_ == 0 && range_[static_cast<size_t>(op)].holds(bytes);
+    }
+
+    int rank() const { return group_.engine().members.rank(); }
+
     int run(Request& r, int64_t bytes) {
-        if (profiled()) return 1;
-        if (held_ != 0 || !range_[static_cast<size_t>(r.op)].holds(bytes)) return 1;
+        if (!takes(r.op, bytes)) return 1;
         r.timeout_s = group_.timeout_s();
         r.site = current_site();
         r.place = text_of_site(r.site);
@@ -127,13 +214,43 @@ class Quick {
         return 0;
     }
 
+    // Whether it is a message for a short cut.
+    bool message(Op op, nb::handle tensor, int peer, nb::handle tag, TensorView& view, int& number) const {
+        int overflow = 0;
+        const long given = PyLong_AsLongAndOverflow(tag.ptr(), &overflow);
+        number = static_cast<int>(given);
+        return overflow == 0 && given >= 0 && given <= INT32_MAX && plain(tensor, view) && peer >= 0 && peer < size_ &&
+               peer != rank() && takes(op, view.nbytes);
+    }
+
+    void describe(Message& message, Op op, const TensorView& view, int peer, int tag) const {
+        fill(message, {static_cast<std::byte*>(view.data), view.nbytes}, op, view.dtype, element_bytes(view.dtype), peer,
+             tag, group_.timeout_s(), lane_.messages());
+    }
+
+    // A message whose sender or receiver waits for it.
+    int move(Op op, nb::handle tensor, const TensorView& view, int peer, int tag) {
+        auto message = std::make_shared<PythonMessage>();
+        message->attachment.keep(tensor);
+        describe(*message, op, view, peer, tag);
+        const uint64_t token = lane_.begin(op, view.nbytes, view.dtype, Reduce::Sum, peer, 0, current_site());
+        try {
+            group_.run(message);
+        } catch (...) {
+            lane_.end(token, State::Failed);
+            throw;
+        }
+        lane_.end(token, State::Completed);
+        return 0;
+    }
+
     PyGroup& group_;
     Lane& lane_;
     const nb::dict profiler_;
     const int size_;
-    std::array<Range, 12> range_;  // by op; the last that has a short cut is the barrier
+    std::array<Range, 14> range_;  // by op; the last that has a short cut is the receive
     int held_ = 0;
 };
-static_assert(static_cast<int>(Op::Barrier) == 11);
+static_assert(static_cast<int>(Op::Recv) == 13);
 
 }  // namespace

@@ -38,9 +38,11 @@ from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.monitor import monitored_barrier
 from ringway.sparse import all_reduce_sparse
-from ringway.work import Work, seconds
+from ringway.work import DONE, Work, seconds
 
 _SUM = ReduceOp.SUM
+_SENT = Work(DONE, (), lambda error: error)
+"""Of sends that have left when `isend` returns; nothing can happen to it any more, so one is enough."""
 
 
 class Communicator(Issuer):
@@ -92,6 +94,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         root = self.place("dst", dst, group_dst)
+        if op is _SUM and self.shortly(REDUCE, async_op, log_name, tensor, root, 0):
+            return None
         reduce, factor = parse_reduce(op)
         return self.issue(
             Call(REDUCE, (tensor,), (tensor,), reduce, factor, peer=root, async_op=async_op, label=log_name)
@@ -105,6 +109,8 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
+        if self.shortly(ALL_GATHER, async_op, log_name, tensor_list, tensor):
+            return None
         return self.issue(
             Call(
                 ALL_GATHER, (tensor,), listed(ALL_GATHER, "tensor_list", tensor_list), async_op=async_op, label=log_name
@@ -129,6 +135,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         root = self.place("dst", dst, group_dst, default=0)
+        if self.shortly(GATHER, async_op, log_name, tensor, gather_list, root):
+            return None
         outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
         return self.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
 
@@ -143,6 +151,8 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         root = self.place("src", src, group_src, default=0)
+        if self.shortly(SCATTER, async_op, log_name, tensor, scatter_list, root):
+            return None
         inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
         return self.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
 
@@ -303,7 +313,10 @@ class Communicator(Issuer):
         peer = self.place("dst", dst, group_dst)
         if peer == self.rank:
             raise UsageError("a rank cannot send to itself")
-        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=_tag(tag), async_op=async_op, label=label))
+        tag = _tag(tag)
+        if self.shortly(SEND, False, label, tensor, peer, tag, async_op):
+            return _SENT if async_op else None
+        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
         self,
@@ -315,7 +328,10 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> int:
         """Returns the global rank that the message came from."""
-        call = self._receive(tensor, src, tag, group_src, log_name, async_op=False)
+        peer, tag = self._source(src, group_src), _tag(tag)
+        if self.shortly(RECV, False, log_name, tensor, peer, tag):
+            return self.ranks[peer]
+        call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
         self.issue(call)
         return self.ranks[call.peer]
 
@@ -328,16 +344,14 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        return self.issue(self._receive(tensor, src, tag, group_src, log_name, async_op=True))
+        peer = self._source(src, group_src)
+        return self.issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
 
-    def _receive(
-        self, tensor: Tensor, src: int | None, tag: int, group_src: int | None, label: str | None, async_op: bool
-    ) -> Call:
-        anyone = src is None and group_src is None
-        peer = ANY_SOURCE if anyone else self.place("src", src, group_src)
+    def _source(self, src: int | None, group_src: int | None) -> int:
+        peer = ANY_SOURCE if src is None and group_src is None else self.place("src", src, group_src)
         if peer == self.rank:
             raise UsageError("a rank cannot receive from itself")
-        return Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=async_op, label=label)
+        return peer
 
     # Meeting
 

@@ -17,6 +17,7 @@ from ringway.across import Across
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, plan
 from ringway.call import (
+    ALL_GATHER,
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
     ALL_TO_ALL_SINGLE,
@@ -24,8 +25,12 @@ from ringway.call import (
     BARRIER,
     BROADCAST,
     DTYPE_CODE,
+    GATHER,
     RECV,
+    REDUCE,
     REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
     UNKNOWN_DTYPE,
     Call,
     Op,
@@ -38,8 +43,12 @@ _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
 _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
 _SHORT = tuple(
-    op.name for op in (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER)
-)
+    op.name
+    for op in (
+        ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER_SINGLE,
+        ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
+    )
+)  # fmt: skip
 """The ops that a backend may have a short cut for (`Backend.quick`)."""
 
 

@@ -50,19 +50,35 @@ def _short_cuts(context: RankContext) -> dict[str, Any]:
     swapped = torch.zeros(size)
     assert quick.all_to_all_single(swapped, torch.arange(float(size)) + 10 * rank) == 0
     assert quick.barrier() == 0
+    total, own = torch.full((4,), float(rank)), torch.full((2,), float(rank))
+    assert quick.reduce(total, 2, int(Reduce.SUM)) == 0
+    every, listed, dealt = ([torch.zeros(2) for _ in range(size)] for _ in range(3))
+    assert quick.all_gather(every, own) == 0
+    assert quick.gather(own, listed if rank == 1 else None, 1) == 0
+    assert quick.scatter(dealt[0], every if rank == 0 else None, 0) == 0
     counted = lane.collectives
     # Nothing is recorded or sent for what is not plain.
     assert quick.all_reduce(torch.ones(4, 2)[:, 0], 0) != 0
     assert quick.all_reduce(torch.ones(4, dtype=torch.complex64), 0) != 0
     assert quick.all_reduce(torch.ones(4), int(Reduce.BAND)) != 0
     assert quick.all_gather_into_tensor(torch.ones(3), torch.ones(2)) != 0
-    assert lane.collectives == counted == lane.completed == 6
+    assert quick.all_gather(every[:-1], own) != 0
+    assert quick.all_gather([*every[:-1], torch.zeros(3)], own) != 0
+    assert quick.all_gather(tuple(every), own) != 0
+    assert quick.gather(own, None if rank == 1 else listed, 1) != 0
+    assert quick.scatter(own, [None] * size if rank == 0 else every, 0) != 0
+    assert quick.reduce(total, size, int(Reduce.SUM)) != 0
+    assert lane.collectives == counted == lane.completed == 10
     return {
         "all_reduce": tensor.tolist(),
         "broadcast": told.tolist(),
         "gathered": gathered.tolist(),
         "scattered": scattered.tolist(),
         "swapped": swapped.tolist(),
+        "reduced": total.tolist() if rank == 2 else [3.0] * 4,
+        "every": torch.cat(every).tolist(),
+        "listed": torch.cat(listed).tolist() if rank == 1 else torch.cat(every).tolist(),
+        "dealt": dealt[0].tolist(),
     }
 
 
@@ -74,7 +90,44 @@ def test_short_cuts_do_what_the_calls_do(pool: RankPool) -> None:
             "gathered": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
             "scattered": [2.0 * rank, 2.0 * rank + 1],
             "swapped": [float(rank), float(rank + 10), float(rank + 20)],
+            "reduced": [3.0] * 4,
+            "every": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
+            "listed": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
+            "dealt": [float(rank)] * 2,
         }
+
+
+def _short_messages(context: RankContext) -> None:
+    """Sends that leave at once keep their place among those that have to wait, and take none when there is no room."""
+    context.start("shm")
+    lane = _core.Lane(_core.Recorder(64), "short")
+    quick = dist.communicator().backend.quick(lane)
+    chunk, count = torch.zeros(50_000), torch.zeros(1)  # a fifth of a ring
+    if context.rank == 0:
+        sent = 0
+        while quick.send(chunk.fill_(sent), 1, 7, True) == 0:
+            sent += 1
+        assert 1 < sent < 10
+        assert lane.messages == lane.completed == sent, "what was not sent is not recorded"
+        late = [dist.isend(torch.full_like(chunk, sent + more), 1, tag=7) for more in range(3)]
+        assert quick.send(count, 1, 7, True) != 0, "others wait before it"
+        assert not any(work.is_completed() for work in late)
+        dist.broadcast(count.fill_(sent + 3), 0)
+        for work in late:
+            work.wait()
+        assert all(quick.send(chunk, 1, refused, True) != 0 for refused in (-1, 1 << 40))
+        assert quick.send(chunk, 0, 0, False) != 0, "to itself"
+        assert quick.recv(torch.zeros(4, 2)[:, 0], 1, 0) != 0
+        assert lane.messages == sent
+        return
+    dist.broadcast(count, 0)
+    for expected in range(int(count)):
+        assert quick.recv(chunk, 0, 7) == 0
+        assert torch.equal(chunk, torch.full_like(chunk, expected))
+
+
+def test_short_messages_keep_their_order(pool: RankPool) -> None:
+    pool.run(_short_messages, world_size=2)
 
 
 def _same_bits(context: RankContext) -> list[bytes]:

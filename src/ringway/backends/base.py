@@ -98,8 +98,10 @@ class Backend(metaclass=_LikeTorch):
         """Short cuts for synchronous calls on plain tensors, or None.
 
         An object with any of `all_reduce(tensor, reduce_code)`, `broadcast(tensor, root)`,
-        `all_gather_into_tensor(output, input)`, `reduce_scatter_tensor(output, input, reduce_code)`,
-        `all_to_all_single(output, input)` and `barrier()`. Each records the call on the lane itself and
+        `reduce(tensor, root, reduce_code)`, `all_gather(outputs, input)`, `all_gather_into_tensor(output, input)`,
+        `gather(input, outputs, root)`, `scatter(output, inputs, root)`,
+        `reduce_scatter_tensor(output, input, reduce_code)`, `all_to_all_single(output, input)`, `barrier()`,
+        `send(tensor, peer, tag, at_once)` and `recv(tensor, peer, tag)`. Each records the call on the lane itself and
         returns 0 when it is done, or something else, with nothing recorded or sent, when the tensors are not
         plain: dense, contiguous, on the CPU.
         """
