@@ -396,6 +396,8 @@ void bind_shm(nb::module_& m) {
         .def("send", &Quick::send, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"), nb::arg("at_once"))
         .def("recv", &Quick::recv, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"))
         .def("all_gather_into_tensor", &Quick::all_gather, nb::arg("output").none(), nb::arg("input").none())
+        .def("reduce_scatter", &Quick::reduce_scatter_list, nb::arg("output").none(), nb::arg("inputs").none(),
+             nb::arg("reduce"))
         .def("reduce_scatter_tensor", &Quick::reduce_scatter, nb::arg("output").none(), nb::arg("input").none(),
              nb::arg("reduce"))
         .def("all_to_all_single", &Quick::all_to_all, nb::arg("output").none(), nb::arg("input").none())

@@ -90,6 +90,16 @@ class Quick {
         return run(r, in.nbytes);
     }
 
+    int reduce_scatter_list(nb::handle output, nb::handle inputs, int reduce) {
+        TensorView out;
+        std::vector<std::byte*> blocks;
+        if (!plain(output, out) || !plain_list(inputs, out, blocks) || !reducible(out.dtype, reduce)) return 1;
+        Request r = request(Op::ReduceScatter, out, out.numel, reduce);
+        r.in = Blocks{nullptr, 0, blocks.data()};
+        r.out = Blocks{static_cast<std::byte*>(out.data), 0, nullptr};
+        return run(r, out.nbytes * size_);
+    }
+
     // With equal splits.
     int all_to_all(nb::handle output, nb::handle input) {
         TensorView in, out;

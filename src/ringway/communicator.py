@@ -165,6 +165,8 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
+        if op is _SUM and self.shortly(REDUCE_SCATTER, async_op, log_name, output, input_list, 0):
+            return None
         reduce, factor = parse_reduce(op)
         inputs = listed(REDUCE_SCATTER, "input_list", input_list)
         return self.issue(Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name))

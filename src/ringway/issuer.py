@@ -28,6 +28,7 @@ from ringway.call import (
     GATHER,
     RECV,
     REDUCE,
+    REDUCE_SCATTER,
     REDUCE_SCATTER_SINGLE,
     SCATTER,
     SEND,
@@ -45,8 +46,8 @@ _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
 _SHORT = tuple(
     op.name
     for op in (
-        ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER_SINGLE,
-        ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
+        ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER,
+        REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
     )
 )  # fmt: skip
 """The ops that a backend may have a short cut for (`Backend.quick`)."""

@@ -54,6 +54,7 @@ def _short_cuts(context: RankContext) -> dict[str, Any]:
     assert quick.reduce(total, 2, int(Reduce.SUM)) == 0
     every, listed, dealt = ([torch.zeros(2) for _ in range(size)] for _ in range(3))
     assert quick.all_gather(every, own) == 0
+    assert quick.reduce_scatter(torch.zeros(2), every, int(Reduce.SUM)) == 0
     assert quick.gather(own, listed if rank == 1 else None, 1) == 0
     assert quick.scatter(dealt[0], every if rank == 0 else None, 0) == 0
     counted = lane.collectives
@@ -68,7 +69,7 @@ def _short_cuts(context: RankContext) -> dict[str, Any]:
     assert quick.gather(own, None if rank == 1 else listed, 1) != 0
     assert quick.scatter(own, [None] * size if rank == 0 else every, 0) != 0
     assert quick.reduce(total, size, int(Reduce.SUM)) != 0
-    assert lane.collectives == counted == lane.completed == 10
+    assert lane.collectives == counted == lane.completed == 11
     return {
         "all_reduce": tensor.tolist(),
         "broadcast": told.tolist(),

@@ -99,7 +99,7 @@ class Backend(metaclass=_LikeTorch):
 
         An object with any of `all_reduce(tensor, reduce_code)`, `broadcast(tensor, root)`,
         `reduce(tensor, root, reduce_code)`, `all_gather(outputs, input)`, `all_gather_into_tensor(output, input)`,
-        `gather(input, outputs, root)`, `scatter(output, inputs, root)`,
+        `gather(input, outputs, root)`, `scatter(output, inputs, root)`, `reduce_scatter(output, inputs, reduce_code)`,
         `reduce_scatter_tensor(output, input, reduce_code)`, `all_to_all_single(output, input)`, `barrier()`,
         `send(tensor, peer, tag, at_once)` and `recv(tensor, peer, tag)`. Each records the call on the lane itself and
         returns 0 when it is done, or something else, with nothing recorded or sent, when the tensors are not
