@@ -2,6 +2,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "ending.h"
 #include "responder.h"
 #include "stacks.h"
 
@@ -9,6 +10,7 @@ namespace nb = nanobind;
 using namespace ringway;
 
 void bind_responder(nb::module_& m) {
+    m.def("stand_still_at_the_end", &stand_still_at_the_end);
     m.def("dumps_stacks", &dumps_stacks);
     m.def(
         "stacks_of_a_copy",

@@ -41,32 +41,32 @@ class Quick {
 
     int all_gather_list(nb::handle outputs, nb::handle input) {
         TensorView in;
-        std::vector<std::byte*> blocks;
+        Listed blocks;
         if (!plain(input, in) || !plain_list(outputs, in, blocks)) return 1;
         Request r = request(Op::AllGather, in, in.numel, 0);
         r.in = Blocks{static_cast<std::byte*>(in.data), 0, nullptr};
-        r.out = Blocks{nullptr, 0, blocks.data()};
+        r.out = Blocks{nullptr, 0, blocks.data.data()};
         return run(r, in.nbytes * size_);
     }
 
     int gather(nb::handle input, nb::handle outputs, int root) {
         TensorView in;
-        std::vector<std::byte*> blocks;
+        Listed blocks;
         if (!plain(input, in) || !plain_at(root, outputs, in, blocks)) return 1;
         Request r = request(Op::Gather, in, in.numel, 0);
         r.root = root;
         r.in = Blocks{static_cast<std::byte*>(in.data), 0, nullptr};
-        r.out = Blocks{nullptr, 0, blocks.data()};
+        r.out = Blocks{nullptr, 0, blocks.data.data()};
         return run(r, in.nbytes * size_);
     }
 
     int scatter(nb::handle output, nb::handle inputs, int root) {
         TensorView out;
-        std::vector<std::byte*> blocks;
+        Listed blocks;
         if (!plain(output, out) || !plain_at(root, inputs, out, blocks)) return 1;
         Request r = request(Op::Scatter, out, out.numel, 0);
         r.root = root;
-        r.in = Blocks{nullptr, 0, blocks.data()};
+        r.in = Blocks{nullptr, 0, blocks.data.data()};
         r.out = Blocks{static_cast<std::byte*>(out.data), 0, nullptr};
         return run(r, out.nbytes * size_);
     }
@@ -92,10 +92,10 @@ class Quick {
 
     int reduce_scatter_list(nb::handle output, nb::handle inputs, int reduce) {
         TensorView out;
-        std::vector<std::byte*> blocks;
+        Listed blocks;
         if (!plain(output, out) || !plain_list(inputs, out, blocks) || !reducible(out.dtype, reduce)) return 1;
         Request r = request(Op::ReduceScatter, out, out.numel, reduce);
-        r.in = Blocks{nullptr, 0, blocks.data()};
+        r.in = Blocks{nullptr, 0, blocks.data.data()};
         r.out = Blocks{static_cast<std::byte*>(out.data), 0, nullptr};
         return run(r, out.nbytes * size_);
     }
@@ -150,25 +150,33 @@ class Quick {
         bool holds(int64_t bytes) const { return least <= bytes && bytes <= most; }
     };
 
+    // The tensors of a list, which the program may change meanwhile.
+    struct Listed {
+        std::vector<std::byte*> data;
+        std::vector<nb::object> kept;
+    };
+
     static bool plain(nb::handle tensor, TensorView& view) {
         return view_tensor(tensor.ptr(), view) && view.cpu && view.contiguous;
     }
 
     // A list of one plain tensor a rank, each like `one`.
-    bool plain_list(nb::handle list, const TensorView& one, std::vector<std::byte*>& blocks) const {
+    bool plain_list(nb::handle list, const TensorView& one, Listed& blocks) const {
         if (!PyList_CheckExact(list.ptr()) || PyList_GET_SIZE(list.ptr()) != size_) return false;
-        blocks.reserve(static_cast<size_t>(size_));
+        blocks.data.reserve(static_cast<size_t>(size_));
+        blocks.kept.reserve(static_cast<size_t>(size_));
         for (int rank = 0; rank < size_; ++rank) {
             TensorView view;
             if (!plain(PyList_GET_ITEM(list.ptr(), rank), view)) return false;
             if (view.dtype != one.dtype || view.numel != one.numel) return false;
-            blocks.push_back(static_cast<std::byte*>(view.data));
+            blocks.data.push_back(static_cast<std::byte*>(view.data));
+            blocks.kept.push_back(nb::borrow(PyList_GET_ITEM(list.ptr(), rank)));
         }
         return true;
     }
 
     // The same on the root; the others have no list.
-    bool plain_at(int root, nb::handle list, const TensorView& one, std::vector<std::byte*>& blocks) const {
+    bool plain_at(int root, nb::handle list, const TensorView& one, Listed& blocks) const {
         if (root < 0 || root >= size_) return false;
         return rank() == root ? plain_list(list, one, blocks) : list.is_none();
     }

@@ -61,6 +61,10 @@ def test_leaving_with_a_subgroup_and_adopted_groups_is_silent() -> None:
 
 UNANSWERED = {
     "message": "work = dist.irecv(torch.zeros(5), src=(dist.get_rank() + 1) % 3)",
+    "message of a group that is no more": (
+        "work = dist.irecv(torch.zeros(5), src=(dist.get_rank() + 1) % 3)\n"
+        "work.is_completed(); dist.barrier(); dist.destroy_process_group()"
+    ),
     "collective": "work = dist.all_reduce(torch.ones(5), async_op=True) if dist.get_rank() == 0 else None",
 }
 

@@ -38,11 +38,10 @@ from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.monitor import monitored_barrier
 from ringway.sparse import all_reduce_sparse
-from ringway.work import DONE, Work, seconds
+from ringway.work import Sent, Work, seconds
 
 _SUM = ReduceOp.SUM
-_SENT = Work(DONE, (), lambda error: error)
-"""Of sends that have left when `isend` returns; nothing can happen to it any more, so one is enough."""
+_MOST_TAG = 2**31 - 1
 
 
 class Communicator(Issuer):
@@ -317,7 +316,7 @@ class Communicator(Issuer):
             raise UsageError("a rank cannot send to itself")
         tag = _tag(tag)
         if self.shortly(SEND, False, label, tensor, peer, tag, async_op):
-            return _SENT if async_op else None
+            return Sent() if async_op else None
         return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
@@ -390,9 +389,12 @@ def _splits(what: str, sizes: Sequence[int] | None) -> list[int] | None:
 
 def _tag(tag: int) -> int:
     try:
-        return index(tag)
+        number = index(tag)
     except TypeError:
         raise UsageError(f"tag={tag!r} is not an integer") from None
+    if not -_MOST_TAG <= number <= _MOST_TAG:
+        raise UsageError(f"tag={tag} is not between -{_MOST_TAG} and {_MOST_TAG}")
+    return number
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:

@@ -309,6 +309,23 @@ class Work(c10d.Work):
             self._watch()
 
 
+class Sent(Work):
+    """Of a send that has left: nothing can happen to it any more."""
+
+    _handle = DONE
+    _settled = _watched = True
+    _error = None
+    _future = None
+    _lock = threading.RLock()
+
+    def __init__(self) -> None:
+        c10d.Work.__init__(self)
+
+    @property
+    def _result(self) -> list[Tensor]:  # type: ignore[override]
+        return []
+
+
 class WorkHandle(Handle):
     """A Work seen as a handle, to be waited for together with others or with a last step behind it."""
 

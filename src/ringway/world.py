@@ -30,7 +30,6 @@ from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
 from ringway.config import resolve
-from ringway.ending import wait_for_the_ending
 from ringway.errors import UsageError
 from ringway.issuer import Observer
 
@@ -38,7 +37,7 @@ NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 
 RECORDER_CAPACITY = 4096
 LEAVING_SECONDS = 10.0
-LEAVING_FIRST_SECONDS = 2.0
+LEAVING_EACH_SECONDS = 2.0
 """Calls that were given up end only when a peer's process does, and must end before this interpreter does. Where
 several ranks wait for that, they go one after the other, and each ends the wait of the next."""
 
@@ -173,6 +172,7 @@ class World:
         error = UsageError(_FORKED)
         for communicator in list(self._all):
             communicator.poison(error)
+        announcements.forget()
 
 
 def _timeout_of(group: c10d.ProcessGroup) -> timedelta:
@@ -275,12 +275,11 @@ def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
     communicators = world.communicators()
     turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
-    quiet = announcements.wait_for_quiet(min(LEAVING_FIRST_SECONDS + turn, LEAVING_SECONDS))
+    quiet = announcements.wait_for_quiet(min(LEAVING_EACH_SECONDS * (turn + 1), LEAVING_SECONDS))
     for communicator in communicators:
         if not quiet:  # its connections end with the process, and not before: that might wake what still waits
             communicator.abandon()
         communicator.close(wait=False)
-    wait_for_the_ending()
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()
         c10d_module._world.pg_names.clear()

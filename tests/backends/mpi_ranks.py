@@ -80,7 +80,7 @@ def misuse() -> dict[str, Any]:
         except CommTimeout as error:
             found["again"] = str(error)
     try:
-        dist.send(torch.ones(1), dst=(rank + 1) % size, tag=1 << 40, group=other)
+        dist.send(torch.ones(1), dst=(rank + 1) % size, tag=-1, group=other)
     except UsageError as error:
         found["tag"] = str(error)
     total = torch.ones(1)

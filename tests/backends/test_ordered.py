@@ -9,7 +9,6 @@ import pytest
 
 from ringway.backends.ordered import Ordered
 from ringway.call import BARRIER, Call
-from ringway.ending import wait_for_the_ending
 from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError
 from ringway.work import DONE
 
@@ -148,23 +147,3 @@ def test_stopping_ends_what_is_queued() -> None:
         with pytest.raises(RingwayError, match="destroyed"):
             handle.wait()
     gate.set()
-
-
-def test_the_end_waits_for_a_thread_that_still_frees_what_it_had() -> None:
-    freed = threading.Event()
-
-    class Slow:
-        def __del__(self) -> None:
-            time.sleep(0.3)
-            freed.set()
-
-    class Owner(Ordered):
-        """A queue that only its own thread still holds."""
-
-    ordered = Owner("test", 30, inline=True)
-    ordered.slow = Slow()  # type: ignore[attr-defined]
-    ordered.submit(_call(), lambda: None).wait()
-    ordered.stop(RingwayError("over"))
-    del ordered
-    wait_for_the_ending()
-    assert freed.is_set()

@@ -10,6 +10,7 @@ import socket
 import statistics
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,30 @@ def _short_messages(context: RankContext) -> None:
 
 def test_short_messages_keep_their_order(pool: RankPool) -> None:
     pool.run(_short_messages, world_size=2)
+
+
+def _list_that_is_cleared(context: RankContext) -> None:
+    """The program may change its list while the call waits: the tensors are the call's until it ends."""
+    context.start("shm")
+    outputs = [torch.zeros(1 << 16) for _ in range(context.world_size)]
+    kept = [weakref.ref(output) for output in outputs]
+    if context.rank == 0:
+        clearing = threading.Timer(0.3, outputs.clear)
+        clearing.start()
+        alive: list[bool] = []
+        looking = threading.Timer(0.6, lambda: alive.extend(output() is not None for output in kept))
+        looking.start()
+        dist.all_gather(outputs, torch.ones(1 << 16))
+        looking.join()
+        assert outputs == []
+        assert alive == [True] * context.world_size
+    else:
+        time.sleep(2.0)
+        dist.all_gather(outputs, torch.ones(1 << 16))
+
+
+def test_a_list_may_be_cleared_while_its_call_waits(pool: RankPool) -> None:
+    pool.run(_list_that_is_cleared, world_size=2)
 
 
 def _same_bits(context: RankContext) -> list[bytes]:

@@ -14,6 +14,7 @@ import torch
 
 from ringway.call import ANY_SOURCE, Call
 from ringway.errors import CommTimeout, PeerLost, RingwayError
+from ringway.threads import start
 from ringway.work import Completion, Handle
 
 SLICE = timedelta(milliseconds=250)
@@ -44,10 +45,10 @@ def mapped(error: BaseException, call: Call, waited: float) -> RingwayError:
 
 
 class _Announcements:
-    """How many completions torch has still to announce, to a callback or to a thread of ours that waits inside it.
+    """How many completions torch has still to announce.
 
-    Whoever learns of one takes the interpreter's lock to go on, once more after the callback has returned. An
-    interpreter that ends meanwhile takes the process down, so its end waits for quiet.
+    torch's threads announce them, and take the interpreter's lock to do so, once more after the callback has
+    returned. An interpreter that ends meanwhile takes the process down, so its end waits for quiet.
     """
 
     _TAIL = 0.05
@@ -56,6 +57,10 @@ class _Announcements:
         self._pending = 0
         self._last = 0.0
         self._lock = threading.Lock()
+
+    def forget(self) -> None:
+        """For a forked child, to which nobody announces anything."""
+        self.__init__()  # type: ignore[misc]
 
     def expect(self) -> None:
         with self._lock:
@@ -92,14 +97,12 @@ class _Waiters:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                threading.Thread(target=self._serve, name="ringway-waiter", daemon=True).start()
-        announcements.expect()
+                start("ringway-waiter", self._serve)
         self._jobs.put(job)
 
     def _serve(self) -> None:
         while True:
             self._jobs.get()()
-            announcements.came()
             with self._lock:
                 self._idle += 1
 

@@ -11,6 +11,7 @@ from ringway.backends import mpi_world
 from ringway.backends.mpi_world import LOCK, MPI, mapped
 from ringway.call import ANY_SOURCE, Call
 from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError
+from ringway.threads import start
 from ringway.work import Completion, Handle
 
 _POLL_NAP = 50e-6
@@ -125,8 +126,7 @@ class _Poller:
         with self._changed:
             self._pending.append((message, ended))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="ringway-mpi-messages", daemon=True)
-                self._thread.start()
+                self._thread = start("ringway-mpi-messages", self._serve)
             self._changed.notify()
 
     def _serve(self) -> None:

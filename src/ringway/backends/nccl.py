@@ -26,6 +26,7 @@ from ringway.backends.c10d import TorchBackend
 from ringway.backends.c10d_work import Announced, mapped
 from ringway.backends.compose import reduce_rows
 from ringway.call import Call, Reduce
+from ringway.threads import start
 from ringway.work import DONE, Completion, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -88,8 +89,7 @@ class _DeviceWatch:
         with self._changed:
             self._pending.setdefault(handle.group, deque()).append((handle, completion, time.monotonic()))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="ringway-device-watch", daemon=True)
-                self._thread.start()
+                self._thread = start("ringway-device-watch", self._serve)
             self._changed.notify()
 
     def _serve(self) -> None:

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ringway.call import Call
-from ringway.ending import will_end
 from ringway.errors import CommTimeout
+from ringway.threads import start
 from ringway.work import DONE, Completion, Handle
 
 _WATCH_EVERY = 0.25
@@ -139,8 +139,7 @@ class Ordered:
         with self._changed:
             self._queue.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"ringway-{self._name}", daemon=True)
-                self._thread.start()
+                self._thread = start(f"ringway-{self._name}", self._serve)
             self._changed.notify()
         return job
 
@@ -150,8 +149,6 @@ class Ordered:
             self._failure = self._failure or error
             left = [*self._active, *self._queue]
             self._queue.clear()
-            if self._thread is not None:
-                will_end(self._thread)
             self._changed.notify()
         for job in left:
             job.end(error)
@@ -215,7 +212,7 @@ class _Watch:
         with self._lock:
             self._watched.add(ordered)
             if not self._started:
-                threading.Thread(target=self._serve, name="ringway-deadlines", daemon=True).start()
+                start("ringway-deadlines", self._serve)
                 self._started = True
 
     def _serve(self) -> None:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed import DistError
 from ringway.errors import DiscoveryError, RendezvousError
 from ringway.launch import ports
 from ringway.launch.info import LaunchInfo
+from ringway.threads import start
 
 FAREWELL = 5.0
 """Seconds that rank 0 waits, after a failed roll call, for the others to read who was missing."""
@@ -266,9 +266,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
         except BaseException as error:
             result.append(error)
 
-    thread = threading.Thread(target=connect, name="ringway-connect", daemon=True)
-    thread.start()
-    thread.join(_PROBE)
+    start("ringway-connect", connect).join(_PROBE)
     if not result:
         return None
     if isinstance(result[0], DistError):

@@ -6,10 +6,8 @@ first rank that knows why a group failed leaves it in the store, so that all rai
 
 from __future__ import annotations
 
-import threading
 import weakref
 
-from ringway.ending import will_end
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.issuer import Issuer
 from ringway.observe import told
@@ -18,6 +16,7 @@ from ringway.observe.flight import dump, own_rank
 from ringway.observe.recorder import RecordedCall, recent_calls
 from ringway.observe.stall import StallWatch, watch
 from ringway.observe.verdict import Verdict
+from ringway.threads import start
 from ringway.world import world
 
 _dump_path: str | None = None
@@ -33,7 +32,7 @@ def dump_errors_to(path: str | None) -> None:
 def explain(issuer: Issuer, error: BaseException) -> BaseException:
     """The error to raise instead; the same where nothing more is known."""
     job = watch.job
-    if job is None or issuer.size == 1:
+    if job is None or issuer.size == 1 or watch.ended:  # a rank that leaves has said so
         return error
     explained = error
     try:
@@ -57,12 +56,8 @@ def _tell(watch: StallWatch, issuer: Issuer, error: BaseException) -> None:
     """Leaves the error for the others. Some may wait for data that will not come, on connections that nobody has
     closed: they are woken to read it."""
     assert watch.job is not None
-    if watch.ended:  # this rank has said already that it leaves
-        return
     told.write(watch.job, issuer, error)
-    thread = threading.Thread(target=watch.ask, args=(issuer.name,), name="ringway-tell", daemon=True)
-    will_end(thread)
-    thread.start()
+    start("ringway-tell", watch.ask, issuer.name)
 
 
 def _explained(watch: StallWatch, issuer: Issuer, error: PeerLost | CommTimeout) -> BaseException:

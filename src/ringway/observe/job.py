@@ -43,7 +43,7 @@ class Job:
             return None
         try:
             return self.store.get(key).decode() if self.store.check([key]) else None
-        except RuntimeError:  # what torch's stores raise
+        except Exception:  # torch's stores raise RuntimeError, one written in Python what it likes
             self.store_gone = True
             return None
 
@@ -56,7 +56,7 @@ class Job:
                 self.store.compare_set(key, "", text)
             else:
                 self.store.set(key, text)
-        except RuntimeError:  # what torch's stores raise
+        except Exception:  # torch's stores raise RuntimeError, one written in Python what it likes
             self.store_gone = True
 
     def learn(self) -> bool:

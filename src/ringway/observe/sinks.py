@@ -25,6 +25,7 @@ from ringway.errors import BackendUnavailable
 from ringway.observe.files import append_whole, filled
 from ringway.observe.flight import own_rank
 from ringway.observe.logger import logger
+from ringway.threads import start
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ def publish(sink: Sink, every: float = 30.0) -> Iterator[None]:
         while not done.wait(every):
             write()
 
-    thread = threading.Thread(target=run, name="ringway-sink", daemon=True)
-    thread.start()
+    thread = start("ringway-sink", run)
     try:
         yield
     finally:
@@ -162,7 +162,7 @@ class Prometheus:
         self._server = http.server.ThreadingHTTPServer((address, port), Page)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="ringway-prometheus", daemon=True).start()
+        start("ringway-prometheus", self._server.serve_forever)
 
     def write(self, samples: Sequence[Sample]) -> None:
         lines = []

@@ -30,7 +30,6 @@ import torch.distributed.distributed_c10d as c10d_module
 
 from ringway import _core
 from ringway.config import MAX_SECONDS, resolve
-from ringway.ending import will_end
 from ringway.errors import UsageError
 from ringway.issuer import Issuer
 from ringway.observe import told
@@ -38,6 +37,7 @@ from ringway.observe.job import Job
 from ringway.observe.peers import Address, Answer, ask_all
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
 from ringway.observe.verdict import Verdict, judge, named, own_stack
+from ringway.threads import start
 from ringway.world import world
 
 STALL_AFTER = 30.0
@@ -95,13 +95,9 @@ class StallWatch:
         self._told_waiters.clear()
         if not self._threads:
             self._threads = (
-                threading.Thread(target=self._run, name="ringway-stall-watch", daemon=True),
-                threading.Thread(
-                    target=self._answer, args=(self.responder,), name="ringway-stall-answers", daemon=True
-                ),
+                start("ringway-stall-watch", self._run),
+                start("ringway-stall-answers", self._answer, self.responder),
             )
-            for thread in self._threads:
-                thread.start()
 
     def leave(self) -> None:
         """At the interpreter's end: whoever still waits for this rank is told why it will not come."""
@@ -114,7 +110,7 @@ class StallWatch:
         self.ended = True
         self._was_asked.set()
         for thread in self._threads:
-            will_end(thread)
+            thread.join(1.0)
 
     def forked(self) -> None:
         """A child has none of this: its parent's sockets are closed in it."""

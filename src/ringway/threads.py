@@ -1,0 +1,21 @@
+"""Threads of ringway's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ringway import _core
+
+
+def start(name: str, target: Callable[..., Any], *arguments: Any) -> threading.Thread:
+    """Starts a daemon: it keeps no program from ending, and the interpreter's end may find it inside torch."""
+
+    def run() -> None:
+        _core.stand_still_at_the_end()
+        target(*arguments)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
