@@ -1,4 +1,5 @@
-// Short cuts for synchronous calls on plain tensors: view, record, run, in one native call.
+// Short cuts for synchronous calls, and for sends that leave at once, on plain tensors: view, record, run, in one
+// native call.
 // Included by bind_shm.cpp only.
 #pragma once
 
@@ -118,25 +119,23 @@ class Quick {
     }
 
     // `at_once`: only if it need not be waited for.
-    int send(nb::handle tensor, int peer, nb::handle tag, bool at_once) {
+    int send(nb::handle tensor, int peer, int tag, bool at_once) {
         TensorView view;
-        int number;
-        if (!message(Op::Send, tensor, peer, tag, view, number)) return 1;
+        if (!takes_message(Op::Send, tensor, peer, view)) return 1;
         Message message;
-        describe(message, Op::Send, view, peer, number);
+        describe(message, Op::Send, view, peer, tag);
         GilHost host;
         if (view.nbytes >= kLarge) host.block();
         const bool sent = group_.engine().messages.send_now(message);
         host.resume();
-        if (!sent) return at_once ? 1 : move(Op::Send, tensor, view, peer, number);
+        if (!sent) return at_once ? 1 : move(Op::Send, tensor, view, peer, tag);
         lane_.end(lane_.begin(Op::Send, view.nbytes, view.dtype, Reduce::Sum, peer, 0, current_site()), State::Completed);
         return 0;
     }
 
-    int recv(nb::handle tensor, int peer, nb::handle tag) {
+    int recv(nb::handle tensor, int peer, int tag) {
         TensorView view;
-        int number;
-        return message(Op::Recv, tensor, peer, tag, view, number) ? move(Op::Recv, tensor, view, peer, number) : 1;
+        return takes_message(Op::Recv, tensor, peer, view) ? move(Op::Recv, tensor, view, peer, tag) : 1;
     }
 
     // Another backend of the same group does the calls of an op that are smaller or larger.
@@ -232,13 +231,8 @@ class Quick {
         return 0;
     }
 
-    // Whether it is a message for a short cut.
-    bool message(Op op, nb::handle tensor, int peer, nb::handle tag, TensorView& view, int& number) const {
-        int overflow = 0;
-        const long given = PyLong_AsLongAndOverflow(tag.ptr(), &overflow);
-        number = static_cast<int>(given);
-        return overflow == 0 && given >= 0 && given <= INT32_MAX && plain(tensor, view) && peer >= 0 && peer < size_ &&
-               peer != rank() && takes(op, view.nbytes);
+    bool takes_message(Op op, nb::handle tensor, int peer, TensorView& view) const {
+        return plain(tensor, view) && peer >= 0 && peer < size_ && peer != rank() && takes(op, view.nbytes);
     }
 
     void describe(Message& message, Op op, const TensorView& view, int peer, int tag) const {

@@ -14,6 +14,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as c10d
 
@@ -117,7 +118,20 @@ def _short_messages(context: RankContext) -> None:
         dist.broadcast(count.fill_(sent + 3), 0)
         for work in late:
             work.wait()
-        assert all(quick.send(chunk, 1, refused, True) != 0 for refused in (-1, 1 << 40))
+        first, second = (dist.isend(count, 1, tag=tag) for tag in (-8, 2**31 - 1))
+        assert first is not second
+        told: list[BaseException | None] = []
+        first.on_complete(told.append)
+        assert (first.wait(), first.is_completed(), first.exception(), first.result(), told) == (
+            True,
+            True,
+            None,
+            [],
+            [None],
+        )
+        assert first.get_future().wait() == []
+        with pytest.raises(dist.errors.UsageError, match="tag=2147483648 is not between"):
+            dist.isend(count, 1, tag=2**31)
         assert quick.send(chunk, 0, 0, False) != 0, "to itself"
         assert quick.recv(torch.zeros(4, 2)[:, 0], 1, 0) != 0
         assert lane.messages == sent
@@ -126,6 +140,9 @@ def _short_messages(context: RankContext) -> None:
     for expected in range(int(count)):
         assert quick.recv(chunk, 0, 7) == 0
         assert torch.equal(chunk, torch.full_like(chunk, expected))
+    for tag in (2**31 - 1, -8):
+        dist.recv(count.zero_(), 0, tag=tag)
+        assert count == expected + 1
 
 
 def test_short_messages_keep_their_order(pool: RankPool) -> None:
