@@ -171,6 +171,7 @@ def peer_calls() -> list[Any]:
 
 
 def test_a_signal_dumps_the_calls_of_a_rank_that_waits_in_native_code(pool: RankPool, tmp_path: Path) -> None:
+    pool.replace()  # ranks that have asked nobody yet
     heard, last = pool.run(dumped_in_a_native_wait, str(tmp_path / "calls-{rank}.json"), world_size=2, timeout=100)
     assert heard == [signal.SIGUSR2]  # after the wait, where Python runs its handlers
     assert (last[7], last[11]) == ("waiting", 0)  # its label, and that it was still under way
