@@ -154,19 +154,26 @@ def _list_that_is_cleared(context: RankContext) -> None:
     context.start("shm")
     outputs = [torch.zeros(1 << 16) for _ in range(context.world_size)]
     kept = [weakref.ref(output) for output in outputs]
+    alive: list[bool] = []
+
+    def clear_meanwhile() -> None:
+        while (dist.recent_calls(1)[0].op, dist.recent_calls(1)[0].state) != ("all_gather", "issued"):
+            time.sleep(0.01)
+        outputs.clear()
+        alive.extend(output() is not None for output in kept)
+        context.store.set("cleared", "yes")
+
+    dist.barrier()
     if context.rank == 0:
-        clearing = threading.Timer(0.3, outputs.clear)
+        clearing = threading.Thread(target=clear_meanwhile)
         clearing.start()
-        alive: list[bool] = []
-        looking = threading.Timer(0.6, lambda: alive.extend(output() is not None for output in kept))
-        looking.start()
-        dist.all_gather(outputs, torch.ones(1 << 16))
-        looking.join()
+    else:
+        context.store.wait(["cleared"])
+    dist.all_gather(outputs, torch.ones(1 << 16))
+    if context.rank == 0:
+        clearing.join()
         assert outputs == []
         assert alive == [True] * context.world_size
-    else:
-        time.sleep(2.0)
-        dist.all_gather(outputs, torch.ones(1 << 16))
 
 
 def test_a_list_may_be_cleared_while_its_call_waits(pool: RankPool) -> None:
