@@ -5,10 +5,10 @@
 Each peer has ranks of its own (collectives_rank.py): ours; torch's gloo; MPICH and Open MPI through mpi4py, in
 environments that scripts/mpi_env.py makes of PyPI's wheels; DeepSpeed's shared-memory op, from the folder that
 `pip install --target .cache/deepspeed --no-build-isolation deepspeed` fills; oneCCL through ringway's ccl backend,
-where `libccl.so.2` is found. They take turns, sample by sample, and those whose turn it is not sleep. fp32; the
-recorder and the mismatch check are on, as always. A sample's time is that of its slowest rank; the table shows
-medians in microseconds, how many times longer than ours the best peer takes, and our rate beside that of one
-core's `copy_`, measured in the same rounds.
+where `libccl.so.2` is found. They take turns, sample by sample, and those whose turn it is not sleep; oneCCL's
+threads, which never do, are stopped by a signal. fp32; the recorder and the mismatch check are on, as always. A
+sample's time is that of its slowest rank; the table shows medians in microseconds, how many times longer than ours
+the best peer takes, and our rate beside that of one core's `copy_`, measured in the same rounds.
 
 Exits with 0 if the goals hold: all_reduce ahead of every peer at every size and, with two ranks, at 64 MiB at least
 0.45 of the copy rate; every other op ahead of gloo. With 1 if one does not, with 2 if a peer asked for by name
@@ -21,6 +21,7 @@ import argparse
 import fcntl
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -55,9 +56,10 @@ class Absent(Exception):
 class Team:
     """The ranks of one peer, seen from the run."""
 
-    def __init__(self, peer: str, links: list[Any]) -> None:
+    def __init__(self, peer: str, links: list[Any], restless: list[int]) -> None:
         self.peer = peer
         self._links = links
+        self._restless = restless  # processes that use the processor while it is not their turn
         self._last: dict[tuple[str, int], float] = {}
 
     def takes_part(self, op: str) -> bool:
@@ -65,10 +67,12 @@ class Team:
 
     def sample(self, op: str, nbytes: int) -> float:
         """Seconds for one call. The first sample of a size finds out how many calls make one, and warms up."""
+        signalled(self._restless, signal.SIGCONT)
         if (op, nbytes) not in self._last:
             self._last[op, nbytes] = self._ask(op, nbytes, 2)
         calls = max(1, min(5000, int(SAMPLE_SECONDS / max(self._last[op, nbytes], 1e-7))))
         self._last[op, nbytes] = found = self._ask(op, nbytes, calls)
+        signalled(self._restless, signal.SIGSTOP)
         return found
 
     def _ask(self, op: str, nbytes: int, calls: int) -> float:
@@ -78,6 +82,11 @@ class Team:
         if not all(answers):
             raise SystemExit(f"a rank of {self.peer} ended in {op} of {nbytes} bytes")
         return max(json.loads(answer) for answer in answers)
+
+
+def signalled(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process, number)
 
 
 # Starting the peers
@@ -111,7 +120,10 @@ def team(peer: str, ranks: int, folder: Path, deepspeed: Path) -> Iterator[Team]
         for _ in range(1 if peer == COPY else ranks):
             rank, lines = _greeted(listener, processes, ends)
             links[rank] = lines
-        yield Team(peer, [links[rank] for rank in sorted(links)])
+        restless = [process.pid for process, _ in processes] if peer == "ccl" else []
+        signalled(restless, signal.SIGSTOP)
+        ends.callback(signalled, restless, signal.SIGCONT)
+        yield Team(peer, [links[rank] for rank in sorted(links)], restless)
 
 
 def _commands(peer: str, ranks: int, address: str) -> list[list[str]]:
