@@ -151,6 +151,37 @@ def mpi_on_cuda(wheels: Path) -> list[tuple[str, Checked]]:
     return results
 
 
+ENDS = {
+    "destroyed by ringway": "dist.destroy_process_group()",
+    "destroyed by torch": "torch.distributed.destroy_process_group()",
+    "destroyed by torch, the group still held": "held = torch.distributed.group.WORLD; "
+    "torch.distributed.destroy_process_group()",
+    "never destroyed": "",
+}
+ENDING = """
+import torch, ringway as dist
+dist.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.cuda.set_device(0)
+part = dist.new_group([0])
+for _ in range(3):
+    dist.all_reduce(torch.ones(1 << 20, device="cuda"))
+    dist.all_reduce(torch.ones(4, device="cuda"), group=part)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def ends_of_processes() -> list[tuple[str, Checked]]:
+    """However its groups ended, a process leaves with 0 and a heap in order."""
+    results = []
+    for how, last in ENDS.items():
+        program = [sys.executable, "-W", "ignore", "-X", "faulthandler", "-c", ENDING + last]
+        runs = [subprocess.run(program, capture_output=True, text=True, timeout=100, check=False) for _ in range(3)]
+        codes = [run.returncode for run in runs]
+        said = f"three processes left with {codes}" + "".join(run.stderr[-300:] for run in runs if run.returncode)
+        results.append((f"nccl: the process ends, its groups {how}", (not any(codes), said)))
+    return results
+
+
 Section = tuple[str, Callable[[RankContext], Checked]]
 
 SECTIONS: tuple[tuple[int, tuple[Section, ...]], ...] = (
@@ -204,7 +235,7 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--mpi", type=Path)
     arguments = parser.parse_args()
-    results = run_sections()
+    results = run_sections() + ends_of_processes()
     if arguments.mpi is not None:
         results += mpi_on_cuda(arguments.mpi)
     version = ".".join(map(str, torch.cuda.nccl.version()))

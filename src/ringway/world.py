@@ -192,8 +192,14 @@ def _torch_backends(info: GroupInfo, group: c10d.ProcessGroup, backend: str) -> 
     else:
         config = {str(device.type): backend for device in group._device_types}
     # torch's backend objects rather than the group: whoever held the group would keep it from being forgotten.
+    known = weakref.ref(group)
     backends: dict[str, Any] = {
-        device: adopt(info, group._get_backend(torch.device(device)), registry.user_spelling(name))
+        device: adopt(
+            info,
+            group._get_backend(torch.device(device)),
+            registry.user_spelling(name),
+            destroyed=lambda: known() not in c10d_module._world.pg_map,
+        )
         for device, name in config.items()
     }
     if "cpu" not in backends:

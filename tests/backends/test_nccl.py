@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as c10d
 
+import ringway as dist
 from ringway.backends import nccl
 from ringway.backends.adopt import adopt
 from ringway.backends.base import GroupInfo
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, RingwayError
+from ringway.testing import RankContext, RankPool
+from ringway.world import _torch_backends
 
 
 class ScriptedWork:
@@ -54,8 +57,11 @@ class ScriptedGroup:
 
 def _backend(work: ScriptedWork) -> tuple[Any, ScriptedGroup]:
     group = ScriptedGroup(work)
-    info = GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="scripted", timeout=5)
-    return adopt(info, group, "nccl"), group
+    return adopt(_info(), group, "nccl"), group
+
+
+def _info() -> GroupInfo:
+    return GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="scripted", timeout=5)
 
 
 def _call() -> Call:
@@ -139,3 +145,28 @@ def test_what_nccl_lacks_is_converted_or_exchanged() -> None:
     assert not backend.can_move(torch.complex64)
     for reduce in Reduce:
         assert not backend.can_reduce(torch.float32, reduce) or reduces(torch.float32, reduce)
+
+
+def _ends_behind_our_back(context: RankContext, held: bool) -> list[int]:
+    """How often an adopted nccl group is aborted, by its own torch group and then by one that torch has destroyed."""
+    dist.destroy_process_group()
+    c10d.init_process_group("gloo", store=context.store, rank=context.rank, world_size=context.world_size)
+    aborted = []
+    for destroyed in (False, True):
+        group = c10d.new_group()
+        backend = _torch_backends(_info(), group, "cpu:nccl")["cpu"]
+        backend._group = scripted = ScriptedGroup(ScriptedWork())
+        if destroyed:
+            c10d.destroy_process_group(group)
+        if not held:
+            del group
+        backend.abort()
+        aborted.append(scripted.aborted)
+    c10d.destroy_process_group()
+    return aborted
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_group_that_torch_has_destroyed_is_not_aborted(pool: RankPool, held: bool) -> None:
+    """NCCL would free its communicator a second time, and the process would end with a broken heap."""
+    assert pool.run(_ends_behind_our_back, held, world_size=1) == [[1, 0]]

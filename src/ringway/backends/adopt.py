@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ringway.backends.base import GroupInfo
@@ -9,12 +10,12 @@ from ringway.backends.c10d import C10dBackend, GlooBackend, TorchBackend
 from ringway.backends.nccl import NcclBackend
 
 
-def adopt(info: GroupInfo, group: Any, backend: str) -> C10dBackend:
-    """From torch's backend object for a device; nothing is sent."""
+def adopt(info: GroupInfo, group: Any, backend: str, destroyed: Callable[[], bool] = lambda: False) -> C10dBackend:
+    """From torch's backend object for a device; nothing is sent. `destroyed` tells whether torch has ended it."""
     if backend == "gloo":
         return GlooBackend(info, group)
     if backend == "nccl":
-        return NcclBackend(info, group)
+        return NcclBackend(info, group, destroyed)
     adopted = TorchBackend(info, group)
     adopted.name = backend  # type: ignore[misc]
     return adopted

@@ -125,10 +125,11 @@ class NcclBackend(TorchBackend):
     name = "nccl"
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
-    def __init__(self, info: GroupInfo, group: Any) -> None:
+    def __init__(self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False) -> None:
         super().__init__(info, group)
         self._last: Any = None
         self._closed = False
+        self._destroyed = destroyed
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         if reduce in _BITWISE:
@@ -212,6 +213,8 @@ class NcclBackend(TorchBackend):
             self._abort_group()
 
     def _abort_group(self) -> None:
+        if self._destroyed():  # by torch, behind our back: NCCL frees a communicator twice that is aborted after that
+            return
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
 
