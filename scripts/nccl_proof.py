@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from ringway.testing.conformance import Report, Setting, run_setting
 
 PROVES = (
     "src/ringway/backends/nccl.py",
+    "src/ringway/backends/device_watch.py",
     "src/ringway/backends/c10d.py",
     "src/ringway/backends/c10d_work.py",
     "src/ringway/backends/mpi.py",
@@ -114,6 +116,53 @@ def teardown_is_bounded(context: RankContext) -> Checked:
     return spent < 20, f"destroyed with a collective under way, twice, in {spent:.2f} s"
 
 
+def graphs_can_be_captured(context: RankContext) -> Checked:
+    """Collectives in a CUDA graph, while others that went before it are still under way and being watched."""
+    dist = context.start("nccl")
+    torch.cuda.set_device(0)
+    tensor, other, gathered = (torch.zeros(1 << 16, device="cuda") for _ in range(3))
+    dist.all_reduce(tensor)
+    torch.cuda._sleep(200_000_000)
+    waiting = dist.all_reduce(other, async_op=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            tensor.add_(1)
+            dist.all_reduce(tensor)
+            dist.all_gather_into_tensor(gathered, tensor, async_op=True).wait()
+    waiting.wait()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    reached = float(tensor[0]), float(gathered[0])
+    dist.all_reduce(tensor)
+    return reached == (150.0, 150.0), f"100 collectives captured, replayed three times: {reached}"
+
+
+def costs_of_a_call(context: RankContext) -> Checked:
+    """How long the caller is held, beside torch's own call in the same run."""
+    dist = context.start("nccl")
+    torch.cuda.set_device(0)
+    tensor = torch.zeros(1 << 10, device="cuda")
+    calls = {
+        "all_reduce": lambda of: of.all_reduce(tensor),
+        "asynchronous all_reduce and wait": lambda of: of.all_reduce(tensor, async_op=True).wait(),
+    }
+    said = []
+    for name, call in calls.items():
+        medians = []
+        for of in (torch.distributed, dist):
+            times = []
+            for _ in range(1000):
+                began = time.perf_counter()
+                call(of)
+                times.append(time.perf_counter() - began)
+            torch.cuda.synchronize()
+            medians.append(1e6 * statistics.median(times))
+        said.append(f"{name}: torch {medians[0]:.0f} µs, ringway {medians[1]:.0f} µs")
+    return True, "; ".join(said)
+
+
 def shared_gpu(context: RankContext) -> Checked:
     context.start("gloo")
     checks, wrong = check_all(context.rank, context.world_size)
@@ -191,6 +240,8 @@ SECTIONS: tuple[tuple[int, tuple[Section, ...]], ...] = (
         (
             ("nccl: every op, every reduction, world size 1", every_op),
             ("nccl: the end of a call is the device's", completion_from_the_device),
+            ("nccl: CUDA graphs", graphs_can_be_captured),
+            ("nccl: what a call costs its caller, 4 KiB (no limit)", costs_of_a_call),
             ("nccl: bounded teardown", teardown_is_bounded),
         ),
     ),

@@ -242,8 +242,8 @@ class Issuer:
         code = UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE)
         token = self._begin(call.op, call.nbytes, code, int(call.reduce), call.peer, call.label)
         call.sequence = (self._lane.collectives if call.op.collective else self._lane.messages) - 1
-        observed = bool(self._observers)
-        if observed:
+        observed = call if self._observers else None
+        if observed is not None:
             call.issued = _core.monotonic_ns()
             for observer in self._observers:
                 observer.issued(call)
@@ -252,13 +252,13 @@ class Issuer:
             if not call.async_op:
                 handle.wait()
         except BaseException as error:
-            raise self._ended(call, token, error, observed) or error from None
+            raise self._ended(token, error, observed) or error from None
         if handle.on_device:
-            handle.when_finished(lambda error: _discard(self._ended(call, token, error, observed)))
+            handle.when_finished(lambda error: _discard(self._ended(token, error, observed)), soon=observed is not None)
             return Work(handle, call.outputs, _as_it_is) if call.async_op else None
         if call.async_op:
             return self._work(call, token, handle, observed)
-        self._ended(call, token, None, observed)
+        self._ended(token, None, observed)
         if call.op is RECV:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
         return None
@@ -278,22 +278,23 @@ class Issuer:
             raise self._poisoned(error) from None
         return token
 
-    def _work(self, call: Call, token: int, handle: Handle, observed: bool) -> Work:
+    def _work(self, call: Call, token: int, handle: Handle, observed: Call | None) -> Work:
         def settle(error: BaseException | None) -> BaseException | None:
-            return self._ended(call, token, error, observed)
+            return self._ended(token, error, observed)
 
         work = Work(handle, call.outputs, settle)
         self._works.add(work)
         return work
 
-    def _ended(self, call: Call, token: int, error: BaseException | None, observed: bool) -> BaseException | None:
+    def _ended(self, token: int, error: BaseException | None, observed: Call | None) -> BaseException | None:
+        """Records the end of a call, and tells those who observe it."""
         self._lane.end(token, error is None)
         if isinstance(error, _POISON):
             error = self._poisoned(error)
-        if observed:
-            call.completed = _core.monotonic_ns()
+        if observed is not None:
+            observed.completed = _core.monotonic_ns()
             for observer in list(self._observers):
-                observer.completed(call, error)
+                observer.completed(observed, error)
         return error
 
     def _plan(self, device: str) -> Plan:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ class Handle(abc.ABC):
     def when_done(self, completion: Completion) -> None:
         """Call `completion` once, on whichever thread finishes the work, or now if it has finished."""
 
-    def when_finished(self, completion: Completion) -> None:
-        """As `when_done`, but at the end of the work itself where that comes after the wait's."""
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        """As `when_done`, but at the end of the work itself where that comes after the wait's; with `soon` false, at
+        the backend's leisure."""
         self.when_done(completion)
 
 
@@ -118,8 +120,8 @@ class Finishing(Handle):
 
         self._inner.when_done(finished)
 
-    def when_finished(self, completion: Completion) -> None:
-        self._inner.when_finished(completion)
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        self._inner.when_finished(completion, soon)
 
 
 class Together(Handle):
@@ -140,8 +142,8 @@ class Together(Handle):
     def when_done(self, completion: Completion) -> None:
         self._when_all(completion, [handle.when_done for handle in self._handles])
 
-    def when_finished(self, completion: Completion) -> None:
-        self._when_all(completion, [handle.when_finished for handle in self._handles])
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        self._when_all(completion, [partial(handle.when_finished, soon=soon) for handle in self._handles])
 
     def _when_all(self, completion: Completion, tellers: Sequence[Callable[[Completion], None]]) -> None:
         if not tellers:

@@ -105,7 +105,8 @@ def test_the_end_is_told_when_the_device_has_finished() -> None:
     assert told[0][1] is None
 
 
-def test_a_failure_on_the_device_is_told_as_ours() -> None:
+def test_a_failure_on_the_device_is_told_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_DOUBTFUL_SECONDS", 0.0)
     work = ScriptedWork(RuntimeError("NCCL error: unhandled system error"))
     work.finished.set()
     handle = _backend(work)[0].all_reduce(_call())

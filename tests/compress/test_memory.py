@@ -22,26 +22,25 @@ def test_no_codec_holds_two_bytes_an_element(pool: RankPool, ranks: int, numel: 
 
 
 def test_frames_of_every_length_share_the_same_buffers() -> None:
-    workspace = Workspace()
-    first = workspace.take(2, 1024, CPU)
+    shelf = Workspace().shelf(CPU)
+    first = shelf.take(2, 1024)
     address = first.data_ptr()
-    workspace.give_back(first)
-    smaller = workspace.take(1, 512, CPU)
+    shelf.give_back(first)
+    smaller = shelf.take(1, 512)
     assert smaller.shape == (1, 512)
     assert smaller.data_ptr() == address
-    workspace.give_back(smaller)
-    again = workspace.take_clean(2, 1024, CPU)
+    shelf.give_back(smaller)
+    again = shelf.take_clean(2, 1024)
     assert again.data_ptr() == address, "the whole buffer came back, not the part that was used"
     assert not again[:, :16].any()
 
 
 def test_a_buffer_too_small_gives_way_to_a_larger_one() -> None:
-    workspace = Workspace()
+    shelf = Workspace().shelf(CPU)
     for size in (64, 128, 256, 512):
-        workspace.give_back(workspace.take(1, size, CPU))
-    (idle,) = workspace._idle.values()
-    assert [buffer.numel() for buffer in idle] == [512]
-    many = [workspace.take(1, 512, CPU) for _ in range(KEPT + 4)]
+        shelf.give_back(shelf.take(1, size))
+    assert [buffer.numel() for buffer in shelf._idle] == [512]
+    many = [shelf.take(1, 512) for _ in range(KEPT + 4)]
     for frames in many:
-        workspace.give_back(frames)
-    assert len(idle) == KEPT
+        shelf.give_back(frames)
+    assert len(shelf._idle) == KEPT

@@ -8,10 +8,7 @@ wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits an
 
 from __future__ import annotations
 
-import threading
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,23 +22,24 @@ from ringway.backends.base import GroupInfo
 from ringway.backends.c10d import TorchBackend
 from ringway.backends.c10d_work import Announced, mapped
 from ringway.backends.compose import reduce_rows
+from ringway.backends.device_watch import device_watch
 from ringway.call import Call, Reduce
-from ringway.threads import start
 from ringway.work import DONE, Completion, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
-_LOOK_SOON = 0.0002
-_LOOK_LATE = 0.002
-_SOON = 0.005
+_DOUBTFUL_SECONDS = 1.0
+"""What took no longer than that ended well: NCCL's errors are found out by limits that are longer. (torch warns
+whoever asks.)"""
 _LEAVE_SECONDS = 10.0
 
 
 class NcclHandle(Announced):
     """A collective on NCCL's stream."""
 
+    notifies = False
     on_device = True
 
     def wait(self, timeout: float | None = None) -> None:
@@ -55,9 +53,22 @@ class NcclHandle(Announced):
             raise self._error(error) from None
 
     def when_done(self, completion: Completion) -> None:
-        _device_watch.add(self, completion)
+        self.when_finished(completion)
 
-    when_finished = when_done
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        call = self._call
+        tensors = [tensor for tensor in (*call.outputs, *call.inputs) if tensor.is_cuda]
+        if tensors and torch.cuda.is_current_stream_capturing():
+            completion(None)  # it was written down, and runs whenever the graph is replayed
+        elif call.async_op or soon or not tensors:
+            line = call.group, None if call.op.collective else (call.op.name, call.peer)
+            device_watch.add(line, self.done, self.outcome, completion, soon)
+        else:
+            # The current stream is behind it. An event there keeps no tensor from being freed; torch's work would.
+            stream = torch.cuda.current_stream(tensors[0].device)
+            event = torch.cuda.Event()
+            event.record(stream)
+            device_watch.add((call.group, stream.cuda_stream), event.query, _well, completion, soon)
 
     def done(self) -> bool:
         try:
@@ -67,6 +78,8 @@ class NcclHandle(Announced):
 
     def outcome(self) -> BaseException | None:
         """What went wrong with a finished collective, if anything, and as far as torch can say it in Python."""
+        if time.monotonic() - self._began < _DOUBTFUL_SECONDS:
+            return None
         try:
             error = self._work.exception()
         except TypeError:  # a C++ exception that has no Python type
@@ -74,49 +87,6 @@ class NcclHandle(Announced):
         except Exception as failure:
             error = failure
         return self._error(error) if isinstance(error, BaseException) else None
-
-
-class _DeviceWatch:
-    """Looks which collectives have finished. NCCL finishes them in the order of a stream, so it looks at the
-    oldest of each group only."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending: dict[str, deque[tuple[NcclHandle, Completion, float]]] = {}
-        self._thread: threading.Thread | None = None
-
-    def add(self, handle: NcclHandle, completion: Completion) -> None:
-        with self._changed:
-            self._pending.setdefault(handle.group, deque()).append((handle, completion, time.monotonic()))
-            if self._thread is None:
-                self._thread = start("ringway-device-watch", self._serve)
-            self._changed.notify()
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending)
-                ended = self._take_finished()
-                ages = [time.monotonic() - queue[0][2] for queue in self._pending.values()]
-            for handle, completion, _ in ended:
-                try:
-                    completion(handle.outcome())
-                except Exception:
-                    traceback.print_exc()
-            if ages:
-                time.sleep(_LOOK_SOON if min(ages) < _SOON else _LOOK_LATE)
-
-    def _take_finished(self) -> list[tuple[NcclHandle, Completion, float]]:
-        ended = []
-        for group, queue in list(self._pending.items()):
-            while queue and queue[0][0].done():
-                ended.append(queue.popleft())
-            if not queue:
-                del self._pending[group]
-        return ended
-
-
-_device_watch = _DeviceWatch()
 
 
 class NcclBackend(TorchBackend):
@@ -217,6 +187,10 @@ class NcclBackend(TorchBackend):
             return
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
+
+
+def _well() -> None:
+    """The outcome of what an event stands for: it does not know."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from ringway.compress.layout import Layout, Window, frame_bytes, statuses
 from ringway.compress.onebit import OneBit
 from ringway.compress.report import SAMPLE_EVERY
 from ringway.compress.verdict import Verdict
-from ringway.compress.workspace import Workspace
+from ringway.compress.workspace import Shelf, Workspace
 from ringway.errors import NotFinite, UsageError
 from ringway.work import Work
 from ringway.world import world
@@ -196,13 +196,13 @@ class _Sent:
     held: Tensor | None
     """What must stay in memory until the work is done."""
 
-    def arrived(self, workspace: Workspace) -> Tensor:
-        """The frames that came; what was sent for them goes back to the workspace."""
+    def arrived(self, shelf: Shelf) -> Tensor:
+        """The frames that came; what was sent for them goes back to the shelf."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         if self.held is not None:
-            workspace.give_back(self.held)
+            shelf.give_back(self.held)
             self.held = None
         return self.frames
 
@@ -228,7 +228,9 @@ class AllReduce:
         self._layout = Layout(tensor.numel(), communicator.size)
         self._worker: Tensor | None = None
         self._server: Tensor | None = None
-        self._workspace = Workspace() if slot is None else slot.owner.workspace
+        workspace = Workspace() if slot is None else slot.owner.workspace
+        self._shelf = workspace.shelf(tensor.device)
+        self._overlaps = False
         self._verdicts: list[Verdict] = []
 
     def use_residuals(self, worker: Tensor, server: Tensor) -> None:
@@ -274,6 +276,7 @@ class AllReduce:
         columns = -(-window // self._layout.ranks)
         columns = -(-columns // self._codec.granule) * self._codec.granule
         windows = self._layout.windows(columns)
+        self._overlaps = len(windows) > 1
         if self._codec.tensor_scale:
             self._in_two_sweeps(windows)
         else:
@@ -302,7 +305,7 @@ class AllReduce:
         statistics = []
 
         def measure(one: _Sent) -> None:
-            frames, count = one.arrived(self._workspace), one.window.count(self._communicator.rank)
+            frames, count = one.arrived(self._shelf), one.window.count(self._communicator.rank)
             if count:
                 statistics.append(kernels.measure_mean(frames, self._residual_of(one.window), count))
 
@@ -322,29 +325,31 @@ class AllReduce:
             self._receive(returned.popleft())
 
     def _send(self, window: Window, scale: Tensor | None) -> _Sent:
-        rows, nbytes, device = self._layout.ranks, frame_bytes(self._codec, window.columns), self._flat.device
-        frames = self._workspace.take_clean(rows, nbytes, device)
+        rows, nbytes = self._layout.ranks, frame_bytes(self._codec, window.columns)
+        frames = self._shelf.take_clean(rows, nbytes)
         self._kernels.encode(self._flat, self._worker, window, frames, scale)
-        arriving = self._workspace.take(rows, nbytes, device)
-        work = self._communicator.all_to_all_single(arriving, frames, async_op=True, log_name="compressed")
+        arriving = self._shelf.take(rows, nbytes)
+        work = self._communicator.all_to_all_single(arriving, frames, async_op=self._overlaps, log_name="compressed")
         return _Sent(window, work, arriving, frames)
 
     def _serve(self, sent: _Sent, scale: Tensor | None) -> _Sent:
-        frames = sent.arrived(self._workspace)
+        frames = sent.arrived(self._shelf)
         count = sent.window.count(self._communicator.rank)
-        frame = self._workspace.take_clean(1, frames.shape[1], frames.device)
+        frame = self._shelf.take_clean(1, frames.shape[1])
         self._kernels.encode_mean(frames, self._residual_of(sent.window), count, frame[0], scale)
-        self._workspace.give_back(frames)
-        gathered = self._workspace.take(frames.shape[0], frames.shape[1], frames.device)
-        work = self._communicator.all_gather_into_tensor(gathered, frame, async_op=True, log_name="compressed")
+        self._shelf.give_back(frames)
+        gathered = self._shelf.take(*frames.shape)
+        work = self._communicator.all_gather_into_tensor(
+            gathered, frame, async_op=self._overlaps, log_name="compressed"
+        )
         return _Sent(sent.window, work, gathered, frame)
 
     def _receive(self, returned: _Sent) -> None:
-        frames = returned.arrived(self._workspace)
+        frames = returned.arrived(self._shelf)
         if self._setting.raise_not_finite:
             self._verdicts.append(Verdict(statuses(frames).amax()))
         self._kernels.decode(frames, returned.window, self._flat)
-        self._workspace.give_back(frames)
+        self._shelf.give_back(frames)
 
     def _residual_of(self, window: Window) -> Tensor | None:
         """The part of the server's residual that this rank's columns of the window have."""

@@ -174,7 +174,7 @@ def _mean(
     frames,
     frames_f32,
     frames_i32,
-    rows,
+    ROWS: tl.constexpr,
     factor,
     stride,
     count,
@@ -194,7 +194,7 @@ def _mean(
     guilty = tl.program_id(0) * 0
     payload = _payload(count, BLOCK, SHARED)
     frame = tl.program_id(0).to(tl.int64) * 0
-    for row in range(rows):
+    for row in range(ROWS):
         status = tl.load(frames_i32 + frame // 4)
         guilty = tl.where((guilty == 0) & (status != 0), row + 1, guilty)
         if SHARED:
@@ -266,7 +266,7 @@ def encode_mean(
     out_f32,
     out_i32,
     scale,
-    rows,
+    ROWS: tl.constexpr,
     factor,
     stride,
     count,
@@ -282,7 +282,7 @@ def encode_mean(
         frames,
         frames_f32,
         frames_i32,
-        rows,
+        ROWS,
         factor,
         stride,
         count,
@@ -316,7 +316,7 @@ def encode_mean(
         keep = mask & finite[:, None]
         tl.store(residual + offsets, lost.to(residual.dtype.element_ty), mask=keep)
     bad = tl.max((finite == 0).to(tl.int32), axis=0)
-    status = tl.where(guilty != 0, guilty, rows + 1)
+    status = tl.where(guilty != 0, guilty, ROWS + 1)
     tl.store(out_i32, status, mask=bad != 0)
 
 
@@ -358,7 +358,7 @@ def decode_mean(
     frames_f32,
     frames_i32,
     values,
-    rows,
+    ROWS: tl.constexpr,
     factor,
     stride,
     count,
@@ -372,7 +372,7 @@ def decode_mean(
         frames,
         frames_f32,
         frames_i32,
-        rows,
+        ROWS,
         factor,
         stride,
         count,

@@ -1,0 +1,92 @@
+"""The thread that looks at the device, with a device that is scripted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from ringway.backends import device_watch
+from ringway.backends.device_watch import DeviceWatch
+
+
+class Device:
+    """Lines of things that end in their order, when they are told to; counts how often it was asked."""
+
+    def __init__(self, lines: int, length: int) -> None:
+        self.watch = DeviceWatch()
+        self.ended = [0] * lines
+        self.asked = 0
+        self.told: list[tuple[int, int]] = []
+        self._length = length
+        self._all = lines * length
+        self._changed = threading.Condition()
+
+    def add_all(self, soon: bool) -> None:
+        for number in range(self._length):
+            for line in range(len(self.ended)):
+                self.add(line, number, soon)
+
+    def add(self, line: int, number: int, soon: bool) -> None:
+        def done() -> bool:
+            self.asked += 1
+            return number < self.ended[line]
+
+        def completed(error: BaseException | None) -> None:
+            with self._changed:
+                self.told.append((line, number))
+                self._changed.notify_all()
+
+        self.watch.add(line, done, lambda: None, completed, soon)
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.told) >= count, 60)
+
+
+def test_each_end_is_told_once_and_in_the_order_of_its_line() -> None:
+    for soon in (True, False):
+        device = Device(lines=3, length=40)
+        device.add_all(soon)
+        for reached in (1, 7, 8, 30, 40):
+            for line in range(3):
+                device.ended[line] = max(0, reached - line)
+            device.wait_for(sum(device.ended))
+        device.ended = [40] * 3
+        device.wait_for(120)
+        time.sleep(0.05)
+        for line in range(3):
+            assert [number for of, number in device.told if of == line] == list(range(40))
+
+
+def test_a_look_asks_about_few() -> None:
+    """Each question gives the interpreter's lock away, to a program that is busy."""
+    device = Device(lines=1, length=1000)
+    device.ended[0] = 1000
+    device.add_all(soon=False)
+    device.wait_for(1000)
+    assert device.asked <= 12 * 20, "a thousand ends, at most a few looks of ten questions each"
+
+
+def test_who_wants_to_know_soon_does_not_wait_for_the_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_watch, "LOOK_PATIENTLY", 3600.0)
+    device = Device(lines=2, length=1)
+    device.add(0, 0, soon=False)
+    time.sleep(0.05)
+    assert device.asked == 0
+    device.ended = [1, 1]
+    device.add(1, 0, soon=True)
+    device.wait_for(2)
+
+
+def test_a_callback_that_raises_disturbs_nobody() -> None:
+    device = Device(lines=1, length=2)
+
+    def broken(error: BaseException | None) -> None:
+        raise ValueError("of the callback's own")
+
+    device.watch.add(0, lambda: True, lambda: None, broken, True)
+    device.ended[0] = 2
+    device.add_all(soon=True)
+    device.wait_for(2)
