@@ -74,6 +74,8 @@ class Codec(abc.ABC):
 
 
 _FACTORIES: dict[str, Callable[..., Codec]] = {}
+_made: dict[str, Codec] = {}
+"""By what was asked for: a codec is a value, and every call asks."""
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
@@ -83,6 +85,7 @@ def register_codec(name: str, factory: Callable[..., Codec]) -> None:
     if name == "auto":
         raise UsageError("'auto' is the choice between a codec and none; it cannot be registered")
     _FACTORIES[name] = factory
+    _made.clear()
 
 
 def codec_names() -> list[str]:
@@ -94,6 +97,13 @@ def get_codec(codec: str | Codec) -> Codec:
     """The codec for a name (`"int8"`), a name and a block (`"onebit:512"`, `"onebit:tensor"`), or itself."""
     if isinstance(codec, Codec):
         return codec
+    known = _made.get(codec)
+    if known is None:
+        known = _made[codec] = _make(codec)
+    return known
+
+
+def _make(codec: str) -> Codec:
     name, _, block = codec.partition(":")
     factory = _FACTORIES.get(name)
     if factory is None:

@@ -7,7 +7,7 @@ Two phases, two collectives:
 2. The server averages what it decodes, adds its own residual, encodes the average, keeps what was lost.
    all_gather_into_tensor brings everybody all shards, which they decode into the tensor.
 
-A tensor travels in windows (`layout`), so that one is encoded while another is on the wire and a third is
+A large tensor travels in windows (`layout`), so that one is encoded while another is on the wire and a third is
 decoded. With one scale a tensor a scale is known only after everything was seen: phase 2 then begins when
 phase 1 has ended.
 
@@ -45,13 +45,15 @@ CPU_WINDOW_BYTES = 1 << 20
 """How much of a tensor on the CPU travels together, in the codec's bytes: little enough that encoding overlaps with
 the wire, enough to be worth two collectives. Over 1 Gbit/s the best of what was tried, for onebit and int8 alike."""
 CUDA_WINDOW = 1 << 28
-"""And on a GPU, in elements: there the steps overlap anyway."""
+"""And on a GPU, in elements: there a window's launches cost more than they gain, unless it is large."""
 
 SPLIT = 4
 """In how many windows at least a tensor travels whose codec has a byte or more an element. A window's frames lie in
 memory twice, sent and arrived, and at most three windows are under way: 6 / 4 bytes an element, where the whole
 tensor at once would need more than 2."""
-WORTH_SPLITTING = 1 << 16
+CUDA_SPLIT = 2
+"""And on a GPU, where each window is launched for dear: one after the other, which is 2 / 2 bytes an element."""
+WORTH_SPLITTING, CUDA_WORTH_SPLITTING = 1 << 16, 1 << 24
 """Elements from which on memory counts for more than the number of collectives."""
 
 
@@ -271,26 +273,29 @@ class AllReduce:
 
     def _exchange(self) -> None:
         window, numel = self._setting.window, self._layout.numel
-        if numel >= WORTH_SPLITTING and self._codec.nbytes(numel) >= numel:
-            window = min(window, -(-numel // SPLIT))
+        worth, split = (CUDA_WORTH_SPLITTING, CUDA_SPLIT) if self._flat.is_cuda else (WORTH_SPLITTING, SPLIT)
+        heavy = numel >= worth and self._codec.nbytes(numel) >= numel
+        if heavy:
+            window = min(window, -(-numel // split))
         columns = -(-window // self._layout.ranks)
         columns = -(-columns // self._codec.granule) * self._codec.granule
         windows = self._layout.windows(columns)
-        self._overlaps = len(windows) > 1
+        self._overlaps = len(windows) >= (SPLIT if heavy else 2)
         if self._codec.tensor_scale:
             self._in_two_sweeps(windows)
         else:
             self._in_one_sweep(windows)
 
     def _in_one_sweep(self, windows: list[Window]) -> None:
-        """While window k is encoded, k - 1 travels to its servers and k - 2 back from them."""
+        """While window k is encoded, k - 1 travels to its servers and k - 2 back from them, where they overlap."""
+        ahead = 1 if self._overlaps else 0
         sent: deque[_Sent] = deque()
         returned: deque[_Sent] = deque()
         for window in windows:
             sent.append(self._send(window, None))
-            if len(sent) > 1:
+            if len(sent) > ahead:
                 returned.append(self._serve(sent.popleft(), None))
-            if len(returned) > 1:
+            if len(returned) > ahead:
                 self._receive(returned.popleft())
         while sent:
             returned.append(self._serve(sent.popleft(), None))

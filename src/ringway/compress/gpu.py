@@ -21,6 +21,8 @@ from ringway.compress.scaled import RoundingCodec, ScaledCodec
 
 TILE = 2048
 """Elements that one program encodes or decodes."""
+MEAN_TILE = 1024
+"""Elements of an average that one program encodes, with fewer threads: the best of what was tried on an H200."""
 MEASURE_TILE = 8192
 """Elements that one program sums up: it keeps nothing, so it may take more."""
 LARGEST_BLOCK = 16384
@@ -48,6 +50,13 @@ def _views(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return frames, frames.view(torch.float32), frames.view(torch.int32)
 
 
+def _tiled(block: int | None, least: int) -> tuple[int, dict[str, Any]]:
+    """How many elements one program takes, at `least` so many, and how they are cut into blocks."""
+    length = block or least
+    tile = max(length, least)
+    return tile, {"GROUPS": tile // length, "BLOCK": length, "SHARED": block is None}
+
+
 class TritonKernels(Kernels):
     """One pass over memory a step, enqueued on the current stream."""
 
@@ -56,19 +65,14 @@ class TritonKernels(Kernels):
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec)
         assert isinstance(codec, ScaledCodec)
-        shared = codec.block is None
-        block = TILE if codec.block is None else codec.block
-        inverse = 1.0 / codec.largest if isinstance(codec, RoundingCodec) else 0.0
-        self._tile = max(block, TILE)
-        self._groups = self._tile // block
+        loss = {"LARGEST_INVERSE": 1.0 / codec.largest if isinstance(codec, RoundingCodec) else 0.0}
         self._kind: dict[str, Any] = {"KIND": codec.code}
-        self._shape: dict[str, Any] = {
-            **self._kind,
-            "GROUPS": self._groups,
-            "BLOCK": block,
-            "SHARED": shared,
-        }
-        self._lossy: dict[str, Any] = {**self._shape, "LARGEST_INVERSE": inverse}
+        self._tile, shape = _tiled(codec.block, TILE)
+        self._shape: dict[str, Any] = {**self._kind, **shape}
+        self._lossy: dict[str, Any] = {**self._shape, **loss}
+        self._mean_tile, mean_shape = _tiled(codec.block, MEAN_TILE)
+        warps = 2 if self._mean_tile == MEAN_TILE else 4
+        self._lossy_mean: dict[str, Any] = {**self._kind, **mean_shape, **loss, "num_warps": warps}
 
     @staticmethod
     def unfit(codec: Codec, device: torch.device) -> str | None:
@@ -141,7 +145,7 @@ class TritonKernels(Kernels):
     ) -> None:
         if count == 0:
             return
-        _device_code().encode_mean[self._grid(count)](
+        _device_code().encode_mean[(-(-count // self._mean_tile),)](
             *_views(frames),
             residual,
             *_views(frame),
@@ -150,7 +154,7 @@ class TritonKernels(Kernels):
             1.0 / frames.shape[0],
             frames.stride(0),
             count,
-            **self._lossy,
+            **self._lossy_mean,
             HAS_RESIDUAL=residual is not None,
         )
 
