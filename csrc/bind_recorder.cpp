@@ -182,6 +182,7 @@ void bind_recorder(nb::module_& m) {
         .def("choose", &choose, nb::arg("enabled"), nb::arg("all"), nb::arg("by_caller"), nb::arg("ops"),
              nb::arg("labels"))
         .def_prop_ro("logging", [](Recorder& self) { return self.ledger().enabled(); })
+        .def_prop_ro("keeps_times", &Recorder::keeps_times)
         .def(
             "log",
             [](Recorder& self, int op, const std::string& label, int size, int64_t bytes, int64_t ns) {

@@ -57,6 +57,9 @@ class Recorder {
     };
     Trace stop_trace();
 
+    // Whether somebody wants to know how long calls take.
+    bool keeps_times() { return tracing_.load(std::memory_order_relaxed) || ledger_.enabled(); }
+
   private:
     Slot& slot(uint64_t token) const { return file_.slot(token); }
     void keep_site(uint32_t id);

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +20,9 @@ from ringway.backends.select import select
 from ringway.errors import UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.world import NON_MEMBER, register_with_torch, world
+
+_BEYOND_TORCHS = 1 << 40
+"""More groups than torch will ever count."""
 
 
 def is_available() -> bool:
@@ -89,9 +96,30 @@ def new_group(
 ) -> Any:
     """torch's function; without a backend the new group uses the world's, or what `set_backend` said."""
     extra = {} if sort_ranks else {"sort_ranks": False}
-    return c10d.new_group(
-        ranks, timeout, _named(backend), pg_options, use_local_synchronization, group_desc, device_id, **extra
-    )
+    name = _named(backend)
+    with _counted_apart(ranks) if use_local_synchronization and ranks is not None else nullcontext():
+        return c10d.new_group(
+            ranks, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
+        )
+
+
+_members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[int]]] = weakref.WeakKeyDictionary()
+"""By world and ranks: how many groups these have made among themselves."""
+
+
+@contextmanager
+def _counted_apart(ranks: Iterable[int]) -> Iterator[None]:
+    """For a group that only its members make. torch names groups by their count, and from 2.15 on counts such groups
+    too: then the ranks no longer agree about the names of later groups, and wait for each other for ever."""
+    torchs = c10d.distributed_c10d._world
+    count, members = torchs.group_count, frozenset(ranks)
+    counts = _members_counts.setdefault(get_world_group(), Counter())
+    torchs.group_count = _BEYOND_TORCHS + counts[members]
+    counts[members] += 1
+    try:
+        yield
+    finally:
+        torchs.group_count = count
 
 
 def new_subgroups(

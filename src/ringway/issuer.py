@@ -254,7 +254,8 @@ class Issuer:
         except BaseException as error:
             raise self._ended(token, error, observed) or error from None
         if handle.on_device:
-            handle.when_finished(lambda error: _discard(self._ended(token, error, observed)), soon=observed is not None)
+            timed = observed is not None or self._recorder.keeps_times
+            handle.when_finished(lambda error: _discard(self._ended(token, error, observed)), soon=timed)
             return Work(handle, call.outputs, _as_it_is) if call.async_op else None
         if call.async_op:
             return self._work(call, token, handle, observed)

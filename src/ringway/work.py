@@ -26,8 +26,8 @@ class Handle(abc.ABC):
     """After a receive from any source: the rank of the group it came from."""
 
     notifies = True
-    """Whether completion is noticed without anybody waiting. If not, `when_done` costs a thread, and a Work
-    asks for it only when its user does."""
+    """Whether completion is noticed without anybody waiting. If not, `when_done` costs something, and a Work asks for
+    it only when its user does."""
 
     on_device = False
     """Whether `wait` only orders the device's work, as a collective on a CUDA stream does. Then the end is told
@@ -49,6 +49,10 @@ class Handle(abc.ABC):
         """As `when_done`, but at the end of the work itself where that comes after the wait's; with `soon` false, at
         the backend's leisure."""
         self.when_done(completion)
+
+    def outcome(self) -> BaseException | None:
+        """What went wrong with a collective on a device, once it is done."""
+        return None
 
 
 class _Done(Handle):
@@ -78,7 +82,7 @@ class Finishing(Handle):
         self._finish: Callable[[], None] | None = finish
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self.notifies = inner.notifies
+        self.notifies = inner.notifies or inner.on_device  # who only synchronizes the device wants the last step too
         self.on_device = inner.on_device
 
     @property
@@ -123,6 +127,9 @@ class Finishing(Handle):
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
         self._inner.when_finished(completion, soon)
 
+    def outcome(self) -> BaseException | None:
+        return self._error or self._inner.outcome()
+
 
 class Together(Handle):
     """Several handles that count as one."""
@@ -144,6 +151,9 @@ class Together(Handle):
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
         self._when_all(completion, [partial(handle.when_finished, soon=soon) for handle in self._handles])
+
+    def outcome(self) -> BaseException | None:
+        return next((error for handle in self._handles if (error := handle.outcome()) is not None), None)
 
     def _when_all(self, completion: Completion, tellers: Sequence[Callable[[Completion], None]]) -> None:
         if not tellers:
@@ -255,7 +265,10 @@ class Work(c10d.Work):
 
     def is_completed(self) -> bool:
         if not self._settled:
-            self._watch()
+            if not self._handle.on_device:
+                self._watch()
+            elif self._handle.done():
+                self._completed(self._handle.outcome())
         return self._settled
 
     def is_success(self) -> bool:

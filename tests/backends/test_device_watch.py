@@ -11,6 +11,22 @@ from ringway.backends import device_watch
 from ringway.backends.device_watch import DeviceWatch
 
 
+class One:
+    """Ends when its line has come so far; raises, once that is set, whatever is asked of it."""
+
+    def __init__(self, device: Device, line: int, number: int) -> None:
+        self._device, self._line, self._number = device, line, number
+
+    def done(self) -> bool:
+        self._device.asked += 1
+        if self._device.failure is not None:
+            raise self._device.failure
+        return self._number < self._device.ended[self._line]
+
+    def outcome(self) -> BaseException | None:
+        return None
+
+
 class Device:
     """Lines of things that end in their order, when they are told to; counts how often it was asked."""
 
@@ -18,9 +34,9 @@ class Device:
         self.watch = DeviceWatch()
         self.ended = [0] * lines
         self.asked = 0
-        self.told: list[tuple[int, int]] = []
+        self.failure: Exception | None = None
+        self.told: list[tuple[int, int, BaseException | None]] = []
         self._length = length
-        self._all = lines * length
         self._changed = threading.Condition()
 
     def add_all(self, soon: bool) -> None:
@@ -29,16 +45,12 @@ class Device:
                 self.add(line, number, soon)
 
     def add(self, line: int, number: int, soon: bool) -> None:
-        def done() -> bool:
-            self.asked += 1
-            return number < self.ended[line]
-
         def completed(error: BaseException | None) -> None:
             with self._changed:
-                self.told.append((line, number))
+                self.told.append((line, number, error))
                 self._changed.notify_all()
 
-        self.watch.add(line, done, lambda: None, completed, soon)
+        self.watch.add(line, One(self, line, number), completed, soon)
 
     def wait_for(self, count: int) -> None:
         with self._changed:
@@ -57,7 +69,7 @@ def test_each_end_is_told_once_and_in_the_order_of_its_line() -> None:
         device.wait_for(120)
         time.sleep(0.05)
         for line in range(3):
-            assert [number for of, number in device.told if of == line] == list(range(40))
+            assert [number for of, number, _ in device.told if of == line] == list(range(40))
 
 
 def test_a_look_asks_about_few() -> None:
@@ -70,7 +82,7 @@ def test_a_look_asks_about_few() -> None:
 
 
 def test_who_wants_to_know_soon_does_not_wait_for_the_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_watch, "LOOK_PATIENTLY", 3600.0)
+    monkeypatch.setattr(device_watch, "LOOK_LATER", 3600.0)
     device = Device(lines=2, length=1)
     device.add(0, 0, soon=False)
     time.sleep(0.05)
@@ -86,7 +98,20 @@ def test_a_callback_that_raises_disturbs_nobody() -> None:
     def broken(error: BaseException | None) -> None:
         raise ValueError("of the callback's own")
 
-    device.watch.add(0, lambda: True, lambda: None, broken, True)
     device.ended[0] = 2
+    device.watch.add(0, One(device, 0, 0), broken, True)
     device.add_all(soon=True)
     device.wait_for(2)
+
+
+def test_a_device_that_cannot_be_asked_ends_what_is_under_way_and_not_the_watch() -> None:
+    device = Device(lines=2, length=3)
+    device.failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+    device.add_all(soon=False)
+    device.wait_for(6)
+    assert all(error is device.failure for _, _, error in device.told)
+    device.failure = None
+    device.ended[0] = 1
+    device.add(0, 0, soon=True)
+    device.wait_for(7)
+    assert device.told[-1] == (0, 0, None)

@@ -3,9 +3,13 @@ What needs a GPU is proven by `scripts/nccl_proof.py` (docs/proofs/nccl.md)."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +21,9 @@ from ringway.backends import nccl
 from ringway.backends.adopt import adopt
 from ringway.backends.base import GroupInfo
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
-from ringway.errors import CommTimeout, RingwayError
+from ringway.errors import CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
+from ringway.work import Finishing, Work
 from ringway.world import _torch_backends
 
 
@@ -105,17 +110,144 @@ def test_the_end_is_told_when_the_device_has_finished() -> None:
     assert told[0][1] is None
 
 
-def test_a_failure_on_the_device_is_told_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_DOUBTFUL_SECONDS", 0.0)
+def test_a_failure_on_the_device_is_told_as_ours() -> None:
     work = ScriptedWork(RuntimeError("NCCL error: unhandled system error"))
-    work.finished.set()
     handle = _backend(work)[0].all_reduce(_call())
     told: list[BaseException | None] = []
     done = threading.Event()
     handle.when_finished(lambda error: (told.append(error), done.set()))
+    time.sleep(1.2 * nccl._DOUBTFUL_SECONDS)
+    work.finished.set()
     assert done.wait(30)
     assert isinstance(told[0], RingwayError)
     assert "unhandled system error" in str(told[0])
+
+
+def test_what_ended_at_once_is_not_asked_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns whoever asks."""
+    monkeypatch.setattr(nccl, "_DOUBTFUL_SECONDS", 600.0)
+    work = ScriptedWork()
+    work.finished.set()
+    handle = _backend(work)[0].all_reduce(_call())
+    monkeypatch.setattr(work, "exception", lambda: pytest.fail("it was asked"))
+    assert handle.done()
+    assert handle.outcome() is None
+
+
+class ScriptedTensor:
+    """Of a CUDA tensor what is asked here."""
+
+    is_cuda = True
+    dtype = torch.float32
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+class ScriptedCuda:
+    """torch.cuda with streams that go no further than they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached: set[torch.device] = set()
+        self.capturing = False
+        cuda = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.device = stream.device
+
+            def query(self) -> bool:
+                return self.device in cuda.reached
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device, cuda_stream=0))
+
+
+def _on(device: str, async_op: bool = False) -> Call:
+    tensor: Any = ScriptedTensor(device)
+    return Call(ALL_REDUCE, (tensor,), (tensor,), group="scripted", size=1, async_op=async_op)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_synchronous_call_ends_with_its_stream_and_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = ScriptedCuda(monkeypatch)
+    told: list[str] = []
+    for device in ("cuda:0", "cuda:1"):  # whose default streams have the same number
+        call = _on(device)
+        handle = _backend(ScriptedWork())[0].all_reduce(call)
+        handle.when_finished(lambda error, device=device: told.append(device), soon=False)
+        tensor = weakref.ref(call.inputs[0])
+        del call, handle
+        gc.collect()
+        assert tensor() is None
+    cuda.reached.add(torch.device("cuda:1"))
+    _until(lambda: told == ["cuda:1"])
+    cuda.reached.add(torch.device("cuda:0"))
+    _until(lambda: told == ["cuda:1", "cuda:0"])
+
+
+def test_a_synchronous_call_that_never_ends_is_told_what_nccl_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedCuda(monkeypatch)
+    work = ScriptedWork(RuntimeError("NCCL error: ncclRemoteError"))
+    work.finished.set()  # torch takes an error for an end; the stream does not get there
+    told: list[BaseException | None] = []
+    _backend(work)[0].all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
+    _until(lambda: bool(told))
+    assert isinstance(told[0], PeerLost)
+
+
+def test_what_a_graph_captures_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = ScriptedCuda(monkeypatch)
+    cuda.capturing = True
+    work = ScriptedWork()
+    monkeypatch.setattr(work, "is_completed", lambda: pytest.fail("it was asked"))
+    backend, group = _backend(work)
+    told: list[BaseException | None] = []
+    backend.all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
+    backend.all_reduce(_on("cuda:0", async_op=True)).when_finished(told.append, soon=True)
+    assert told == [None, None]
+    backend.close()
+    assert group.aborted == 0
+
+
+def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedCuda(monkeypatch)
+    works = [ScriptedWork() for _ in range(3)]
+    handles = [_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)) for work in works]
+    ended: list[int] = []
+    for number, handle in enumerate(handles):
+        handle.when_finished(lambda error, number=number: ended.append(number), soon=False)
+    users = [Work(handle, (), lambda error: error) for handle in handles]
+    assert not users[0].is_completed()
+    late = users[1].get_future()
+    works[0].finished.set()
+    assert users[0].is_completed()
+    users[0].get_future().wait()
+    _until(lambda: 0 in ended)
+    time.sleep(0.05)
+    assert not late.done()
+    assert not users[1].is_completed()
+    assert 1 not in ended
+    works[1].finished.set()
+    late.wait()
+    works[2].finished.set()
+    _until(lambda: ended == [0, 1, 2])
+
+
+def test_the_last_step_of_a_call_is_done_though_nobody_waits() -> None:
+    work = ScriptedWork()
+    done = threading.Event()
+    user = Work(Finishing(_backend(work)[0].all_reduce(_call()), done.set), (), lambda error: error)
+    work.finished.set()
+    assert done.wait(30)
+    _until(user.is_completed)
 
 
 def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,9 +179,21 @@ def test_nothing_reaches_the_inner_gloo_which_listens_on_loopback_only(pool: Ran
 # The entry point
 
 
+@pytest.mark.skipif(not hasattr(c10d.Backend, "_ensure_backend_registered"), reason="torch looks from 2.14 on")
+def test_torch_finds_the_backend_without_an_import() -> None:
+    program = (
+        "import sys, torch.distributed as c10d\n"
+        "assert 'ringway' not in sys.modules\n"
+        "c10d.init_process_group('shm', store=c10d.HashStore(), rank=0, world_size=1)\n"
+        "print(type(c10d.group.WORLD).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "Bridge"), done.stderr[-2000:]
+
+
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
-    """What torch 2.14 does when a program names a backend it does not know: it loads the entry point of that name and
-    calls it, and the name is then known."""
+    """What torch does from 2.14 on when a program names a backend it does not know: it loads the entry point of that
+    name and calls it, and the name is then known."""
     program = (
         "from importlib.metadata import entry_points\n"
         "import sys, torch.distributed as c10d\n"

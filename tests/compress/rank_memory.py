@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringway.compress import ErrorFeedback, compressed_all_reduce
+from ringway.compress import ErrorFeedback, collectives, compressed_all_reduce
 from ringway.testing import RankContext
 
 
@@ -41,9 +41,11 @@ class Live(TorchDispatchMode):
         return made
 
 
-def extra_bytes(context: RankContext, specs: list[str], numel: int) -> dict[str, float]:
-    """Bytes an element that a call holds at most, beyond the tensor and its residuals."""
+def extra_bytes(context: RankContext, specs: list[str], numel: int, split: int) -> dict[str, float]:
+    """Bytes an element that a call holds at most, beyond the tensor and its residuals, where a codec of a byte an
+    element travels in so many windows at least."""
     context.start("shm")
+    collectives.CPU_SPLIT = collectives.Split(split, collectives.CPU_SPLIT.elements)  # ranks that ran this are replaced
     found = {}
     for spec in specs:
         feedback = ErrorFeedback()

@@ -6,6 +6,7 @@ import pytest
 import rank_memory
 import torch
 
+from ringway.compress.collectives import CPU_SPLIT, CUDA_SPLIT, Split
 from ringway.compress.workspace import KEPT, Workspace
 from ringway.testing import RankPool
 
@@ -13,12 +14,14 @@ CPU = torch.device("cpu")
 SPECS = ["onebit", "onebit:tensor", "int8", "int8:tensor", "int4", "fp8", "fp8:tensor"]
 
 
-@pytest.mark.parametrize("numel", [1 << 17, 1_000_003])
+@pytest.mark.parametrize("split", [CPU_SPLIT, CUDA_SPLIT])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_no_codec_holds_two_bytes_an_element(pool: RankPool, ranks: int, numel: int) -> None:
-    for found in pool.run(rank_memory.extra_bytes, SPECS, numel, world_size=ranks):
-        assert all(extra < 2.0 for extra in found.values()), found
-        assert found["int8"] > 0.5, "the count missed the frames"
+def test_no_codec_holds_two_bytes_an_element(pool: RankPool, ranks: int, split: Split) -> None:
+    for numel in (1 << 17, 1_000_003):
+        for found in pool.run(rank_memory.extra_bytes, SPECS, numel, split.windows, world_size=ranks):
+            assert all(extra < 2.0 for extra in found.values()), found
+            assert found["int8"] > 0.5, "the count missed the frames"
+    pool.replace()
 
 
 def test_frames_of_every_length_share_the_same_buffers() -> None:

@@ -118,10 +118,6 @@ class Announced(Handle):
         self._call = call
         self._began = time.monotonic()
 
-    @property
-    def group(self) -> str:
-        return self._call.group
-
     def _error(self, error: BaseException) -> RingwayError:
         return mapped(error, self._call, time.monotonic() - self._began)
 

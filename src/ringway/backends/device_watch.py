@@ -11,25 +11,33 @@ import ctypes
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ringway.threads import start
 from ringway.work import Completion
 
 LOOK_SOON = 0.0002
 LOOK_LATER = 0.002
-"""Once somebody who wants to know soon has waited for `SOON`."""
+"""Once all who want to know soon have waited for `SOON`, and where nobody wants to."""
 SOON = 0.005
-LOOK_PATIENTLY = 0.005
+
+
+class Ending(Protocol):
+    """Something on the device that ends."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. What it raises is taken for its end."""
+
+    def outcome(self) -> BaseException | None:
+        """What went wrong with it, once it has ended."""
 
 
 class Pending(NamedTuple):
-    """Something on the device whose end somebody wants to know."""
+    """An end that somebody wants to know."""
 
-    done: Callable[[], bool]
-    outcome: Callable[[], BaseException | None]
+    ending: Ending
     completion: Completion
     since: float
     soon: bool
@@ -42,19 +50,12 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
         self._patient = False
 
-    def add(
-        self,
-        line: Hashable,
-        done: Callable[[], bool],
-        outcome: Callable[[], BaseException | None],
-        completion: Completion,
-        soon: bool,
-    ) -> None:
-        """Calls `completion` with the `outcome` once it is `done`. What is added to one line ends in that order."""
+    def add(self, line: Hashable, ending: Ending, completion: Completion, soon: bool) -> None:
+        """Calls `completion` with the outcome. What is added to one line ends in the order in which it was added."""
         with self._changed:
             if not self._lines or (soon and self._patient):
                 self._changed.notify()
-            self._lines.setdefault(line, []).append(Pending(done, outcome, completion, time.monotonic(), soon))
+            self._lines.setdefault(line, []).append(Pending(ending, completion, time.monotonic(), soon))
             if self._thread is None:
                 self._thread = start("ringway-device-watch", self._serve)
 
@@ -64,20 +65,20 @@ class DeviceWatch:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines)
                 pause = self._pause()
-                self._patient = pause == LOOK_PATIENTLY
+                self._patient = pause > LOOK_SOON
                 self._changed.wait(pause)
                 self._patient = False
                 lines = list(self._lines.items())
             for line, pending in lines:
-                self._tell(line, pending, _finished(pending))
+                count, failure = _ended(pending)
+                if count:
+                    self._tell(line, pending, count, failure)
 
     def _pause(self) -> float:
         waited = [time.monotonic() - one.since for line in self._lines.values() for one in line if one.soon]
-        if not waited:
-            return LOOK_PATIENTLY
-        return LOOK_SOON if min(waited) < SOON else LOOK_LATER
+        return LOOK_SOON if min(waited, default=SOON) < SOON else LOOK_LATER
 
-    def _tell(self, line: Hashable, pending: list[Pending], count: int) -> None:
+    def _tell(self, line: Hashable, pending: list[Pending], count: int, failure: BaseException | None) -> None:
         with self._changed:
             ended = pending[:count]
             del pending[:count]
@@ -85,21 +86,26 @@ class DeviceWatch:
                 del self._lines[line]
         for one in ended:
             try:
-                one.completion(one.outcome())
+                one.completion(failure or one.ending.outcome())
             except Exception:
                 traceback.print_exc()
 
 
-def _finished(pending: list[Pending]) -> int:
-    """How many have ended, all of them at the front."""
+def _ended(pending: list[Pending]) -> tuple[int, BaseException | None]:
+    """How many have ended, all of them at the front; and why, where the device could not even be asked."""
     ended, open_from = 0, len(pending)
+    failure: BaseException | None = None
     while ended < open_from:
         middle = (ended + open_from) // 2
-        if pending[middle].done():
+        try:
+            done = pending[middle].ending.done()
+        except Exception as error:
+            done, failure = True, error
+        if done:
             ended = middle + 1
         else:
             open_from = middle
-    return ended
+    return ended, failure
 
 
 def _leave_captures_alone() -> None:

@@ -9,7 +9,7 @@ wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +22,7 @@ from ringway.backends.base import GroupInfo
 from ringway.backends.c10d import TorchBackend
 from ringway.backends.c10d_work import Announced, mapped
 from ringway.backends.compose import reduce_rows
-from ringway.backends.device_watch import device_watch
+from ringway.backends.device_watch import Ending, device_watch
 from ringway.call import Call, Reduce
 from ringway.work import DONE, Completion, Handle
 
@@ -30,9 +30,9 @@ _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
 _REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
-_DOUBTFUL_SECONDS = 1.0
-"""What took no longer than that ended well: NCCL's errors are found out by limits that are longer. (torch warns
-whoever asks.)"""
+_DOUBTFUL_SECONDS = 0.1
+"""What takes longer than that may have failed. torch warns whoever asks, so of what is quicker nobody asks: where a
+peer is lost, the next call says so."""
 _LEAVE_SECONDS = 10.0
 
 
@@ -41,6 +41,11 @@ class NcclHandle(Announced):
 
     notifies = False
     on_device = True
+
+    def __init__(self, work: Any, call: Call, backend: NcclBackend, captured: bool) -> None:
+        super().__init__(work, call)
+        self._backend = backend
+        self._captured = captured
 
     def wait(self, timeout: float | None = None) -> None:
         """Orders the current stream behind the collective; blocks only where torch's blocking wait is on."""
@@ -53,40 +58,88 @@ class NcclHandle(Announced):
             raise self._error(error) from None
 
     def when_done(self, completion: Completion) -> None:
-        self.when_finished(completion)
+        self._watch(self, self, completion, soon=True)  # somebody asks late: not in line with those that were issued
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
         call = self._call
-        tensors = [tensor for tensor in (*call.outputs, *call.inputs) if tensor.is_cuda]
-        if tensors and torch.cuda.is_current_stream_capturing():
-            completion(None)  # it was written down, and runs whenever the graph is replayed
-        elif call.async_op or soon or not tensors:
-            line = call.group, None if call.op.collective else (call.op.name, call.peer)
-            device_watch.add(line, self.done, self.outcome, completion, soon)
+        device = _cuda_device(call)
+        if call.async_op or soon or device is None:
+            way = None if call.op.collective else (call.op.name, call.peer)
+            self._watch((call.group, device, way), self, completion, soon)
         else:
-            # The current stream is behind it. An event there keeps no tensor from being freed; torch's work would.
-            stream = torch.cuda.current_stream(tensors[0].device)
-            event = torch.cuda.Event()
-            event.record(stream)
-            device_watch.add((call.group, stream.cuda_stream), event.query, _well, completion, soon)
+            stream = torch.cuda.current_stream(device)
+            self._watch((call.group, device, stream.cuda_stream), _Behind(self, stream), completion, soon)
+
+    def _watch(self, line: Hashable, ending: Ending, completion: Completion, soon: bool) -> None:
+        if self._captured:
+            completion(None)  # it was written down, and runs whenever the graph is replayed
+        else:
+            device_watch.add(line, ending, completion, soon)
 
     def done(self) -> bool:
-        try:
-            return bool(self._work.is_completed())
-        except Exception:  # asked about a communicator that was aborted
-            return True
+        return _has_ended(self._work)
 
     def outcome(self) -> BaseException | None:
-        """What went wrong with a finished collective, if anything, and as far as torch can say it in Python."""
-        if time.monotonic() - self._began < _DOUBTFUL_SECONDS:
-            return None
-        try:
-            error = self._work.exception()
-        except TypeError:  # a C++ exception that has no Python type
-            return None
-        except Exception as failure:
-            error = failure
-        return self._error(error) if isinstance(error, BaseException) else None
+        error = _trouble(self._work) if _doubtful(self._began) else None
+        return None if error is None else self._error(error)
+
+    def behind(self) -> tuple[NcclBackend, Call]:
+        """For what waits for its end in its place: whom to ask for errors, and the call without its tensors."""
+        return self._backend, replace(self._call, inputs=(), outputs=())
+
+
+class _Behind:
+    """The end of a synchronous call: an event on the stream that is behind it.
+
+    Unlike torch's work it keeps no tensor from being freed. Whether something went wrong, the group's last work knows:
+    an error of NCCL's is the whole communicator's.
+    """
+
+    def __init__(self, handle: NcclHandle, stream: torch.cuda.Stream) -> None:
+        self._backend, self._call = handle.behind()
+        self._began = time.monotonic()
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query()) or self._trouble() is not None
+
+    def outcome(self) -> BaseException | None:
+        error = self._trouble()
+        return None if error is None else mapped(error, self._call, time.monotonic() - self._began)
+
+    def _trouble(self) -> BaseException | None:
+        last = self._backend.last
+        return _trouble(last) if last is not None and _doubtful(self._began) and _has_ended(last) else None
+
+
+def _doubtful(began: float) -> bool:
+    return time.monotonic() - began > _DOUBTFUL_SECONDS
+
+
+def _has_ended(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except Exception:  # asked about a communicator that was aborted
+        return True
+
+
+def _trouble(work: Any) -> BaseException | None:
+    """What went wrong with a work that has ended, if anything, and as far as torch can say it in Python."""
+    try:
+        error = work.exception()
+    except TypeError:  # a C++ exception that has no Python type
+        return None
+    except Exception as failure:
+        error = failure
+    return error if isinstance(error, BaseException) else None
+
+
+def _cuda_device(call: Call) -> torch.device | None:
+    for tensor in (*call.outputs, *call.inputs):
+        if tensor.is_cuda:
+            return tensor.device
+    return None
 
 
 class NcclBackend(TorchBackend):
@@ -97,7 +150,8 @@ class NcclBackend(TorchBackend):
 
     def __init__(self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False) -> None:
         super().__init__(info, group)
-        self._last: Any = None
+        self.last: Any = None
+        """torch's work of the last call."""
         self._closed = False
         self._destroyed = destroyed
 
@@ -114,10 +168,13 @@ class NcclBackend(TorchBackend):
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         try:
-            work = self._last = method(*arguments)
+            work = method(*arguments)
         except RuntimeError as error:
             raise mapped(error, call, 0.0) from error
-        return NcclHandle(work, call)
+        captured = _cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+        if not captured:  # what was written down into a graph can be asked nothing
+            self.last = work
+        return NcclHandle(work, call, self, captured)
 
     # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
 
@@ -172,9 +229,9 @@ class NcclBackend(TorchBackend):
             return
         self._closed = True
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while self._last is not None and not self._last.is_completed() and time.monotonic() < deadline:
+        while self.last is not None and not _has_ended(self.last) and time.monotonic() < deadline:
             time.sleep(0.005)
-        if self._last is not None and not self._last.is_completed():
+        if self.last is not None and not _has_ended(self.last):
             self._abort_group()
 
     def abort(self) -> None:
@@ -187,10 +244,6 @@ class NcclBackend(TorchBackend):
             return
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
-
-
-def _well() -> None:
-    """The outcome of what an event stands for: it does not know."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -47,14 +47,23 @@ the wire, enough to be worth two collectives. Over 1 Gbit/s the best of what was
 CUDA_WINDOW = 1 << 28
 """And on a GPU, in elements: there a window's launches cost more than they gain, unless it is large."""
 
-SPLIT = 4
-"""In how many windows at least a tensor travels whose codec has a byte or more an element. A window's frames lie in
-memory twice, sent and arrived, and at most three windows are under way: 6 / 4 bytes an element, where the whole
-tensor at once would need more than 2."""
-CUDA_SPLIT = 2
-"""And on a GPU, where each window is launched for dear: one after the other, which is 2 / 2 bytes an element."""
-WORTH_SPLITTING, CUDA_WORTH_SPLITTING = 1 << 16, 1 << 24
-"""Elements from which on memory counts for more than the number of collectives."""
+OVERLAPPING = 4
+"""From how many windows on those of a codec with a byte or more an element overlap. A window's frames lie in memory
+twice, sent and arrived, and of windows that overlap at most three are under way: 6 / 4 bytes an element."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """In how many windows at least a tensor travels whose codec has a byte or more an element, from how many elements
+    on: the whole at once would need more than 2 bytes an element."""
+
+    windows: int
+    elements: int
+
+
+CPU_SPLIT = Split(OVERLAPPING, 1 << 16)
+CUDA_SPLIT = Split(2, 1 << 24)
+"""There each window costs its launches, so they are few, and one after the other: 2 / 2 bytes an element."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class Setting:
     kernels: Kernels
     raise_not_finite: bool
     window: int
+    split: Split = CPU_SPLIT
 
 
 def compressed_all_reduce(
@@ -105,6 +115,7 @@ def compressed_all_reduce(
         kernels_for(chosen, tensor.device, kernels),
         not_finite == "raise",
         window or (CUDA_WINDOW if tensor.is_cuda else _cpu_window(chosen)),
+        CUDA_SPLIT if tensor.is_cuda else CPU_SPLIT,
     )
     if auto:
         return _all_reduce_where_it_helps(tensor, slot, communicator, setting, async_op)
@@ -273,14 +284,14 @@ class AllReduce:
 
     def _exchange(self) -> None:
         window, numel = self._setting.window, self._layout.numel
-        worth, split = (CUDA_WORTH_SPLITTING, CUDA_SPLIT) if self._flat.is_cuda else (WORTH_SPLITTING, SPLIT)
-        heavy = numel >= worth and self._codec.nbytes(numel) >= numel
+        split = self._setting.split
+        heavy = numel >= split.elements and self._codec.nbytes(numel) >= numel
         if heavy:
-            window = min(window, -(-numel // split))
+            window = min(window, -(-numel // split.windows))
         columns = -(-window // self._layout.ranks)
         columns = -(-columns // self._codec.granule) * self._codec.granule
         windows = self._layout.windows(columns)
-        self._overlaps = len(windows) >= (SPLIT if heavy else 2)
+        self._overlaps = len(windows) >= (OVERLAPPING if heavy else 2)
         if self._codec.tensor_scale:
             self._in_two_sweeps(windows)
         else:
@@ -314,17 +325,19 @@ class AllReduce:
             if count:
                 statistics.append(kernels.measure_mean(frames, self._residual_of(one.window), count))
 
+        ahead = 1 if self._overlaps else 0
         sent: list[_Sent] = []
         for window in windows:
             sent.append(self._send(window, scale))
-            if len(sent) > 1:
-                measure(sent[-2])
-        measure(sent[-1])
+            if len(sent) > ahead:
+                measure(sent[-1 - ahead])
+        if ahead:
+            measure(sent[-1])
         server_scale = codec.scale(codec.merge(statistics), served.stop - served.start) if statistics else scale
         returned: deque[_Sent] = deque()
         for one in sent:
             returned.append(self._serve(one, server_scale))
-            if len(returned) > 1:
+            if len(returned) > ahead:
                 self._receive(returned.popleft())
         while returned:
             self._receive(returned.popleft())
