@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Bridge(c10d.ProcessGroup):
         custom = c10d.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(custom)
         self._register_backend(torch.device("cpu"), custom, inner)
-        self._inner = inner  # torch would give out another Python object for it, that tells nobody
+        self._torchs = (inner, *devices.values())  # torch would give out another object for `inner`, that tells nobody
         if isinstance(inner, Gloo):
             inner.told = _weakly(communicator.set_timeout)
         for device, backend in devices.items():
@@ -194,6 +195,12 @@ class Bridge(c10d.ProcessGroup):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.communicator.monitored_barrier(timeout, wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From 2.15 on torch tells the group, before that its backends."""
+        for backend in self._torchs:
+            backend._set_default_timeout(timeout)
+        self.communicator.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
         self.communicator.close()
