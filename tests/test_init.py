@@ -108,6 +108,34 @@ def test_torchs_own_group_is_adopted(pool: RankPool) -> None:
     assert pool.run(_adopts, _free_port(), world_size=2) == [3.0] * 2
 
 
+def _groups_by_members(context: RankContext) -> list[str]:
+    dist.destroy_process_group()
+    c10d.init_process_group("gloo", store=context.store, rank=context.rank, world_size=context.world_size)
+    names = []
+    if context.rank > 0:
+        for _ in range(2):
+            group = dist.new_group((rank for rank in (2, 1)), use_local_synchronization=True)
+            names.append(c10d.distributed_c10d._world.pg_names[group])
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)
+            assert total == 2
+    everybody = dist.new_group(timeout=timedelta(seconds=30))
+    dist.all_reduce(torch.ones(1), group=everybody)
+    names.append(c10d.distributed_c10d._world.pg_names[everybody])
+    dist.destroy_process_group()
+    return names
+
+
+def test_groups_that_only_their_members_make_do_not_count_for_the_others(pool: RankPool) -> None:
+    """torch 2.15 counts them where they are made, and names all later groups by the count."""
+    for _ in range(2):
+        others, first, second = pool.run(_groups_by_members, world_size=3)
+        assert first == second
+        assert len(set(first)) == 3
+        assert others == first[-1:]
+    pool.replace()
+
+
 def _configured(context: RankContext, port: int, config: dict[str, Any], timeout: float | None) -> dict[str, Any]:
     limit = None if timeout is None else timedelta(seconds=timeout)
     _start(context, port, config, timeout=limit)

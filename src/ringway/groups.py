@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 import torch
@@ -97,9 +98,10 @@ def new_group(
     """torch's function; without a backend the new group uses the world's, or what `set_backend` said."""
     extra = {} if sort_ranks else {"sort_ranks": False}
     name = _named(backend)
-    with _counted_apart(ranks) if use_local_synchronization and ranks is not None else nullcontext():
+    members = None if ranks is None else list(ranks)
+    with _counted_apart(members) if use_local_synchronization and members is not None else nullcontext():
         return c10d.new_group(
-            ranks, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
+            members, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
         )
 
 
@@ -108,11 +110,11 @@ _members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[
 
 
 @contextmanager
-def _counted_apart(ranks: Iterable[int]) -> Iterator[None]:
+def _counted_apart(ranks: list[Any]) -> Iterator[None]:
     """For a group that only its members make. torch names groups by their count, and from 2.15 on counts such groups
     too: then the ranks no longer agree about the names of later groups, and wait for each other for ever."""
     torchs = c10d.distributed_c10d._world
-    count, members = torchs.group_count, frozenset(ranks)
+    count, members = torchs.group_count, frozenset(map(index, ranks))
     counts = _members_counts.setdefault(get_world_group(), Counter())
     torchs.group_count = _BEYOND_TORCHS + counts[members]
     counts[members] += 1

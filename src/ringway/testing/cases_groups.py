@@ -186,12 +186,13 @@ def a_group_can_be_destroyed(probe: Probe) -> None:
 def groups_made_by_their_members_alone(probe: Probe) -> None:
     """With `use_local_synchronization` only the members call new_group."""
     ranks = list(range(1, probe.size))
-    group = None
+    groups = []
     if probe.rank in ranks:
-        group = probe.dist.new_group(ranks, use_local_synchronization=True)
-        probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
+        for _ in range(2):
+            groups.append(probe.dist.new_group(ranks, use_local_synchronization=True))
+            probe.equal(_sum_over(probe, groups[-1]), float(sum(ranks)), "sum over the group")
     probe.still_works()
-    if group is not None:
+    for group in groups:
         _destroy(probe, group)
     _agree_about_the_count(probe)
 
