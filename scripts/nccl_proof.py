@@ -138,6 +138,51 @@ def graphs_can_be_captured(context: RankContext) -> Checked:
     return reached == (150.0, 150.0), f"100 collectives captured, replayed three times: {reached}"
 
 
+def streams_are_ordered(context: RankContext) -> Checked:
+    """Asynchronous calls with a last step of ours (strided, coalesced, compressed), issued on one stream and waited for
+    on another, and one in a graph: whoever has waited sees the results."""
+    dist = context.start("nccl")
+    from ringway.compress import ErrorFeedback, compressed_all_reduce
+
+    torch.cuda.set_device(0)
+    wrong = 0
+    rows, count = 2048, 20
+    for _ in range(count):
+        issued, waited = torch.cuda.Stream(), torch.cuda.Stream()
+        feedback = ErrorFeedback()
+        expected = torch.randn(1 << 22, device="cuda")
+        compressed = expected.clone()
+        compressed_all_reduce(expected, feedback["first"], "int8")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(issued):
+            strided = torch.arange(rows * rows, device="cuda").view(rows, rows).t()
+            torch.cuda._sleep(5_000_000)
+            strided.add_(1)
+            works = [dist.all_reduce(strided, async_op=True)]
+            several = [torch.zeros(n, device="cuda") for n in (1000, 1 << 20)]
+            torch._foreach_add_(several, 1.0)
+            works.append(dist.all_reduce_coalesced(several, async_op=True))
+            works.append(compressed_all_reduce(compressed, feedback["second"], "int8", async_op=True))
+        with torch.cuda.stream(waited):
+            for work in works:
+                work.wait()
+            sums = strided.sum(), several[0].sum(), several[1].sum(), (compressed != expected).sum()
+        torch.cuda.synchronize()
+        seen = [int(one) for one in sums]
+        wrong += seen != [rows * rows * (rows * rows + 1) // 2, 1000, 1 << 20, 0]
+        wrong += not all(work.is_success() for work in works)
+    graph, square = torch.cuda.CUDAGraph(), torch.zeros(64, 64, device="cuda")
+    with torch.cuda.graph(graph):
+        square.add_(1)
+        dist.all_reduce(square.t()[::2], async_op=True).wait()
+        doubled = square * 2
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    reached = float(square[0, 0]), float(doubled[0, 0])
+    return wrong == 0 and reached == (2.0, 4.0), f"wrong: {wrong} of {count} rounds; in a graph {reached}"
+
+
 def costs_of_a_call(context: RankContext) -> Checked:
     """How long the caller is held, beside torch's own call in the same run."""
     dist = context.start("nccl")
@@ -240,6 +285,7 @@ SECTIONS: tuple[tuple[int, tuple[Section, ...]], ...] = (
             ("nccl: every op, every reduction, world size 1", every_op),
             ("nccl: the end of a call is the device's", completion_from_the_device),
             ("nccl: CUDA graphs", graphs_can_be_captured),
+            ("nccl: last steps, and the streams that wait for them", streams_are_ordered),
             ("nccl: what a call costs its caller, 4 KiB (no limit)", costs_of_a_call),
             ("nccl: bounded teardown", teardown_is_bounded),
         ),

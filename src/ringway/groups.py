@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from operator import index
@@ -99,7 +99,8 @@ def new_group(
     extra = {} if sort_ranks else {"sort_ranks": False}
     name = _named(backend)
     members = None if ranks is None else list(ranks)
-    with _counted_apart(members) if use_local_synchronization and members is not None else nullcontext():
+    apart = range(get_world_size()) if members is None else members
+    with counted_apart(apart) if use_local_synchronization else nullcontext():
         return c10d.new_group(
             members, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
         )
@@ -110,17 +111,17 @@ _members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[
 
 
 @contextmanager
-def _counted_apart(ranks: list[Any]) -> Iterator[None]:
+def counted_apart(ranks: Sequence[Any]) -> Iterator[None]:
     """For a group that only its members make. torch names groups by their count, and from 2.15 on counts such groups
     too: then the ranks no longer agree about the names of later groups, and wait for each other for ever."""
     torchs = c10d.distributed_c10d._world
     count, members = torchs.group_count, frozenset(map(index, ranks))
     counts = _members_counts.setdefault(get_world_group(), Counter())
     torchs.group_count = _BEYOND_TORCHS + counts[members]
-    counts[members] += 1
     try:
         yield
     finally:
+        counts[members] = torchs.group_count - _BEYOND_TORCHS  # what torch refused it has not counted
         torchs.group_count = count
 
 

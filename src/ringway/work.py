@@ -54,6 +54,21 @@ class Handle(abc.ABC):
         """What went wrong with a collective on a device, once it is done."""
         return None
 
+    def behind(self) -> Handle:
+        """What was enqueued on the current stream up to now; for a collective that this stream has waited for."""
+        return self
+
+    def then(self, finish: Callable[[], None]) -> Handle:
+        """This, with a last step of our own: results copied back, divided, or reduced locally."""
+        if not self.on_device:
+            return Finishing(self, finish)
+        # There the step is enqueued at once, behind the collective, on the stream of whoever issued it: so it is done
+        # though nobody waits, and is part of a graph that is being captured.
+        self.wait()
+        with torch.inference_mode():
+            finish()
+        return self.behind()
+
 
 class _Done(Handle):
     def wait(self, timeout: float | None = None) -> None:
@@ -71,7 +86,7 @@ DONE: Handle = _Done()
 
 
 class Finishing(Handle):
-    """A handle with a last step of our own: results copied back, divided, or reduced locally.
+    """A handle with a last step of our own, not on a device.
 
     The step runs once, on whichever thread sees the inner handle done first; in inference mode, because that
     thread does not know in which mode the call was made, and tensors made in inference mode are written in no other.
@@ -82,8 +97,7 @@ class Finishing(Handle):
         self._finish: Callable[[], None] | None = finish
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self.notifies = inner.notifies or inner.on_device  # who only synchronizes the device wants the last step too
-        self.on_device = inner.on_device
+        self.notifies = inner.notifies
 
     @property
     def source(self) -> int:  # type: ignore[override]
@@ -124,12 +138,6 @@ class Finishing(Handle):
 
         self._inner.when_done(finished)
 
-    def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        self._inner.when_finished(completion, soon)
-
-    def outcome(self) -> BaseException | None:
-        return self._error or self._inner.outcome()
-
 
 class Together(Handle):
     """Several handles that count as one."""
@@ -154,6 +162,9 @@ class Together(Handle):
 
     def outcome(self) -> BaseException | None:
         return next((error for handle in self._handles if (error := handle.outcome()) is not None), None)
+
+    def behind(self) -> Handle:
+        return next(handle for handle in self._handles if handle.on_device).behind()
 
     def _when_all(self, completion: Completion, tellers: Sequence[Callable[[Completion], None]]) -> None:
         if not tellers:
@@ -258,7 +269,8 @@ class Work(c10d.Work):
                     raise  # this wait's own limit ran out; the collective goes on
                 self._completed(error)
             else:
-                self._completed(None)
+                if not self._handle.on_device:  # there only the stream has waited
+                    self._completed(None)
         if self._error is not None:
             raise self._error
         return True

@@ -23,7 +23,7 @@ from ringway.backends.base import GroupInfo
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
-from ringway.work import Finishing, Work
+from ringway.work import Work
 from ringway.world import _torch_backends
 
 
@@ -143,6 +143,9 @@ class ScriptedTensor:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
 
+    def numel(self) -> int:
+        return 4
+
 
 class ScriptedCuda:
     """torch.cuda with streams that go no further than they are told."""
@@ -150,6 +153,7 @@ class ScriptedCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached: set[torch.device] = set()
         self.capturing = False
+        self.waited = 0
         cuda = self
 
         class Event:
@@ -161,7 +165,13 @@ class ScriptedCuda:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device, cuda_stream=0))
+        monkeypatch.setattr(torch.cuda, "current_stream", self._stream)
+
+    def _stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(device=device, cuda_stream=0, wait_event=self._wait)
+
+    def _wait(self, event: Any) -> None:
+        self.waited += 1
 
 
 def _on(device: str, async_op: bool = False) -> Call:
@@ -220,7 +230,10 @@ def test_what_a_graph_captures_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     works = [ScriptedWork() for _ in range(3)]
-    handles = [_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)) for work in works]
+    backend, group = _backend(works[0])
+    handles = []
+    for group.work in works:
+        handles.append(backend.all_reduce(_on("cuda:0", async_op=True)))
     ended: list[int] = []
     for number, handle in enumerate(handles):
         handle.when_finished(lambda error, number=number: ended.append(number), soon=False)
@@ -241,13 +254,57 @@ def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monke
     _until(lambda: ended == [0, 1, 2])
 
 
-def test_the_last_step_of_a_call_is_done_though_nobody_waits() -> None:
+@pytest.mark.parametrize("capturing", [False, True])
+def test_the_last_step_is_enqueued_behind_the_call_though_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    cuda = ScriptedCuda(monkeypatch)
+    cuda.capturing = capturing
     work = ScriptedWork()
-    done = threading.Event()
-    user = Work(Finishing(_backend(work)[0].all_reduce(_call()), done.set), (), lambda error: error)
+    steps: list[str] = []
+    handle = _backend(work)[0].all_reduce(_on("cuda:0", async_op=True)).then(lambda: steps.append("last"))
+    assert work.waits == [()], "the stream waits first"
+    assert steps == ["last"]
+    user = Work(handle, (), lambda error: error)
+    user.wait()
+    assert cuda.waited == 1, "and whoever waits is behind the last step"
+    assert user.is_completed() is capturing
+    cuda.reached.add(torch.device("cuda:0"))
+    assert user.is_completed()
+
+
+def test_waiting_only_orders_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedCuda(monkeypatch)
+    work = ScriptedWork()
+    user = Work(_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
+    user.wait()
+    assert not user.is_completed()
     work.finished.set()
-    assert done.wait(30)
-    _until(user.is_completed)
+    assert user.is_success()
+
+
+def test_what_an_abort_ended_did_not_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedCuda(monkeypatch)
+    work = ScriptedWork()
+    backend, group = _backend(work)
+    monkeypatch.setattr(group, "abort", work.finished.set)
+    user = Work(backend.all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
+    backend.abort()
+    assert user.is_completed()
+    assert isinstance(user.exception(), RingwayError)
+
+
+def test_a_device_that_cannot_be_asked_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ScriptedCuda(monkeypatch)
+    work = ScriptedWork()
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(work, "is_completed", broken)
+    user = Work(_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
+    assert user.is_completed()
+    assert "illegal memory access" in str(user.exception())
 
 
 def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:

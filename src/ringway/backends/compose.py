@@ -32,7 +32,7 @@ from ringway.call import (
     Reduce,
 )
 from ringway.errors import BackendUnavailable
-from ringway.work import DONE, Finishing, Handle, Together
+from ringway.work import DONE, Handle, Together
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -144,7 +144,7 @@ def _all_to_all(backend: Backend, single: Runner) -> Runner:
                 output_splits=[t.numel() for t in call.outputs],
             )
         )
-        return Finishing(handle, lambda: _scatter_back(received, call.outputs))
+        return handle.then(lambda: _scatter_back(received, call.outputs))
 
     return run
 
@@ -183,7 +183,7 @@ def _reduce_scatter_single(backend: Backend, single: Runner) -> Runner:
             rows = list(received.view(call.size, -1))
             output.copy_(reduce_rows(rows, call.reduce, call.factor).view(output.shape))
 
-        return Finishing(handle, finish)
+        return handle.then(finish)
 
     return run
 
@@ -200,7 +200,7 @@ def _all_gather(backend: Backend, single: Runner) -> Runner:
         source = call.inputs[0].contiguous().view(-1)
         gathered = source.new_empty(source.numel() * call.size)
         handle = single(replace(call, op=ALL_GATHER_SINGLE, inputs=[source], outputs=[gathered]))
-        return Finishing(handle, lambda: _scatter_back(gathered, call.outputs))
+        return handle.then(lambda: _scatter_back(gathered, call.outputs))
 
     return run
 
@@ -211,7 +211,7 @@ def _all_gather_single(backend: Backend, lists: Runner) -> Runner:
         gathered = output if output.is_contiguous() else output.new_empty(output.shape)
         parts = list(gathered.view(-1).chunk(call.size)) if output.numel() else [gathered.view(-1)] * call.size
         handle = lists(replace(call, op=ALL_GATHER, inputs=[call.inputs[0].reshape(-1)], outputs=parts))
-        return handle if gathered is output else Finishing(handle, lambda: _discard(output.copy_(gathered)))
+        return handle if gathered is output else handle.then(lambda: _discard(output.copy_(gathered)))
 
     return run
 
@@ -237,7 +237,7 @@ def _joined(call: Call, tensors: list[Tensor], one: Runner) -> Handle:
         return one(replace(call, op=ALL_REDUCE, inputs=tensors, outputs=tensors))
     flat = _flat(tensors)
     handle = one(replace(call, op=ALL_REDUCE, inputs=[flat], outputs=[flat]))
-    return Finishing(handle, lambda: _scatter_back(flat, tensors))
+    return handle.then(lambda: _scatter_back(flat, tensors))
 
 
 def _one_by_one(op: Op) -> Callable[[Backend, Runner], Runner]:
@@ -286,7 +286,7 @@ def _uneven_reduce_scatter(exchange: Runner) -> Runner:
         output = call.outputs[0]
         rows = [output.new_empty(output.shape) for _ in range(call.size)]
         handle = exchange(replace(call, op=ALL_TO_ALL, outputs=rows))
-        return Finishing(handle, lambda: _discard(output.copy_(reduce_rows(rows, call.reduce, call.factor))))
+        return handle.then(lambda: _discard(output.copy_(reduce_rows(rows, call.reduce, call.factor))))
 
     return run
 

@@ -24,6 +24,7 @@ from ringway.backends.c10d_work import Announced, mapped
 from ringway.backends.compose import reduce_rows
 from ringway.backends.device_watch import Ending, device_watch
 from ringway.call import Call, Reduce
+from ringway.errors import RingwayError
 from ringway.work import DONE, Completion, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -46,6 +47,7 @@ class NcclHandle(Announced):
         super().__init__(work, call)
         self._backend = backend
         self._captured = captured
+        self._failure: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Orders the current stream behind the collective; blocks only where torch's blocking wait is on."""
@@ -58,59 +60,89 @@ class NcclHandle(Announced):
             raise self._error(error) from None
 
     def when_done(self, completion: Completion) -> None:
-        self._watch(self, self, completion, soon=True)  # somebody asks late: not in line with those that were issued
+        # Somebody asks late: not in line with those that were issued.
+        _watch(self, self, self._captured, completion, soon=True)
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
         call = self._call
         device = _cuda_device(call)
         if call.async_op or soon or device is None:
-            way = None if call.op.collective else (call.op.name, call.peer)
-            self._watch((call.group, device, way), self, completion, soon)
+            _watch((self._backend, device, _way(call)), self, self._captured, completion, soon)
         else:
-            stream = torch.cuda.current_stream(device)
-            self._watch((call.group, device, stream.cuda_stream), _Behind(self, stream), completion, soon)
+            self.behind().when_finished(completion, soon)
 
-    def _watch(self, line: Hashable, ending: Ending, completion: Completion, soon: bool) -> None:
-        if self._captured:
-            completion(None)  # it was written down, and runs whenever the graph is replayed
-        else:
-            device_watch.add(line, ending, completion, soon)
+    def behind(self) -> Handle:
+        device = _cuda_device(self._call)
+        return self if device is None else OnStream(self._backend, self._call, device, self._captured)
 
     def done(self) -> bool:
-        return _has_ended(self._work)
+        if self._captured:
+            return True
+        try:
+            return bool(self._work.is_completed())
+        except Exception as error:
+            self._failure = error
+            return True
 
     def outcome(self) -> BaseException | None:
-        error = _trouble(self._work) if _doubtful(self._began) else None
+        error = self._failure or self._backend.abortion
+        if error is None and _doubtful(self._began):
+            error = _trouble(self._work)
         return None if error is None else self._error(error)
 
-    def behind(self) -> tuple[NcclBackend, Call]:
-        """For what waits for its end in its place: whom to ask for errors, and the call without its tensors."""
-        return self._backend, replace(self._call, inputs=(), outputs=())
 
+class OnStream(Handle):
+    """What stands on a stream up to an event that is recorded now: a collective, and perhaps its last step.
 
-class _Behind:
-    """The end of a synchronous call: an event on the stream that is behind it.
-
-    Unlike torch's work it keeps no tensor from being freed. Whether something went wrong, the group's last work knows:
-    an error of NCCL's is the whole communicator's.
+    Unlike torch's work it keeps no tensor from being freed. Whether something went wrong, the last work that went the
+    same way knows: an error of NCCL's is the whole communicator's.
     """
 
-    def __init__(self, handle: NcclHandle, stream: torch.cuda.Stream) -> None:
-        self._backend, self._call = handle.behind()
+    notifies = False
+    on_device = True
+
+    def __init__(self, backend: NcclBackend, call: Call, device: torch.device, captured: bool) -> None:
+        self._backend = backend
+        self._call = replace(call, inputs=(), outputs=())
+        self._device = device
+        self._captured = captured
         self._began = time.monotonic()
+        self._stream = torch.cuda.current_stream(device)
         self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self._event.record(self._stream)
+
+    def wait(self, timeout: float | None = None) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def when_done(self, completion: Completion) -> None:
+        _watch(self, self, self._captured, completion, soon=True)
+
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        line = (self._backend, self._device, self._stream.cuda_stream)
+        _watch(line, self, self._captured, completion, soon)
 
     def done(self) -> bool:
-        return bool(self._event.query()) or self._trouble() is not None
+        return self._captured or bool(self._event.query()) or self._trouble() is not None
 
     def outcome(self) -> BaseException | None:
-        error = self._trouble()
+        error = self._backend.abortion or self._trouble()
         return None if error is None else mapped(error, self._call, time.monotonic() - self._began)
 
     def _trouble(self) -> BaseException | None:
-        last = self._backend.last
+        last = self._backend.last.get(_way(self._call))
         return _trouble(last) if last is not None and _doubtful(self._began) and _has_ended(last) else None
+
+
+def _watch(line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
+    if captured:
+        completion(None)  # it was written down, and runs whenever the graph is replayed
+    else:
+        device_watch.add(line, ending, completion, soon)
+
+
+def _way(call: Call) -> Hashable:
+    """Messages go by communicators of their own, one for each pair."""
+    return None if call.op.collective else (call.op.name, call.peer)
 
 
 def _doubtful(began: float) -> bool:
@@ -150,8 +182,9 @@ class NcclBackend(TorchBackend):
 
     def __init__(self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False) -> None:
         super().__init__(info, group)
-        self.last: Any = None
-        """torch's work of the last call."""
+        self.last: dict[Hashable, Any] = {}
+        """torch's work of the last call, by the way it went."""
+        self.abortion: BaseException | None = None
         self._closed = False
         self._destroyed = destroyed
 
@@ -173,7 +206,7 @@ class NcclBackend(TorchBackend):
             raise mapped(error, call, 0.0) from error
         captured = _cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
         if not captured:  # what was written down into a graph can be asked nothing
-            self.last = work
+            self.last[_way(call)] = work
         return NcclHandle(work, call, self, captured)
 
     # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
@@ -229,10 +262,13 @@ class NcclBackend(TorchBackend):
             return
         self._closed = True
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while self.last is not None and not _has_ended(self.last) and time.monotonic() < deadline:
+        while not self._all_ended() and time.monotonic() < deadline:
             time.sleep(0.005)
-        if self.last is not None and not _has_ended(self.last):
+        if not self._all_ended():
             self._abort_group()
+
+    def _all_ended(self) -> bool:
+        return all(map(_has_ended, self.last.values()))
 
     def abort(self) -> None:
         if not self._closed:
@@ -242,6 +278,8 @@ class NcclBackend(TorchBackend):
     def _abort_group(self) -> None:
         if self._destroyed():  # by torch, behind our back: NCCL frees a communicator twice that is aborted after that
             return
+        if not self._all_ended():
+            self.abortion = RingwayError("the group was aborted")
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringway.backends.base import Backend
 from ringway.call import OPS, Call, Reduce
-from ringway.work import Finishing, Handle
+from ringway.work import Handle
 
 Runner = Callable[[Call], Handle]
 
@@ -35,7 +35,7 @@ def native(backend: Backend, method: Runner) -> Runner:
     def run(call: Call) -> Handle:
         staging = _Staging(backend, call)
         handle = method(staging.call)
-        return Finishing(handle, staging.finish) if staging.has_finish else handle
+        return handle.then(staging.finish) if staging.has_finish else handle
 
     return run
 

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway.backends.device_watch import device_watch
 from ringway.communicator import Communicator
 from ringway.errors import CommTimeout
+from ringway.groups import counted_apart
 from ringway.work import Completion, Handle, Work
 from ringway.world import world
 
@@ -74,12 +76,13 @@ class ThreadLane(Lane):
     """One thread and one group, made when the first asynchronous call comes."""
 
     def __init__(self, communicator: Communicator, group: c10d.ProcessGroup | None) -> None:
-        own = c10d.new_group(
-            ranks=communicator.ranks,
-            backend=c10d.get_backend(group),
-            use_local_synchronization=True,
-            group_desc="ringway.compress",
-        )
+        with counted_apart(communicator.ranks):
+            own = c10d.new_group(
+                ranks=communicator.ranks,
+                backend=c10d.get_backend(group),
+                use_local_synchronization=True,
+                group_desc="ringway.compress",
+            )
         self._communicator = world.communicator(own)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringway-compress")
         self._threads = torch.get_num_threads()
@@ -99,17 +102,21 @@ class ThreadLane(Lane):
 class _EventHandle(Handle):
     """What was enqueued on a stream up to an event. Waiting makes the current stream wait, not the caller."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    notifies = False
+    on_device = True
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self, timeout: float | None = None) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def done(self) -> bool:
         return self._event.query()
 
     def when_done(self, completion: Completion) -> None:
-        completion(None)
+        device_watch.add(self, self, completion, soon=True)
 
 
 class _StreamWork(Work):
@@ -143,4 +150,4 @@ class StreamLane(Lane):
                 event = torch.cuda.Event()
                 event.record(self._stream)
                 future.set_result(list(result))
-            return _StreamWork(_EventHandle(event), result, future)
+            return _StreamWork(_EventHandle(event, self._device), result, future)
