@@ -203,6 +203,20 @@ def test_a_synchronous_call_ends_with_its_stream_and_keeps_no_tensor(monkeypatch
     _until(lambda: told == ["cuda:1", "cuda:0"])
 
 
+def test_what_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's work holds the tensors of its call."""
+    cuda = ScriptedCuda(monkeypatch)
+    cuda.reached.add(torch.device("cuda:0"))
+    for async_op in (False, True):
+        work = ScriptedWork()
+        work.finished.set()
+        backend, group = _backend(work)
+        backend.all_reduce(_on("cuda:0", async_op)).when_finished(lambda error: None, soon=False)
+        kept = weakref.ref(work)
+        del work, group.work
+        _until(lambda kept=kept: kept() is None)
+
+
 def test_a_synchronous_call_that_never_ends_is_told_what_nccl_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     work = ScriptedWork(RuntimeError("NCCL error: ncclRemoteError"))

@@ -8,6 +8,7 @@ wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits an
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -43,9 +44,10 @@ class NcclHandle(Announced):
     notifies = False
     on_device = True
 
-    def __init__(self, work: Any, call: Call, backend: NcclBackend, captured: bool) -> None:
+    def __init__(self, work: Any, call: Call, backend: NcclBackend, number: int, captured: bool) -> None:
         super().__init__(work, call)
         self._backend = backend
+        self._number = number
         self._captured = captured
         self._failure: BaseException | None = None
 
@@ -73,7 +75,7 @@ class NcclHandle(Announced):
 
     def behind(self) -> Handle:
         device = _cuda_device(self._call)
-        return self if device is None else OnStream(self._backend, self._call, device, self._captured)
+        return self if device is None else OnStream(self._backend, self._call, self._number, device, self._captured)
 
     def done(self) -> bool:
         if self._captured:
@@ -88,6 +90,7 @@ class NcclHandle(Announced):
         error = self._failure or self._backend.abortion
         if error is None and _doubtful(self._began):
             error = _trouble(self._work)
+        self._backend.forget(_way(self._call), self._number)
         return None if error is None else self._error(error)
 
 
@@ -101,9 +104,10 @@ class OnStream(Handle):
     notifies = False
     on_device = True
 
-    def __init__(self, backend: NcclBackend, call: Call, device: torch.device, captured: bool) -> None:
+    def __init__(self, backend: NcclBackend, call: Call, number: int, device: torch.device, captured: bool) -> None:
         self._backend = backend
         self._call = replace(call, inputs=(), outputs=())
+        self._number = number
         self._device = device
         self._captured = captured
         self._began = time.monotonic()
@@ -126,10 +130,11 @@ class OnStream(Handle):
 
     def outcome(self) -> BaseException | None:
         error = self._backend.abortion or self._trouble()
+        self._backend.forget(_way(self._call), self._number)
         return None if error is None else mapped(error, self._call, time.monotonic() - self._began)
 
     def _trouble(self) -> BaseException | None:
-        last = self._backend.last.get(_way(self._call))
+        last = self._backend.last(_way(self._call))
         return _trouble(last) if last is not None and _doubtful(self._began) and _has_ended(last) else None
 
 
@@ -182,8 +187,10 @@ class NcclBackend(TorchBackend):
 
     def __init__(self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False) -> None:
         super().__init__(info, group)
-        self.last: dict[Hashable, Any] = {}
-        """torch's work of the last call, by the way it went."""
+        self._issued = 0
+        self._last: dict[Hashable, tuple[int, Any]] = {}
+        """By the way it went: the number and torch's work of the last call, while it is not known to have ended."""
+        self._changing = threading.Lock()
         self.abortion: BaseException | None = None
         self._closed = False
         self._destroyed = destroyed
@@ -205,9 +212,21 @@ class NcclBackend(TorchBackend):
         except RuntimeError as error:
             raise mapped(error, call, 0.0) from error
         captured = _cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
-        if not captured:  # what was written down into a graph can be asked nothing
-            self.last[_way(call)] = work
-        return NcclHandle(work, call, self, captured)
+        with self._changing:
+            number = self._issued = self._issued + 1
+            if not captured:  # what was written down into a graph can be asked nothing
+                self._last[_way(call)] = (number, work)
+        return NcclHandle(work, call, self, number, captured)
+
+    def last(self, way: Hashable) -> Any:
+        """torch's work of the last call that went this way, if it may still be under way."""
+        return self._last.get(way, (0, None))[1]
+
+    def forget(self, way: Hashable, number: int) -> None:
+        """That call has ended: torch's work would keep its tensors from being freed."""
+        with self._changing:
+            if self._last.get(way, (0, None))[0] == number:
+                del self._last[way]
 
     # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
 
@@ -268,7 +287,7 @@ class NcclBackend(TorchBackend):
             self._abort_group()
 
     def _all_ended(self) -> bool:
-        return all(map(_has_ended, self.last.values()))
+        return all(_has_ended(work) for _, work in list(self._last.values()))
 
     def abort(self) -> None:
         if not self._closed:
