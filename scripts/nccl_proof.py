@@ -138,6 +138,23 @@ def graphs_can_be_captured(context: RankContext) -> Checked:
     return reached == (150.0, 150.0), f"100 collectives captured, replayed three times: {reached}"
 
 
+def both_devices(context: RankContext) -> Checked:
+    """One group with shared memory for CPU tensors and nccl for CUDA's, as the user writes it."""
+    dist = context.start("cpu:shm,cuda:nccl")
+    torch.cuda.set_device(0)
+    checks, wrong = check_all(context.rank, context.world_size)
+    total = torch.ones(5)
+    dist.all_reduce(total)
+    single, parallel = train(context.rank, context.world_size)
+    close = all(abs(a - b) < 1e-4 for a, b in zip(single, parallel, strict=True))
+    backends = sorted(dist.communicator().origins())
+    fine = not wrong and close and total.tolist() == [1.0] * 5 and backends == ["cpu", "cuda"]
+    return (
+        fine,
+        f"{checks} checks, wrong: {wrong[:5]}; tensors on {backends}; DDP {parallel[-1]:.6f}, alone {single[-1]:.6f}",
+    )
+
+
 def streams_are_ordered(context: RankContext) -> Checked:
     """Asynchronous calls with a last step of ours (strided, coalesced, compressed), issued on one stream and waited for
     on another, and one in a graph: whoever has waited sees the results."""
@@ -287,6 +304,7 @@ SECTIONS: tuple[tuple[int, tuple[Section, ...]], ...] = (
             ("nccl: CUDA graphs", graphs_can_be_captured),
             ("nccl: last steps, and the streams that wait for them", streams_are_ordered),
             ("nccl: what a call costs its caller, 4 KiB (no limit)", costs_of_a_call),
+            ("cpu:shm,cuda:nccl: every op on CUDA tensors, a CPU tensor, DDP", both_devices),
             ("nccl: bounded teardown", teardown_is_bounded),
         ),
     ),
