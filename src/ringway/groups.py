@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
-from operator import index
 from typing import Any
 
 import torch
@@ -20,10 +16,7 @@ from ringway.backends.base import Backend
 from ringway.backends.select import select
 from ringway.errors import UsageError
 from ringway.launch.info import LaunchInfo
-from ringway.world import NON_MEMBER, register_with_torch, world
-
-_BEYOND_TORCHS = 1 << 40
-"""More groups than torch will ever count."""
+from ringway.world import NON_MEMBER, counted_apart, register_with_torch, world
 
 
 def is_available() -> bool:
@@ -104,25 +97,6 @@ def new_group(
         return c10d.new_group(
             members, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
         )
-
-
-_members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[int]]] = weakref.WeakKeyDictionary()
-"""By world and ranks: how many groups these have made among themselves."""
-
-
-@contextmanager
-def counted_apart(ranks: Sequence[Any]) -> Iterator[None]:
-    """For a group that only its members make. torch names groups by their count, and from 2.15 on counts such groups
-    too: then the ranks no longer agree about the names of later groups, and wait for each other for ever."""
-    torchs = c10d.distributed_c10d._world
-    count, members = torchs.group_count, frozenset(map(index, ranks))
-    counts = _members_counts.setdefault(get_world_group(), Counter())
-    torchs.group_count = _BEYOND_TORCHS + counts[members]
-    try:
-        yield
-    finally:
-        counts[members] = torchs.group_count - _BEYOND_TORCHS  # what torch refused it has not counted
-        torchs.group_count = count
 
 
 def new_subgroups(

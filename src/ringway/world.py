@@ -10,9 +10,12 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import torch
@@ -41,6 +44,9 @@ LEAVING_EACH_SECONDS = 2.0
 """Calls that were given up end only when a peer's process does, and must end before this interpreter does. Where
 several ranks wait for that, they go one after the other, and each ends the wait of the next."""
 
+
+_BEYOND_TORCHS = 1 << 40
+"""More groups than torch will ever count."""
 
 _FORKED = (
     "this process was forked from a rank and is no member of its groups; make collective calls in "
@@ -173,6 +179,25 @@ class World:
         for communicator in list(self._all):
             communicator.poison(error)
         announcements.forget()
+
+
+_members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[int]]] = weakref.WeakKeyDictionary()
+"""By world and ranks: how many groups these have made among themselves."""
+
+
+@contextmanager
+def counted_apart(ranks: Sequence[Any]) -> Iterator[None]:
+    """For a group that only its members make. torch names groups by their count, and from 2.15 on counts such groups
+    too: then the ranks no longer agree about the names of later groups, and wait for each other for ever."""
+    torchs = c10d_module._world
+    count, members = torchs.group_count, frozenset(map(index, ranks))
+    counts = _members_counts.setdefault(c10d_module._get_default_group(), Counter())
+    torchs.group_count = _BEYOND_TORCHS + counts[members]
+    try:
+        yield
+    finally:
+        counts[members] = torchs.group_count - _BEYOND_TORCHS  # what torch refused it has not counted
+        torchs.group_count = count
 
 
 def _timeout_of(group: c10d.ProcessGroup) -> timedelta:

@@ -21,9 +21,8 @@ from torch import Tensor
 from ringway.backends.device_watch import device_watch
 from ringway.communicator import Communicator
 from ringway.errors import CommTimeout
-from ringway.groups import counted_apart
 from ringway.work import Completion, Handle, Work
-from ringway.world import world
+from ringway.world import counted_apart, world
 
 
 class Lane(abc.ABC):
