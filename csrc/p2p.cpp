@@ -34,7 +34,9 @@ void PointToPoint::join() {
     if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }
 
+// In a forked child nobody takes the lock: a thread of the parent may have held it.
 void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_background) {
+    if (members_.forked()) return message->finish(Outcome::Forked);
     Messages finished;
     {
         std::lock_guard<std::mutex> guard(lock_);
@@ -92,6 +94,7 @@ void PointToPoint::look_again() {
 }
 
 bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
+    if (members_.forked()) return message.done();
     const int64_t start = now_ns();
     std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
     if (!guard.owns_lock()) {
@@ -284,6 +287,7 @@ void PointToPoint::stop() {
 }
 
 void PointToPoint::sweep() {
+    if (members_.forked()) return;
     Messages spent;
     std::lock_guard<std::mutex> guard(lock_);
     spent.swap(spent_);

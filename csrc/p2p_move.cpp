@@ -31,6 +31,7 @@ bool PointToPoint::advance(Messages& finished) {
 }
 
 bool PointToPoint::send_now(const Message& message) {
+    if (members_.forked()) return false;
     std::lock_guard<std::mutex> guard(lock_);
     if (stopping_ || !outbox_[static_cast<size_t>(message.peer)].empty()) return false;
     try {

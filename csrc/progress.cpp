@@ -22,7 +22,12 @@ void Progress::join() {
     if (thread_.joinable() && worker_.load() != std::this_thread::get_id()) thread_.join();
 }
 
+// In a forked child nobody takes the lock: a thread of the parent may have held it.
 bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
+    if (members_.forked()) {
+        outcome = Outcome::Forked;
+        return true;
+    }
     if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
         outcome = collectives_.run(request, host);
         return true;
@@ -44,6 +49,7 @@ bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
 }
 
 void Progress::submit(std::shared_ptr<Collective> task) {
+    if (members_.forked()) return task->finish(Outcome::Forked);
     Host host;
     if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id())
         return task->finish(collectives_.run(task->request, host));
@@ -104,6 +110,7 @@ void Progress::work() {
 }
 
 void Progress::sweep() {
+    if (members_.forked()) return;
     std::vector<std::shared_ptr<Collective>> spent;
     std::lock_guard<std::mutex> guard(lock_);
     spent.swap(spent_);

@@ -349,10 +349,13 @@ def _forked(context: RankContext) -> list[str]:
     os.waitpid(child, 0)
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
-    return [os.read(read, 1000).decode(), str(tensor.tolist())]
+    with open(read, "rb") as said:
+        os.close(write)
+        return [said.read().decode(), str(tensor.tolist())]
 
 
 def test_a_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
-    for refused, summed in pool.run(_forked, world_size=2):
-        assert "a forked child is no member of the group" in refused
-        assert summed == "[2.0, 2.0]"
+    for _ in range(100):  # one child in 145 found a lock that a thread of its parent had held, and never came back
+        for refused, summed in pool.run(_forked, world_size=2):
+            assert "a forked child is no member of the group" in refused
+            assert summed == "[2.0, 2.0]"
