@@ -179,16 +179,19 @@ def test_nothing_reaches_the_inner_gloo_which_listens_on_loopback_only(pool: Ran
 # The entry point
 
 
-@pytest.mark.skipif(not hasattr(c10d.Backend, "_ensure_backend_registered"), reason="torch looks from 2.14 on")
-def test_torch_finds_the_backend_without_an_import() -> None:
-    program = (
-        "import sys, torch.distributed as c10d\n"
-        "assert 'ringway' not in sys.modules\n"
+def _starts_on_shm(program: str) -> None:
+    """After this program, in a process of its own, torch's name for the backend is enough."""
+    program += (
         "c10d.init_process_group('shm', store=c10d.HashStore(), rank=0, world_size=1)\n"
         "print(type(c10d.group.WORLD).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "Bridge"), done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not hasattr(c10d.Backend, "_ensure_backend_registered"), reason="torch looks from 2.14 on")
+def test_torch_finds_the_backend_without_an_import() -> None:
+    _starts_on_shm("import sys, torch.distributed as c10d\nassert 'ringway' not in sys.modules\n")
 
 
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
@@ -202,11 +205,8 @@ def test_torch_finds_the_backend_by_its_entry_point() -> None:
         "    (found,) = entry_points(group='torch.distributed.backends', name=name)\n"
         "    found.load()()\n"
         "    assert name in c10d.Backend.backend_list and c10d.Backend._plugins[name.upper()].extended_api\n"
-        "c10d.init_process_group('shm', store=c10d.HashStore(), rank=0, world_size=1)\n"
-        "print(type(c10d.group.WORLD).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "Bridge"), done.stderr[-2000:]
+    _starts_on_shm(program)
 
 
 def test_calling_the_entry_point_again_changes_nothing() -> None:
