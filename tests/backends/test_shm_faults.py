@@ -283,8 +283,7 @@ def test_an_absent_rank_is_named(pool: RankPool, asynchronous: bool) -> None:
     for name, op, missing, _, waited in told:
         assert (name, op, missing) == ("CommTimeout", "all_reduce", [2]), told
         assert waited is not None
-        assert waited < 10
-    assert max(waited or 0.0 for *_, waited in told) >= 0.5  # the other may have come later, and waited less
+        assert 0.5 <= waited < 10  # whoever gave up waited that long, though others may have come later
     assert told[2][3] < 1.5  # it learns at once that the others gave up
 
 

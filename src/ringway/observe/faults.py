@@ -99,12 +99,18 @@ def _judged(
         return told.lost(rank, answer, verdict.text)
     if isinstance(error, PeerLost) and watch.job is not None and watch.job.store_gone:
         return error  # the store went with the connection, and nobody could be asked: the backend's word stands
-    known = error.missing if isinstance(error, CommTimeout) else []
+    known, limit = (error.missing, error.waited) if isinstance(error, CommTimeout) else ([], None)
     if known:  # the backend knows who, the verdict knows where they are
         text = f"{error}; {verdict.text}" if set(verdict.missing) & set(known) else str(error)
     else:
         text = verdict.text if verdict.missing else str(error)
-    return CommTimeout(text, op=call.op, sequence=call.sequence, waited=waited, missing=known or list(verdict.missing))
+    return CommTimeout(
+        text,
+        op=call.op,
+        sequence=call.sequence,
+        waited=waited if limit is None else limit,  # the one that gave up may have come before this rank
+        missing=known or list(verdict.missing),
+    )
 
 
 def _attend(issuer: Issuer) -> None:
