@@ -10,7 +10,7 @@ import torch
 import ringway as dist
 from ringway.errors import CommTimeout, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool
-from ringway.work import Completion, Finishing, Handle, Work, seconds
+from ringway.work import Completion, Finishing, Handle, Together, Work, WorkHandle, seconds
 
 
 class Scripted(Handle):
@@ -58,6 +58,39 @@ def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -
     work.on_complete(told.append)
     assert [str(error) for error in told] == ["nothing came"]
     assert caplog.text.count("ZeroDivisionError") == 1
+
+
+class OnDevice(Handle):
+    """A handle whose wait only orders a stream; the device ends when it is told to."""
+
+    notifies = False
+    on_device = True
+    ended = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def done(self) -> bool:
+        return self.ended
+
+    def when_done(self, completion: Completion) -> None:
+        raise AssertionError("the device need not be watched for whoever only asks")
+
+    def outcome(self) -> BaseException | None:
+        return RingwayError("the device says no")
+
+
+def test_works_on_a_device_that_count_as_one_end_with_the_device() -> None:
+    handles = [OnDevice(), OnDevice()]
+    works = [Work(handle, (), lambda error: error) for handle in handles]
+    together = Work(Together([WorkHandle(work) for work in works]), (), lambda error: error)
+    assert together.wait(), "only the stream has waited"
+    assert not together.is_completed()
+    handles[0].ended = True
+    assert not together.is_completed()
+    handles[1].ended = True
+    assert together.is_completed(), "at the first look"
+    assert str(together.exception()) == "the device says no"
 
 
 def test_a_timeout_is_a_timedelta_or_a_number() -> None:

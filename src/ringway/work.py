@@ -300,10 +300,6 @@ class Work(c10d.Work):
 
     _source_rank = source_rank
 
-    @property
-    def notifies(self) -> bool:
-        return self._handle.notifies
-
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the result. Its callbacks run on the thread that completes the work."""
         with self._lock:
@@ -358,7 +354,8 @@ class WorkHandle(Handle):
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self.notifies = work.notifies
+        self.notifies = work._handle.notifies
+        self.on_device = work._handle.on_device
 
     def wait(self, timeout: float | None = None) -> None:
         self._work.wait(timeout)
@@ -368,3 +365,9 @@ class WorkHandle(Handle):
 
     def when_done(self, completion: Completion) -> None:
         self._work.on_complete(completion)
+
+    def outcome(self) -> BaseException | None:
+        return self._work.exception()
+
+    def behind(self) -> Handle:
+        return self._work._handle.behind()
