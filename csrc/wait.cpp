@@ -56,7 +56,8 @@ Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
     if (may_spin_ && hopeful && spin(patience, ready)) return Waking::Ready;
     patience.host.block();
     const Waking waking = sleep(peer, patience, ready);
-    words_[rank_].store(0, std::memory_order_relaxed);
+    // Another that gives up at the same moment must still be able to read whom this rank has waited for.
+    if (waking != Waking::TimedOut) words_[rank_].store(0, std::memory_order_relaxed);
     return waking;
 }
 

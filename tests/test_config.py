@@ -179,7 +179,7 @@ VARIABLES = [setting.variable for setting in SETTINGS.values() if setting.key !=
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.one_of(
         st.dictionaries(st.sampled_from(["ringway", "comms_logger", "other"]), JSON, max_size=3),

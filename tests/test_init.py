@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import socket
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,18 +12,10 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
+from free_ports import free_port
 from ringway.errors import ConfigError, RendezvousError, UsageError
 from ringway.testing import RankContext, RankPool
 from ringway.world import world
-
-
-def _free_port() -> int:
-    """Below the ports that the system gives to connections: one of those may meet itself while nobody listens."""
-    while True:
-        port = random.randrange(16000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _start(context: RankContext, port: int | None, config: Any = None, **arguments: Any) -> None:
@@ -52,7 +41,7 @@ def _by_address(context: RankContext, port: int) -> float:
 
 
 def test_by_address_and_again_on_the_same_port(pool: RankPool) -> None:
-    port = _free_port()
+    port = free_port()
     for _ in range(6):  # rank 0 joins the store that it opened the first time, which must outlive its groups
         assert pool.run(_by_address, port, world_size=3) == [6.0] * 3
 
@@ -83,7 +72,7 @@ def _twice(context: RankContext, port: int) -> str:
 
 
 def test_second_call_is_a_no_op_that_says_so(pool: RankPool) -> None:
-    first, second = pool.try_run(_twice, _free_port(), world_size=2)
+    first, second = pool.try_run(_twice, free_port(), world_size=2)
     assert first.ok, first
     assert second.ok, second
     assert "torch.distributed is initialized (2 ranks" in first.output
@@ -105,7 +94,7 @@ def _adopts(context: RankContext, port: int) -> float:
 
 
 def test_torchs_own_group_is_adopted(pool: RankPool) -> None:
-    assert pool.run(_adopts, _free_port(), world_size=2) == [3.0] * 2
+    assert pool.run(_adopts, free_port(), world_size=2) == [3.0] * 2
 
 
 def _groups_by_members(context: RankContext) -> list[str]:
@@ -153,19 +142,19 @@ def _configured(context: RankContext, port: int, config: dict[str, Any], timeout
 def test_configuration_takes_effect_and_the_timeout_is_told_with_its_source(pool: RankPool) -> None:
     config = {"ringway": {"backend": "gloo", "timeout": 77, "recorder_size": 512, "max_object_bytes": 4096}}
     expected = {"backend": "gloo", "timeout": 77.0, "recorder": 512, "objects": 4096}
-    first, second = pool.try_run(_configured, _free_port(), config, None, world_size=2)
+    first, second = pool.try_run(_configured, free_port(), config, None, world_size=2)
     assert first.ok, first
     assert (first.value, second.value) == (expected, expected)
     assert "timeout 77 s (config argument)" in first.output
     assert "backend gloo (chosen by config argument)" in first.output
 
-    outcome, _ = pool.try_run(_configured, _free_port(), config, 66.0, world_size=2)
+    outcome, _ = pool.try_run(_configured, free_port(), config, 66.0, world_size=2)
     assert outcome.ok, outcome
     assert outcome.value["timeout"] == 66.0
     assert "timeout 66 s (argument)" in outcome.output
 
     environment: dict[str, str | None] = {"RINGWAY_TIMEOUT": "55"}
-    outcome, _ = pool.try_run(_configured, _free_port(), config, None, world_size=2, environment=environment)
+    outcome, _ = pool.try_run(_configured, free_port(), config, None, world_size=2, environment=environment)
     assert outcome.ok, outcome
     assert "timeout 55 s (RINGWAY_TIMEOUT)" in outcome.output
     pool.replace()  # these ranks keep a small recorder and a small limit
@@ -176,16 +165,16 @@ def _too_few(context: RankContext, port: int) -> tuple[float, list[int]]:
     began = time.monotonic()
     with pytest.raises(RendezvousError) as caught:
         dist.init_distributed(
-            rank=context.rank, world_size=3, init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=3)
+            rank=context.rank, world_size=3, init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=5)
         )
     assert not dist.is_initialized()
     return time.monotonic() - began, caught.value.missing
 
 
 def test_the_timeout_that_was_set_is_the_one_that_ends_the_wait(pool: RankPool) -> None:
-    for waited, missing in pool.run(_too_few, _free_port(), world_size=2, timeout=100):
-        assert missing == [2]
-        assert 2.0 < waited < 40
+    told = pool.run(_too_few, free_port(), world_size=2, timeout=100)
+    assert [missing for _, missing in told] == [[2], [2]]
+    assert 4.9 < max(waited for waited, _ in told) < 60  # a rank that came later is told with the other
 
 
 def test_wrong_arguments_are_refused_before_anything_is_opened() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
+from interrupts import interrupt_inside
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
@@ -60,7 +61,7 @@ def test_leaving_with_a_subgroup_and_adopted_groups_is_silent() -> None:
 
 
 UNANSWERED = {
-    "message": "work = dist.irecv(torch.zeros(5), src=(dist.get_rank() + 1) % 3)",
+    "message": "work = dist.irecv(torch.zeros(5), src=(dist.get_rank() + 1) % 3)\nwork.is_completed(); dist.barrier()",
     "message of a group that is no more": (
         "work = dist.irecv(torch.zeros(5), src=(dist.get_rank() + 1) % 3)\n"
         "work.is_completed(); dist.barrier(); dist.destroy_process_group()"
@@ -119,31 +120,26 @@ def test_destroy_may_be_called_again() -> None:
     assert "there is no group yet" in done.stdout
 
 
-def _one_sleeps(context: RankContext, backend: str, seconds: float) -> str:
+def _one_is_late(context: RankContext, backend: str) -> str:
     """Rank 0 waits in a collective that rank 1 comes to late, and is interrupted meanwhile."""
     context.start(backend)
     if dist.get_rank() == 1:
-        time.sleep(seconds)
+        context.store.wait(["interrupted"])
         try:
             dist.all_reduce(torch.ones(1))
         except PeerLost:
             return "told that rank 0 has left"  # shm knows; gloo carries the call on
         return "came"
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
-    try:
+    interrupt_inside("all_reduce")
+    with pytest.raises(KeyboardInterrupt):
         dist.all_reduce(torch.ones(1))
-    except KeyboardInterrupt:
-        return "interrupted" if time.monotonic() - began < seconds else "late"
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    return "not interrupted"
+    context.store.set("interrupted", "")
+    return "interrupted"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ctrl_c_ends_a_wait(pool: RankPool, backend: str) -> None:
-    waiting, late = pool.run(_one_sleeps, backend, 10.0, world_size=2)
+    waiting, late = pool.run(_one_is_late, backend, world_size=2)
     assert waiting == "interrupted"
     assert late == ("came" if backend == "gloo" else "told that rank 0 has left")
     pool.replace()
@@ -152,16 +148,14 @@ def test_ctrl_c_ends_a_wait(pool: RankPool, backend: str) -> None:
 def _recv_interrupted(context: RankContext, backend: str) -> str:
     context.start(backend)
     if dist.get_rank() == 1:
-        time.sleep(4)
+        context.store.wait(["interrupted"])
         dist.send(torch.ones(1), 0)
         return "sent"
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
+    interrupt_inside("recv")
+    with pytest.raises(KeyboardInterrupt):
         dist.recv(torch.ones(1), 1)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "not interrupted"
+    context.store.set("interrupted", "")
+    return "interrupted"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -287,7 +281,10 @@ def _adoption(context: RankContext) -> None:
     assert communicator() in world.communicators()
     c10d.destroy_process_group(group)
     del group
-    gc.collect()
+    deadline = time.monotonic() + 30
+    while communicator() is not None and time.monotonic() < deadline:  # a thread may be looking at it
+        gc.collect()
+        time.sleep(0.01)
     assert communicator() is None, "the map holds adopted groups weakly"
     dist.destroy_process_group()
 

@@ -104,11 +104,11 @@ def _short_waits(context: RankContext, backend: str) -> list[float]:
     """Rank 1 comes late; rank 0's limited wait ends by its limit, and the same work can be waited for again."""
     context.start(backend)
     waited = []
-    for shape in ((4,), (4, 4)):
+    for turn, shape in enumerate(((4,), (4, 4))):
         tensor = torch.ones(shape)
         tensor = tensor.t() if tensor.dim() == 2 else tensor
         if context.rank == 1:
-            time.sleep(2)
+            context.store.wait([f"waited {turn}"])
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         if context.rank == 0:
@@ -116,6 +116,7 @@ def _short_waits(context: RankContext, backend: str) -> list[float]:
             with pytest.raises(CommTimeout, match=r"0\.05 s of waiting"):
                 work.wait(0.05)
             waited.append(time.monotonic() - began)
+            context.store.set(f"waited {turn}", "")
         work.wait()
         assert tensor.eq(2).all()
         dist.barrier()

@@ -87,7 +87,9 @@ def speed() -> dict[str, Any]:
         for name, group in groups.items():
             tensor = values.clone()
             dist.barrier()
-            before, began = sent(), time.perf_counter()
+            before = sent()
+            dist.barrier()  # nobody of this host may have sent before the count
+            began = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             spent = torch.tensor(time.perf_counter() - began)
             dist.barrier()

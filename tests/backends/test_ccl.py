@@ -158,7 +158,7 @@ def test_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mismatched(context: RankContext) -> str:
-    dist = context.start("ccl", group_name="mismatched", timeout=timedelta(seconds=3))
+    dist = context.start("ccl", group_name="mismatched", timeout=timedelta(seconds=15))
     rows = [1, 2] if context.rank == 0 else [1, 1]
     try:
         dist.all_to_all_single(torch.zeros(2), torch.ones(sum(rows)), [1, 1], rows)
@@ -176,7 +176,8 @@ def test_the_librarys_errors_are_ours(ccl_pool: RankPool) -> None:
 
 def _late(context: RankContext) -> tuple[str, float]:
     dist = context.start("ccl", group_name="late")
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
+    dist.communicator(group).set_timeout(1.0)
     told, waited = "", 0.0
     if context.rank == 1:
         began = time.monotonic()

@@ -72,8 +72,9 @@ def test_each_end_is_told_once_and_in_the_order_of_its_line() -> None:
             assert [number for of, number, _ in device.told if of == line] == list(range(40))
 
 
-def test_a_look_asks_about_few() -> None:
+def test_a_look_asks_about_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question gives the interpreter's lock away, to a program that is busy."""
+    monkeypatch.setattr(device_watch, "LOOK_LATER", 0.5)
     device = Device(lines=1, length=1000)
     device.ended[0] = 1000
     device.add_all(soon=False)
@@ -85,7 +86,8 @@ def test_who_wants_to_know_soon_does_not_wait_for_the_patient(monkeypatch: pytes
     monkeypatch.setattr(device_watch, "LOOK_LATER", 3600.0)
     device = Device(lines=2, length=1)
     device.add(0, 0, soon=False)
-    time.sleep(0.05)
+    while not device.watch._patient:
+        time.sleep(0.001)
     assert device.asked == 0
     device.ended = [1, 1]
     device.add(1, 0, soon=True)

@@ -16,7 +16,7 @@ from ringway.backends.base import GroupInfo
 from ringway.backends.mixed import MixedBackend, _on_devices
 from ringway.backends.policy import Rule
 from ringway.call import ALL_REDUCE, BROADCAST
-from ringway.errors import BackendUnavailable, CollectiveMismatch, ConfigError, RingwayError
+from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, ConfigError, RingwayError
 from ringway.testing import RankContext, RankPool
 from ringway.world import world
 
@@ -270,6 +270,29 @@ def test_sub_groups_have_rules_of_their_own(pool: RankPool) -> None:
     first, second, third = pool.run(_sub_groups, world_size=3)
     assert first == third == {"world": "gloo", "pair": "gloo"}
     assert second == {"world": "gloo", "alone": "native"}
+
+
+def _limited(context: RankContext, count: int) -> float:
+    rules = [{"op": "all_reduce", "up_to": 64, "backend": "gloo"}, {"op": "all_reduce", "backend": "shm"}]
+    with mixing({"world_size": 2, "rules": rules}, 2):
+        dist = context.start("shm", group_name="limited", timeout=timedelta(seconds=100))
+    dist.all_reduce(torch.ones(count))
+    dist.communicator().set_timeout(1.0)
+    if context.rank == 1:
+        context.store.wait(["rank 0 gave up"])
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(CommTimeout):
+        dist.all_reduce(torch.ones(count))
+    context.store.set("rank 0 gave up", "")
+    return time.monotonic() - began
+
+
+def test_a_new_limit_holds_for_the_short_cuts_of_all_backends(pool: RankPool) -> None:
+    for count in (4, 400):
+        waited, _ = pool.run(_limited, count, world_size=2, timeout=120)
+        pool.replace()
+        assert 1.0 <= waited < 50
 
 
 def _ranges(context: RankContext) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_errors_are_caught_and_other_groups_live_on(mpi: str, tmp_path: Path) ->
         text, waited = result["timeout"]
         assert "all_reduce" in text
         assert "rank" in text
-        assert waited >= 0.5, "one that came earlier may have told the others"
+        assert waited >= 1.0
         assert result["again"] == text
     for result in results:
         assert "takes tags from 0 to" in result["tag"]

@@ -135,7 +135,7 @@ def test_a_killed_rank_is_named_by_all_others(pool: RankPool) -> None:
             assert (name, lost, lost_pid, lost_signal) == ("PeerLost", victim, pid, number)
             assert regrouped == [float(size * (size + 1) // 2 - (victim + 1))] * 3
             noticed.append(seconds)
-    assert statistics.median(noticed) < 1.0  # normally 0.1; the machine may be busy
+    assert statistics.median(noticed) < 5.0  # normally 0.1; the machine may be busy
     assert max(noticed) < 20.0
 
 
@@ -144,10 +144,14 @@ def _warm_up(context: RankContext) -> None:
 
 
 def test_nothing_is_left_in_shared_memory(pool: RankPool) -> None:
-    before = set(Path("/dev/shm").iterdir())
-    ended = pool.try_run(_all_die, world_size=3, timeout=60)
-    assert [outcome.kind for outcome in ended] == ["died"] * 3
-    assert set(Path("/dev/shm").iterdir()) <= before
+    for _ in range(5):  # other programs put theirs there too, but not every time
+        before = set(Path("/dev/shm").iterdir())
+        ended = pool.try_run(_all_die, world_size=3, timeout=60)
+        assert [outcome.kind for outcome in ended] == ["died"] * 3
+        left = set(Path("/dev/shm").iterdir()) - before
+        if not left:
+            return
+    raise AssertionError(f"left in /dev/shm: {left}")
 
 
 def _all_die(context: RankContext) -> None:
@@ -261,18 +265,20 @@ def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, 
     context.start("shm")
     dist.barrier()
     if context.rank == 2:
-        time.sleep(2.0)
+        context.store.wait(["rank 0 gave up", "rank 1 gave up"])
     began = time.monotonic()
     info = dist.communicator().info
     try:
-        call = Call(ALL_REDUCE, (torch.ones(4),), (torch.ones(4),), async_op=asynchronous, timeout=0.5)
+        call = Call(ALL_REDUCE, (torch.ones(4),), (torch.ones(4),), async_op=asynchronous, timeout=3.0)
         work = dist.communicator().issue(call)
         if work is not None:
             work.wait()
     except CommTimeout as error:
+        waited = time.monotonic() - began
+        context.store.set(f"rank {context.rank} gave up", "")
         with pytest.raises(CommTimeout):
             dist.barrier()
-        return "CommTimeout", error.op, error.missing, time.monotonic() - began, error.waited
+        return "CommTimeout", error.op, error.missing, waited, error.waited
     return f"none of {info.size}", None, [], 0.0, None
 
 
@@ -283,8 +289,8 @@ def test_an_absent_rank_is_named(pool: RankPool, asynchronous: bool) -> None:
     for name, op, missing, _, waited in told:
         assert (name, op, missing) == ("CommTimeout", "all_reduce", [2]), told
         assert waited is not None
-        assert 0.5 <= waited < 10  # whoever gave up waited that long, though others may have come later
-    assert told[2][3] < 1.5  # it learns at once that the others gave up
+        assert 3.0 <= waited < 60  # whoever gave up waited that long, though others may have come later
+    assert told[2][3] < 2.9  # it learns at once that the others gave up
 
 
 def _nobody_sends(context: RankContext) -> tuple[str, list[int]]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
+from interrupts import interrupt_inside
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
 
@@ -46,7 +47,7 @@ def _stand_still(until: Path, after: float) -> None:
 
 def _stopped(context: RankContext, folder: str, count: int, after: float) -> tuple[list[int], str]:
     context.start("shm")
-    _give_up_after(2.0)
+    _give_up_after(6.0)
     dist.barrier()
     if context.rank == 2:
         _stand_still(Path(folder) / "seen", after)
@@ -94,11 +95,6 @@ def test_groups_used_in_another_order_are_told_apart(pool: RankPool) -> None:
 # Interrupts
 
 
-def _interrupt_in(seconds: float) -> None:
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
 def _interrupted(context: RankContext, what: str) -> str:
     context.start("shm")
     dist.barrier()
@@ -112,7 +108,7 @@ def _interrupted(context: RankContext, what: str) -> str:
         "queued": lambda: (dist.all_reduce(torch.ones(3), async_op=True), dist.barrier()),
         "send": lambda: dist.send(torch.ones(3_000_000), 1),  # more than the ring holds, so a part of it has gone
     }
-    _interrupt_in(0.3)
+    interrupt_inside("send" if what == "send" else "barrier")
     with pytest.raises(KeyboardInterrupt):
         calls[what]()
     context.store.set("interrupted", "")
@@ -134,7 +130,7 @@ def _interrupted_receive(context: RankContext) -> list[float]:
     dist.barrier()
     first, second = torch.zeros(3), torch.zeros(3)
     if context.rank == 0:
-        _interrupt_in(0.3)
+        interrupt_inside("recv")
         with pytest.raises(KeyboardInterrupt):
             dist.recv(first, 1)
         context.store.set("taken back", "")

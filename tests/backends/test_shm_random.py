@@ -322,6 +322,6 @@ def _changing_roots(context: RankContext) -> None:
 def test_the_next_root_waits_for_those_that_the_last_one_served(pool: RankPool) -> None:
     """Large calls follow each other through the same memory, and a rooted one is finished by its root alone."""
     try:
-        pool.run(_changing_roots, world_size=3)
+        pool.run(_changing_roots, world_size=3, timeout=280)
     finally:
         pool.replace()

@@ -220,9 +220,9 @@ def quantized(context: RankContext) -> None:
         quantized_all_gather(torch.empty(4 * ranks), torch.full((4,), float("inf") if rank == 2 else 0.0))
 
 
-def auto(context: RankContext, backend: str) -> tuple[list[str], dict[str, Any]]:
+def auto(context: RankContext, backend: str, attempt: int) -> tuple[list[str], dict[str, Any]]:
     """Calls of several sizes; what was logged, and the report."""
-    context.start(backend)
+    context.start(backend, group_name=f"auto {attempt}")
     lines: list[str] = []
 
     class Lines(logging.Handler):

@@ -36,7 +36,7 @@ def blocks_of(codec: Codec, values: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.spec)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=numbers)
 def test_the_error_stays_within_the_codecs_bound(codec: Codec, values: list[float]) -> None:
     given_values = torch.tensor(values, dtype=torch.float32)

@@ -63,7 +63,8 @@ def test_ringway_run(expected: str) -> None:
 
 
 def test_torchrun(expected: str) -> None:
-    _check(_run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM]), expected)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
+    _check(_run(command), expected)
 
 
 def test_mpich(expected: str) -> None:

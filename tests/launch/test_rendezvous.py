@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import Store
 
+from free_ports import free_port
 from ringway.errors import DiscoveryError, RendezvousError
 from ringway.launch import ports
 from ringway.launch import rendezvous as room
@@ -26,22 +27,16 @@ from ringway.testing import RankContext, RankPool
 PATIENT = 60.0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _info(rank: int, size: int, port: int | None, **more: object) -> LaunchInfo:
     more.setdefault("address", "127.0.0.1")
     return LaunchInfo(rank=rank, size=size, source="test", port=port, **more)  # type: ignore[arg-type]
 
 
 @contextmanager
-def _quickly_convinced() -> Iterator[None]:
+def _quickly_convinced(probe: float = room._PROBE) -> Iterator[None]:
     """Ranks of the pool are used again, so what a test shortens is put back."""
     before = room._GRACE, room._PROBE
-    room._GRACE, room._PROBE = 0.3, 1.5
+    room._GRACE, room._PROBE = 0.3, probe
     try:
         yield
     finally:
@@ -65,7 +60,7 @@ def _meet(context: RankContext, port: int | None, job: str = "", rounds: int = 1
 
 
 def test_all_meet_and_meet_again(pool: RankPool) -> None:
-    assert pool.run(_meet, _free_port(), "", 2, world_size=3) == [["0", "1"]] * 3
+    assert pool.run(_meet, free_port(), "", 2, world_size=3) == [["0", "1"]] * 3
 
 
 def test_a_world_of_one_needs_no_port() -> None:
@@ -89,14 +84,14 @@ def _by_file(context: RankContext, path: str) -> bytes:
 
 def _wait_for_absent(context: RankContext, port: int, size: int) -> tuple[list[int], list[int], str]:
     # Rank 0 loses patience first; the others, who would wait for minutes, are told at the same time.
-    timeout = 3.0 if context.rank == 0 else 200.0
+    timeout = 8.0 if context.rank == 0 else 200.0
     with pytest.raises(RendezvousError) as caught:
         rendezvous(_info(context.rank, size, port), timeout)
     return caught.value.missing, sorted(caught.value.arrived), str(caught.value)
 
 
 def test_every_rank_that_came_is_told_who_did_not(pool: RankPool) -> None:
-    for missing, arrived, text in pool.run(_wait_for_absent, _free_port(), 6, world_size=3, timeout=60):
+    for missing, arrived, text in pool.run(_wait_for_absent, free_port(), 6, world_size=3, timeout=60):
         assert missing == [3, 4, 5]
         assert arrived == [0, 1, 2]
         assert "3 of 6 ranks met" in text
@@ -106,7 +101,7 @@ def test_every_rank_that_came_is_told_who_did_not(pool: RankPool) -> None:
 
 def test_missing_host_of_the_store_is_named() -> None:
     with pytest.raises(RendezvousError, match="its host, rank 0, is missing") as caught:
-        rendezvous(_info(1, 2, _free_port()), 1.0)
+        rendezvous(_info(1, 2, free_port()), 1.0)
     assert caught.value.missing == [0]
     assert "within 1 s" in str(caught.value)
     assert "refused" in str(caught.value)
@@ -134,7 +129,7 @@ def _die_in_the_roll_call(store: Store) -> None:
 
 
 def test_death_of_the_stores_host_ends_the_wait(pool: RankPool) -> None:
-    host, other = pool.try_run(_host_dies, _free_port(), world_size=2, timeout=60)
+    host, other = pool.try_run(_host_dies, free_port(), world_size=2, timeout=60)
     assert host.kind == "died"
     assert other.kind == "returned", other
     assert "went away" in other.value
@@ -160,7 +155,7 @@ def _closes_and_opens(context: RankContext, port: int) -> list[str]:
 
 
 def test_store_of_an_earlier_start_that_closes_is_left_for_the_next(pool: RankPool) -> None:
-    assert pool.run(_closes_and_opens, _free_port(), world_size=2, timeout=100) == [["0"]] * 2
+    assert pool.run(_closes_and_opens, free_port(), world_size=2, timeout=100) == [["0"]] * 2
 
 
 @pytest.fixture
@@ -200,7 +195,7 @@ def silent_service() -> Iterator[int]:
 
 
 def test_what_is_no_store_is_refused(silent_service: int) -> None:
-    with _quickly_convinced(), pytest.raises(RendezvousError, match="is not a store"):
+    with _quickly_convinced(probe=1.5), pytest.raises(RendezvousError, match="is not a store"):
         rendezvous(_info(1, 2, silent_service), PATIENT)
 
 
@@ -241,7 +236,7 @@ def _listening() -> Iterator[int]:
 
 
 def _meet_quickly(context: RankContext, job: str) -> list[str]:
-    with _quickly_convinced():
+    with _quickly_convinced(probe=1.5):
         return _meet(context, None, job)
 
 
@@ -265,21 +260,21 @@ def test_choices_are_the_jobs_own_and_stay_below_the_ephemeral_range() -> None:
 def _twice_rank_one(context: RankContext, port: int) -> str | None:
     rank = min(context.rank, 1)
     try:
-        rendezvous(_info(rank, 3, port), 4.0)
+        rendezvous(_info(rank, 3, port), 8.0)
     except RendezvousError as error:
         return str(error)
     return None
 
 
 def test_a_rank_that_arrives_twice_is_told(pool: RankPool) -> None:
-    texts = pool.run(_twice_rank_one, _free_port(), world_size=3, timeout=60)
+    texts = pool.run(_twice_rank_one, free_port(), world_size=3, timeout=60)
     assert sum("rank 1 has arrived twice" in (text or "") for text in texts) == 1
     assert sum("Missing: rank 2" in (text or "") for text in texts) == 2
 
 
 def test_address_that_does_not_lead_to_rank_0_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"cannot reach it as no-such-host\.invalid") as caught:
-        rendezvous(_info(0, 2, _free_port(), address="no-such-host.invalid"), 5.0)
+        rendezvous(_info(0, 2, free_port(), address="no-such-host.invalid"), 5.0)
     assert "set MASTER_ADDR to an address of rank 0's host" in str(caught.value)
 
 
@@ -296,7 +291,7 @@ def _meet_by(context: RankContext, address: str, port: int) -> bytes:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 @pytest.mark.parametrize("address", ["::1", "localhost"])
 def test_loopback_by_another_name(pool: RankPool, address: str) -> None:
-    assert pool.run(_meet_by, address, _free_port(), world_size=2, timeout=60) == [b"1", b"0"]
+    assert pool.run(_meet_by, address, free_port(), world_size=2, timeout=60) == [b"1", b"0"]
 
 
 def test_folder_of_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -314,15 +309,17 @@ def test_file_of_an_earlier_job_is_told(pool: RankPool, tmp_path: Path) -> None:
 def test_host_without_a_route_is_still_told_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "address_towards", lambda host: None)
     with pytest.raises(RendezvousError, match=r"an address of rank 0's host$"):
-        rendezvous(_info(0, 2, _free_port(), address="no-such-host.invalid"), 5.0)
+        rendezvous(_info(0, 2, free_port(), address="no-such-host.invalid"), 5.0)
 
 
 def test_ctrl_c_ends_the_wait() -> None:
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupted() -> None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        rendezvous(_info(0, 2, free_port()), 200.0)
+
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        rendezvous(_info(0, 2, _free_port()), 200.0)
+        interrupted()
     assert time.monotonic() - began < 20
 
 

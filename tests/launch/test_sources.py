@@ -214,7 +214,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12))
 def test_any_environment_ends_in_a_value_or_our_error(environ: dict[str, str]) -> None:
     try:
@@ -227,7 +227,7 @@ def test_any_environment_ends_in_a_value_or_our_error(environ: dict[str, str]) -
     assert info.local_size is None or 1 <= info.local_size <= info.size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
     st.integers(-2, 5),

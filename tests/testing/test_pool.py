@@ -207,7 +207,7 @@ def test_a_dead_ranks_children_do_not_outlive_it(pool: RankPool) -> None:
 def test_a_hang_is_named_with_its_stack(pool: RankPool) -> None:
     pool.run(place, 0, world_size=2)
     with pytest.raises(RanksFailed) as caught:
-        pool.run(spin_on, 1, world_size=2, timeout=3)
+        pool.run(spin_on, 1, world_size=2, timeout=8)
     (failed,) = caught.value.failed
     assert (failed.rank, failed.kind) == (1, "hung")
     assert "in spin_on" in failed.detail

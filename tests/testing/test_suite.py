@@ -76,7 +76,7 @@ def test_dead_and_hung_cases_are_named_and_the_next_goes_on(pool: RankPool, monk
     suite.all_cases()
     for function in (dies, hangs):
         monkeypatch.setitem(CASES, function.__name__, Case(function.__name__, function, min_size=2))
-    monkeypatch.setattr(suite, "_CASE_SECONDS", 10.0)
+    monkeypatch.setattr(suite, "_CASE_SECONDS", 20.0)
     with pytest.raises(ConformanceFailed) as caught:
         on_plain_gloo(pool, "dies", "hangs", "synchronous_returns_none")
     text = str(caught.value)

@@ -108,7 +108,8 @@ class Backend(metaclass=_LikeTorch):
         return None
 
     def set_timeout(self, seconds: float) -> None:
-        """The limit of calls that name none, from now on. Only short cuts need to be told: a `Call` says its own."""
+        """The limit of what names none, from now on: short cuts, and messages where the library beneath takes none. A
+        `Call` says its own."""
 
     def close(self) -> None:
         """End the backend. Idempotent and bounded."""

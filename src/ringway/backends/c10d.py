@@ -207,6 +207,10 @@ class GlooBackend(C10dBackend):
     def quick(self, lane: _core.Lane) -> _GlooQuick:
         return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
 
+    def set_timeout(self, seconds: float) -> None:
+        if isinstance(self._group, Gloo):
+            _TorchsGloo._set_default_timeout(self._group, timedelta(seconds=seconds))  # past the one that tells us
+
     def close(self) -> None:
         # Whoever holds the last reference joins gloo's threads, which must happen while the interpreter lives.
         # It lasts until what they are at times out: a group with calls that were given up is left to its threads.

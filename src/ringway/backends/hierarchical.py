@@ -110,6 +110,10 @@ class HierarchicalBackend(Backend):
         # A mean of means would round twice, and a factor would be applied twice.
         return reduces(dtype, reduce) and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
 
+    def set_timeout(self, seconds: float) -> None:
+        for part in (self._local, self._across, self._flat):
+            part.set_timeout(seconds)
+
     @property
     def abandoned(self) -> bool:
         return any(part.abandoned for part in (self._local, self._across, self._flat))

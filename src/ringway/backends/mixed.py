@@ -191,6 +191,10 @@ class MixedBackend(Backend):
         certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
         return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
 
+    def set_timeout(self, seconds: float) -> None:
+        for backend in self._backends.values():
+            backend.set_timeout(seconds)
+
     def quick(self, lane: _core.Lane) -> Any:
         """The backends' own short cuts, each for the sizes that it does."""
         found = _Quick()

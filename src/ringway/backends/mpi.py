@@ -133,6 +133,9 @@ class MpiBackend(Backend):
     def quick(self, lane: _core.Lane) -> _MpiQuick:
         return _MpiQuick(self, self._comm, self._ordered, lane)
 
+    def set_timeout(self, seconds: float) -> None:
+        self.group = replace(self.group, timeout=seconds)
+
     # The way of every collective
 
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,33 +95,31 @@ def measured_forecast(
     def plain(trial: Tensor) -> None:
         communicator.all_reduce(trial, c10d.ReduceOp.AVG)
 
-    times = [
-        _best_time(communicator, step, nbytes, device)
-        for step in (plain, compressed)
-        for nbytes in (SMALL_BYTES, LARGE_BYTES)
-    ]
+    times = [_best_times(communicator, (plain, compressed), nbytes, device) for nbytes in (SMALL_BYTES, LARGE_BYTES)]
     agreed = torch.tensor(times, dtype=torch.float64, device=device)
     communicator.all_reduce(agreed, c10d.ReduceOp.MAX)
-    plain_small, plain_large, small, large = agreed.tolist()
+    (plain_small, small), (plain_large, large) = agreed.tolist()
     forecast = Forecast(Line.through(plain_small, plain_large), Line.through(small, large))
     if communicator.rank == 0:
         logger.warning("%s", forecast.describe(codec, communicator))
     return forecast
 
 
-def _best_time(
-    communicator: Communicator, step: Callable[[Tensor], object], nbytes: int, device: torch.device
-) -> float:
-    """The least of a few times: what disturbs a measurement only ever adds to it."""
+def _best_times(
+    communicator: Communicator, steps: Sequence[Callable[[Tensor], object]], nbytes: int, device: torch.device
+) -> list[float]:
+    """The least of a few times of each: what disturbs a measurement only ever adds to it. Turn by turn, so that what
+    lasts longer disturbs them all."""
     trial = torch.randn(nbytes // 4, device=device)
-    best = float("inf")
+    best = [float("inf")] * len(steps)
     for _ in range(1 + REPEATS):
-        communicator.barrier()
-        _synchronize(device)
-        began = time.perf_counter()
-        step(trial)
-        _synchronize(device)
-        best = min(best, time.perf_counter() - began)
+        for number, step in enumerate(steps):
+            communicator.barrier()
+            _synchronize(device)
+            began = time.perf_counter()
+            step(trial)
+            _synchronize(device)
+            best[number] = min(best[number], time.perf_counter() - began)
     return best
 
 

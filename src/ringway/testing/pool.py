@@ -171,7 +171,7 @@ class RankPool:
 
     def pids(self) -> dict[int, int]:
         """The process of each rank that is alive now, for tests that kill one from outside."""
-        return {number: rank.pid for number, rank in self._ranks.items()}
+        return {number: rank.pid for number, rank in list(self._ranks.items())}  # while a run changes them
 
     def replace(self, ranks: Sequence[int] | None = None) -> None:
         """End these ranks, or all; the next run that needs them starts new ones."""
@@ -330,12 +330,11 @@ class _Process:
 
     def hung(self, after: float, deadline: float) -> Outcome:
         """The outcome of a rank that did not answer in time, with the stack it was asked for."""
-        size = self._printed
-        while time.monotonic() < deadline:
+        size, unchanged = self._printed, 0
+        while time.monotonic() < deadline and unchanged < 5:  # it is printed line by line
             time.sleep(0.05)
             before, size = size, os.fstat(self._output_fd).st_size
-            if size == before > self._printed:
-                break
+            unchanged = unchanged + 1 if size == before > self._printed else 0
         stack = os.pread(self._output_fd, _OUTPUT_SHOWN, self._printed).decode(errors="replace").rstrip()
         os.ftruncate(self._output_fd, self._printed)
         detail = f"no answer within {after:.1f} s; its stack:\n{stack or 'it did not react to a signal'}"
