@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import ringway as dist
@@ -148,8 +149,9 @@ def sample() -> list[Any]:
 
 def stall() -> list[Any]:
     neighbours = parted("gloo", (3,), True, False)
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    group = dist.new_group(timeout=LIMIT)
     good_calls(group, 2)
+    dist.communicator(group).set_timeout(6.0)
 
     def action() -> None:
         if dist.get_rank() >= 2:
@@ -169,6 +171,10 @@ def main() -> None:
     results = {"always": always, "sample": sample, "stall": stall}[sys.argv[1]]()
     meet(None, "done")
     print(json.dumps(results), flush=True)
+    store = c10d.distributed_c10d._get_default_store()
+    store.set(f"has met {dist.get_rank()}", "")
+    if dist.get_rank() == 0:  # it hosts the store
+        store.wait([f"has met {rank}" for rank in range(dist.get_world_size())])
 
 
 if __name__ == "__main__":

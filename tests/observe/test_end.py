@@ -5,19 +5,27 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+from free_ports import free_port
+
 PROGRAM = """
-    import os, signal, sys, time
+    import os, pathlib, signal, time
     import torch
     import ringway as dist
+    from ringway.observe.stall import watch
 
     dist.init_distributed({backend!r}, verbose=False)
-    if dist.get_rank() == {victim}:
+    rank = dist.get_rank()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while len(watch.job.addresses) < 3:  # it learns them soon, but not at once
+        time.sleep(0.01)
+    store.set("knows all " + str(rank), "")
+    if rank == {victim}:
+        store.wait(["knows all 0", "knows all 1", "knows all 2"])
         time.sleep(0.3)
         {end}
     try:
@@ -25,7 +33,12 @@ PROGRAM = """
     except dist.errors.RingwayError as error:
         text = str(error).replace(chr(10), " ")
         print("RAISED", type(error).__name__, getattr(error, "rank", None), text, flush=True)
-        time.sleep(1)
+        # None ends before the other has raised: it would be missed too.
+        said = pathlib.Path(__file__).with_name("raised " + str(rank))
+        said.touch()
+        until = time.monotonic() + 60
+        while len(list(said.parent.glob("raised *"))) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
         os._exit(0)
 """
 
@@ -35,10 +48,8 @@ def test_where_rank_0_takes_the_store_along_that_is_said(tmp_path: Path) -> None
     script = tmp_path / "program.py"
     end = "os.kill(os.getpid(), signal.SIGKILL)"
     script.write_text(textwrap.dedent(PROGRAM.format(backend="gloo", victim=0, end=end)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    port = str(free_port())
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],

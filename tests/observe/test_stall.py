@@ -5,28 +5,79 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ringway
 from ringway.errors import RingwayError
+from ringway.observe.stall import stall_after, watch
 from ringway.testing import Outcome, RankContext, RankPool
+from ringway.testing.rank import leave
 
 BACKENDS = ("gloo", "shm")
 WORLD = 3
+NEVER = 1000.0
+"""Seconds, of a watch that is to say nothing."""
 
 
-def begin(context: RankContext, backend: str, timeout: float = 6.0) -> Any:
-    from datetime import timedelta
-
-    from ringway.observe.stall import watch
-
-    dist = context.start(backend, timeout=timedelta(seconds=timeout))
-    watch.seconds = 1.0
+def begin(context: RankContext, backend: str, timeout: float = 60.0) -> Any:
+    """A new group, whose calls after this first barrier have so many seconds."""
+    leave()
+    watch.seconds = NEVER
+    dist = context.start(backend, group_name="stall", timeout=timedelta(seconds=60))
     dist.barrier()
+    watch.verdicts.clear()
+    dist.communicator().set_timeout(timeout)
     return dist
+
+
+def meet(context: RankContext, where: str) -> None:
+    """Through the store, which no fault of a group touches."""
+    context.store.set(f"{where} {context.rank}", "")
+    context.store.wait(keys(where, range(context.world_size)))
+
+
+def keys(what: str, ranks: Sequence[int]) -> list[str]:
+    return [f"{what} {rank}" for rank in ranks]
+
+
+def all_but(victim: int) -> list[int]:
+    return [rank for rank in range(WORLD) if rank != victim]
+
+
+def tell_when_explained(context: RankContext, after: float = 1.0, pipe: str | None = None) -> None:
+    """Starts a thread for this rank's next all_reduce: the watch may speak once every rank is where it is to be seen,
+    since it speaks only once. When it has, "told RANK" is in the store and a byte in the pipe."""
+
+    def run() -> None:
+        while not any(call.op == "all_reduce" and call.state == "issued" for call in ringway.recent_calls()):
+            time.sleep(0.01)
+        meet(context, "in")
+        watch.seconds = after
+        while not explained():
+            time.sleep(0.05)
+        context.store.set(f"told {context.rank}", "")
+        if pipe is not None:
+            Path(pipe).write_bytes(b".")
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def explained() -> bool:
+    """Whether the watch has said whom an all_reduce waits for. It is to ask anew where a rank was slow to answer."""
+    said = [text for text in list(watch.verdicts) if "all_reduce #" in text and "for this rank" not in text]
+    if any("does not answer" in text or "is not to be had" in text for text in said):
+        watch.verdicts.clear()
+        watch._told.clear()
+        return False
+    return bool(said)
 
 
 def caught(dist: Any) -> tuple[str, str, dict[str, Any]]:
@@ -41,15 +92,20 @@ def caught(dist: Any) -> tuple[str, str, dict[str, Any]]:
 def sleeper(context: RankContext, backend: str, victim: int) -> Any:
     dist = begin(context, backend)
     if context.rank == victim:
-        time.sleep(3.5)
+        context.store.set(f"in {victim}", "")
+        told = keys("told", all_but(victim))
+        while not (context.store.check(told) and any("for this rank" in text for text in list(watch.verdicts))):
+            time.sleep(0.05)
+    else:
+        tell_when_explained(context)
     dist.all_reduce(torch.ones(4))
-    return None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sleeping_rank_is_named_with_its_stack(pool: RankPool, backend: str) -> None:
     victim = 1
-    outcomes = pool.try_run(sleeper, backend, victim, world_size=WORLD, timeout=60)
+    pool.replace()  # a rank tells for two seconds the stacks that it told last, which may be another test's
+    outcomes = pool.try_run(sleeper, backend, victim, world_size=WORLD)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -64,13 +120,13 @@ def test_a_sleeping_rank_is_named_with_its_stack(pool: RankPool, backend: str) -
 
 
 def never_comes(context: RankContext, backend: str, victim: int) -> Any:
-    dist = begin(context, backend, timeout=3.0)
+    dist = begin(context, backend, timeout=6.0)
     if context.rank == victim:
-        time.sleep(6)
+        context.store.wait(keys("gave up", all_but(victim)))
     result = caught(dist)
+    context.store.set(f"gave up {context.rank}", "")
     again = caught(dist)
-    context.store.set(f"done{context.rank}", "1")
-    context.store.wait([f"done{rank}" for rank in range(context.world_size)])
+    meet(context, "done")
     dist.destroy_process_group()
     return result, again
 
@@ -78,16 +134,16 @@ def never_comes(context: RankContext, backend: str, victim: int) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_timeout_is_a_timeout_on_every_rank_and_names_who_did_not_come(pool: RankPool, backend: str) -> None:
     victim = 0
-    for (kind, text, facts), again in pool.run(never_comes, backend, victim, world_size=WORLD, timeout=60):
+    for (kind, text, facts), again in pool.run(never_comes, backend, victim, world_size=WORLD):
         assert kind == "CommTimeout", text
         assert facts["missing"] == [victim]
         assert facts["op"] == "all_reduce"
-        assert facts["waited"] == pytest.approx(3.0, abs=2.5)
+        assert 0 < facts["waited"] < 60
         assert again[0] == "CommTimeout"
 
 
 def strays(context: RankContext, backend: str, victim: int, how: str) -> Any:
-    dist = begin(context, backend, timeout=4.0)
+    dist = begin(context, backend)
     try:
         if context.rank != victim:
             dist.all_reduce(torch.ones(4))
@@ -101,8 +157,7 @@ def strays(context: RankContext, backend: str, victim: int, how: str) -> Any:
         result = type(error).__name__, str(error), dict(vars(error))
     else:
         result = "", "", {}
-    context.store.set(f"done{context.rank}", "1")
-    context.store.wait([f"done{rank}" for rank in range(context.world_size)])
+    meet(context, "done")
     dist.destroy_process_group()
     return result
 
@@ -111,7 +166,7 @@ def strays(context: RankContext, backend: str, victim: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["op", "dtype", "size"])
 def test_a_rank_in_another_collective_is_named_with_both_sides(pool: RankPool, backend: str, how: str) -> None:
     victim = 2
-    for kind, text, facts in pool.run(strays, backend, victim, how, world_size=WORLD, timeout=60):
+    for kind, text, facts in pool.run(strays, backend, victim, how, world_size=WORLD):
         assert kind == "CollectiveMismatch", text
         assert f"rank {victim}: " in text
         assert "rank 0: " in text or "rank 1: " in text
@@ -121,6 +176,8 @@ def test_a_rank_in_another_collective_is_named_with_both_sides(pool: RankPool, b
 
 def dies(context: RankContext, backend: str, victim: int, how: str) -> Any:
     dist = begin(context, backend, timeout=120.0)
+    watch.seconds = 1.0
+    meet(context, "ready")
     if context.rank == victim:
         time.sleep(0.3)
         if how == "exit":
@@ -152,34 +209,47 @@ def living(outcomes: list[Outcome], victim: int) -> list[Outcome]:
     return survivors
 
 
-def stuck(context: RankContext, backend: str, victim: int, where: str) -> Any:
+def stuck(context: RankContext, backend: str, victim: int, pipe: str | None) -> Any:
     dist = begin(context, backend)
-    if context.rank == victim:
-        if where == "python":
-            stuck_in_a_loop(3.5)
-        else:
-            stuck_in_c(3500)
+    if context.rank != victim:
+        tell_when_explained(context, pipe=pipe)
+    elif pipe is None:
+        stuck_in_a_loop(context)
+    else:
+        stuck_in_c(context, pipe)
     dist.all_reduce(torch.ones(4))
 
 
-def stuck_in_a_loop(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
+def stuck_in_a_loop(context: RankContext) -> None:
+    context.store.set(f"in {context.rank}", "")
+    while not context.store.check(keys("told", all_but(context.rank))):
+        for _ in range(1_000_000):
+            pass
 
 
-def stuck_in_c(milliseconds: int) -> None:
-    # PyDLL keeps the GIL: nothing of Python runs in this process meanwhile.
-    ctypes.PyDLL(None).poll(None, 0, milliseconds)
+def stuck_in_c(context: RankContext, pipe: str) -> None:
+    # PyDLL keeps the GIL: nothing of Python runs in this process while it reads.
+    read, byte = ctypes.PyDLL(None).read, ctypes.create_string_buffer(1)
+    fd = os.open(pipe, os.O_RDWR)  # never at its end, though those who write come and go
+    context.store.set(f"in {context.rank}", "")
+    awaited = context.world_size - 1
+    while awaited:
+        awaited -= read(fd, byte, 1) == 1
+    os.close(fd)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["python", "C with the GIL"])
-def test_a_stuck_rank_is_named_with_the_line_it_is_stuck_at(pool: RankPool, backend: str, where: str) -> None:
-    victim = 0
-    outcomes = pool.try_run(stuck, backend, victim, where, world_size=WORLD, timeout=60)
+def test_a_stuck_rank_is_named_with_the_line_it_is_stuck_at(
+    pool: RankPool, tmp_path: Path, backend: str, where: str
+) -> None:
+    victim, function, pipe = 0, "stuck_in_a_loop", None
+    if where != "python":
+        function, pipe = "stuck_in_c", str(tmp_path / "pipe")
+        os.mkfifo(pipe)
+    pool.replace()  # as above
+    outcomes = pool.try_run(stuck, backend, victim, pipe, world_size=WORLD)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    function = "stuck_in_a_loop" if where == "python" else "stuck_in_c"
     for outcome in outcomes:
         if outcome.rank != victim:
             assert f"for rank {victim}; rank {victim} (host " in outcome.output
@@ -190,43 +260,45 @@ def in_another_group(context: RankContext) -> Any:
     dist = begin(context, "gloo")
     pair = dist.new_group([1, 2])
     if context.rank == 2:
-        time.sleep(3)
+        context.store.set("in 2", "")
+        context.store.wait(keys("told", [0, 1]))
+    else:
+        tell_when_explained(context)
     if context.rank in (1, 2):
         dist.all_reduce(torch.ones(2), group=pair)
     dist.all_reduce(torch.ones(4))
 
 
 def test_a_rank_that_waits_in_another_group_is_described_by_that_call(pool: RankPool) -> None:
-    outcomes = pool.try_run(in_another_group, world_size=WORLD, timeout=60)
-    assert all(outcome.ok for outcome in outcomes)
+    outcomes = pool.try_run(in_another_group, world_size=WORLD)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     assert "is in all_reduce #0 (float32, 8 B, SUM, group " in outcomes[0].output
     assert "rank 2 (host" in outcomes[1].output
 
 
 def one_call_sooner(context: RankContext) -> Any:
-    from ringway.observe.stall import stall_after, watch
-
     dist = begin(context, "gloo")
-    watch.seconds = 30.0
     if context.rank == 1:
-        time.sleep(2.5)
+        context.store.set("in 1", "")
+        context.store.wait(["told 0"])
+    else:
+        tell_when_explained(context, after=NEVER)
     with stall_after(0.5):
         dist.all_reduce(torch.ones(4))
 
 
 def test_one_call_may_stall_sooner_than_the_rest(pool: RankPool) -> None:
-    outcomes = pool.try_run(one_call_sooner, world_size=2, timeout=60)
-    assert all(outcome.ok for outcome in outcomes)
+    outcomes = pool.try_run(one_call_sooner, world_size=2)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     assert "for rank 1" in outcomes[0].output
 
 
 def watched_badly(context: RankContext) -> Any:
     """Its watch fails each time it looks, and its explanation fails too: neither may disturb, nor pass unseen."""
-    from ringway.observe.stall import watch
-
     dist = begin(context, "gloo", timeout=3.0)
+    watch.seconds = 1.0
     if context.rank == 1:
-        time.sleep(5)
+        context.store.wait(["gave up 0"])
         return caught(dist)
 
     def fail(*_: Any) -> Any:
@@ -234,7 +306,10 @@ def watched_badly(context: RankContext) -> Any:
 
     watch._look = watch.investigate = fail  # type: ignore[method-assign]
     try:
+        while "waiting calls could not be looked at" not in watch._troubles:
+            time.sleep(0.01)
         result = caught(dist)
+        context.store.set("gave up 0", "")
         assert all(thread.is_alive() for thread in watch._threads)
     finally:
         del watch._look, watch.investigate

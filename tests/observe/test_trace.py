@@ -22,12 +22,25 @@ from ringway.testing import RankContext, RankPool
 NASTY = "</script><img src=x onerror=alert(1)> & 'loss' \"π\""
 
 
+def one_comes_late(context: RankContext, dist: Any) -> None:
+    """Rank 1 comes 20 ms after the others, however slow each of them is."""
+    if context.rank == 1:
+        context.store.wait(["issued 0", "issued 2"])
+        time.sleep(0.02)
+        dist.all_reduce(torch.ones(256))
+    else:
+        work = dist.all_reduce(torch.ones(256), async_op=True)
+        context.store.set(f"issued {context.rank}", "")
+        work.wait()
+
+
 def traced(context: RankContext, path: str) -> None:
     dist = context.start("gloo")
     halves = [dist.new_group([0, 1]), dist.new_group([2])]
     dist.barrier()
     with dist.trace(path):
-        for number in range(10):
+        one_comes_late(context, dist)
+        for number in range(1, 10):
             if context.rank == 1:
                 time.sleep(0.02)
             dist.all_reduce(torch.ones(256 << number % 3), log_name=NASTY if number == 4 else None)
@@ -55,7 +68,7 @@ def test_all_ranks_are_in_one_file_on_one_clock(trace_file: Path) -> None:
     first = [next(call for call in by_rank[rank] if call["args"]["op"] == "all_reduce") for rank in range(3)]
     # One call: its ranks overlap in time, and rank 1 came 20 ms after the others.
     assert max(call["ts"] for call in first) < min(call["ts"] + call["dur"] for call in first)
-    assert first[1]["ts"] - first[0]["ts"] > 10_000
+    assert first[1]["ts"] - max(first[0]["ts"], first[2]["ts"]) > 19_000
     assert first[0]["args"]["site"].startswith(__file__)
     assert first[0]["args"]["group_size"] == 3
     assert {call["name"] for call in calls} >= {NASTY, "all_reduce", "broadcast"}
@@ -105,7 +118,9 @@ def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_pa
         assert count("#timeline rect.bar") == 44
         assert count("#bandwidth polyline.series") == 2
         assert count("#bandwidth circle.point") >= 4
-        assert count("#lateness rect.cell") > 10
+        # In columns of equal time: how many have a call in them depends on the machine.
+        cells = browser.evaluate("figures.lateness.cells.flat().filter(cell => cell !== null).length")
+        assert count("#lateness rect.cell") == cells >= 3
         assert count("#table tr") >= 6
         assert browser.evaluate("document.querySelector('#timeline svg').getBoundingClientRect().height") > 50
         # What users wrote is shown, not obeyed.
