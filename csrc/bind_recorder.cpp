@@ -214,15 +214,33 @@ void bind_recorder(nb::module_& m) {
                     return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype),
                                       static_cast<Reduce>(reduce), peer, label, current_site());
                 });
-            })  // no argument names on these three: they make nanobind take its slower way in
+            })  // no argument names on these four: they make nanobind take its slower way in
         .def(
             "begin_plain",
             // For the common call: a dense CPU tensor of one of the dtypes (a bit for each code). 0 when it is
             // not one, and nothing was recorded.
             [](Lane& self, int op, nb::handle tensor, int reduce, int32_t peer, uint64_t dtypes) -> uint64_t {
                 TensorView view;
-                if (!view_tensor(tensor.ptr(), view) || !view.cpu || !view.contiguous) return 0;
+                if (!view_tensor(tensor.ptr(), view) || !view.on(kCpu)) return 0;
                 if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
+                return compared(self, [&] {
+                    return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
+                                      0, current_site());
+                });
+            })
+        .def(
+            "begin_shares",
+            // As begin_plain, on a `device` of any kind, for two tensors of which the `whole` has the size of so many
+            // `shares`. They may be the same.
+            [](Lane& self, int op, nb::handle whole, nb::handle share, int shares, int reduce, int32_t peer,
+               uint64_t dtypes, int32_t device) -> uint64_t {
+                TensorView view;
+                if (!view_tensor(whole.ptr(), view) || !view.on(device)) return 0;
+                if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
+                TensorView part = view;
+                if (!share.is(whole) && (!view_tensor(share.ptr(), part) || !part.on(device))) return 0;
+                if (part.dtype != view.dtype || part.device_index != view.device_index) return 0;
+                if (part.numel * shares != view.numel) return 0;
                 return compared(self, [&] {
                     return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
                                       0, current_site());
@@ -242,6 +260,7 @@ void bind_recorder(nb::module_& m) {
              })
         .def(
             "fail", [](Lane& self, nb::object error) { self.tell(error.release().ptr()); }, nb::arg("error"))
+        .def_prop_ro("keeps_times", [](Lane& self) { return self.recorder().keeps_times(); })
         .def_prop_ro("collectives", &Lane::collectives)
         .def_prop_ro("messages", &Lane::messages)
         .def_prop_ro("completed", &Lane::completed);
@@ -251,6 +270,8 @@ void bind_recorder(nb::module_& m) {
         "set_tensor_types",
         [](nb::tuple types, nb::object exchange) { set_tensor_types(types.ptr(), exchange.ptr()); },
         nb::arg("types"), nb::arg("exchange").none());
+    m.attr("CPU") = kCpu;
+    m.attr("CUDA") = kCuda;
     m.def("read_record_file", &read_record_file, nb::arg("path"));
     m.def("set_quiet", &set_quiet, nb::arg("quiet"));
     m.def("is_quiet", &is_quiet);

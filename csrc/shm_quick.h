@@ -156,7 +156,7 @@ class Quick {
     };
 
     static bool plain(nb::handle tensor, TensorView& view) {
-        return view_tensor(tensor.ptr(), view) && view.cpu && view.contiguous;
+        return view_tensor(tensor.ptr(), view) && view.on(kCpu);
     }
 
     // A list of one plain tensor a rank, each like `one`.

@@ -38,7 +38,6 @@ struct DLExchange {
     void* current_work_stream;
 };
 
-constexpr int32_t kDeviceCpu = 1;
 constexpr size_t kMaxTypes = 4;
 
 struct State {
@@ -136,7 +135,8 @@ bool view_tensor(PyObject* object, TensorView& out) {
     for (int32_t dim = 0; dim < tensor.ndim; ++dim) out.numel *= tensor.shape[dim];
     out.nbytes = out.numel * (tensor.dtype.bits / 8);
     out.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
-    out.cpu = tensor.device.type == kDeviceCpu;
+    out.device = tensor.device.type;
+    out.device_index = tensor.device.id;
     out.contiguous = is_contiguous(tensor);
     return out.numel != 1 || !is_negated(object);
 }

@@ -7,13 +7,19 @@
 
 namespace ringway {
 
+constexpr int32_t kCpu = 1;
+constexpr int32_t kCuda = 2;
+
 struct TensorView {
     void* data = nullptr;
     int64_t numel = 0;
     int64_t nbytes = 0;
     DType dtype = DType::Unknown;
-    bool cpu = false;
+    int32_t device = 0;  // what kind, by DLPack's codes, and which of its kind
+    int32_t device_index = 0;
     bool contiguous = false;
+
+    bool on(int32_t kind) const { return device == kind && contiguous; }
 };
 
 // Remembers the types whose layout is known (torch.Tensor, Parameter) and torch's DLPack exchange table.

@@ -43,12 +43,9 @@ from ringway.work import Handle, Work
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
 _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
-_SHORT = tuple(
-    op.name
-    for op in (
-        ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER,
-        REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
-    )
+_SHORT = (
+    ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER,
+    REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
 )  # fmt: skip
 """The ops that a backend may have a short cut for (`Backend.quick`)."""
 
@@ -104,7 +101,7 @@ class Issuer:
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
                 self._plans[device] = plan(backend)
-        self._quick: Any = None
+        self._quick: dict[str, Any] = {}
         self._short_cuts: dict[str, Callable[..., int]] = {}
         self.quick_all_reduce: Callable[[Tensor, int], int] | None = None
         self.observers_changed()
@@ -206,14 +203,22 @@ class Issuer:
 
     def observers_changed(self) -> None:
         """The short cuts are for a group in health that nobody but the recorder watches, and of one host."""
-        backend = self._backends[self._default_device]
-        alone = not self._observers and self._across is None
-        if self._fault is None and alone and isinstance(backend, Backend):
-            self._quick = self._quick or backend.quick(self._lane)
-            self._short_cuts = {op: found for op in _SHORT if (found := getattr(self._quick, op, None)) is not None}
+        if self._fault is None and not self._observers and self._across is None:
+            for device, backend in self._backends.items():
+                if device not in self._quick and isinstance(backend, Backend):
+                    self._quick[device] = backend.quick(self._lane)
+            self._short_cuts = {op.name: found for op in _SHORT if (found := self._short_cut(op)) is not None}
         else:
             self._short_cuts = {}
         self.quick_all_reduce = self._short_cuts.get(ALL_REDUCE.name)
+
+    def _short_cut(self, op: Op) -> Callable[..., int] | None:
+        """Where devices have one each, the tensor's takes the call; what has no tensors is the first device's."""
+        devices = [self._default_device] if op is BARRIER else list(self._quick)
+        found = [cut for device in devices if (cut := getattr(self._quick.get(device), op.name, None)) is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return lambda *arguments: next((0 for cut in found if cut(*arguments) == 0), 1)
 
     def set_timeout(self, seconds: float) -> None:
         """The limit of calls that name none, from now on; until then it is the group's."""
@@ -309,7 +314,10 @@ class Issuer:
                 )
             if not isinstance(backend, Backend):
                 backend = self._backends[device] = backend()
+                if self._limit is not None:
+                    backend.set_timeout(self._limit)
             made = self._plans[device] = plan(backend)
+            self.observers_changed()  # it may have short cuts
         return made
 
     def _label(self, label: str) -> int:
@@ -374,8 +382,9 @@ class Issuer:
                 else:
                     backend.abort()
         self._plans.clear()
-        self._quick = self.quick_all_reduce = None
+        self._quick.clear()
         self._short_cuts = {}
+        self.quick_all_reduce = None
         for work in list(self._works):
             if not work.has_ended():
                 work.fail(self._fault or RingwayError(f"the group {self.name} was destroyed"))

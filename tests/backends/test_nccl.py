@@ -7,66 +7,29 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as c10d
+from scripted_cuda import (
+    ScriptedCuda,
+    ScriptedGroup,
+    ScriptedTensor,
+    ScriptedWork,
+    scripted_backend,
+    scripted_info,
+    until,
+)
 
 import ringway as dist
-from ringway.backends import nccl
-from ringway.backends.adopt import adopt
-from ringway.backends.base import GroupInfo
+from ringway.backends import nccl, nccl_work
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
 from ringway.work import Work
 from ringway.world import _torch_backends
-
-
-class ScriptedWork:
-    """A work as ProcessGroupNCCL's: `wait` returns or raises, `is_completed` asks the device."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.finished = threading.Event()
-        self.error = error
-        self.waits: list[Any] = []
-
-    def wait(self, *timeout: timedelta) -> bool:
-        self.waits.append(timeout)
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_completed(self) -> bool:
-        return self.finished.is_set()
-
-    def exception(self) -> Exception | None:
-        return self.error
-
-
-class ScriptedGroup:
-    def __init__(self, work: ScriptedWork) -> None:
-        self.work = work
-        self.aborted = 0
-
-    def allreduce(self, tensors: Any, options: Any) -> ScriptedWork:
-        return self.work
-
-    def abort(self) -> None:
-        self.aborted += 1
-
-
-def _backend(work: ScriptedWork) -> tuple[Any, ScriptedGroup]:
-    group = ScriptedGroup(work)
-    return adopt(_info(), group, "nccl"), group
-
-
-def _info() -> GroupInfo:
-    return GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="scripted", timeout=5)
 
 
 def _call() -> Call:
@@ -77,7 +40,7 @@ def _call() -> Call:
 def test_a_wait_is_torchs_and_not_cut_in_slices() -> None:
     """Under torch's blocking wait a short wait that ends without the collective is its timeout, for good."""
     work = ScriptedWork()
-    handle = _backend(work)[0].all_reduce(_call())
+    handle = scripted_backend(work)[0].all_reduce(_call())
     handle.wait()
     handle.wait(7)
     assert work.waits == [(), (timedelta(seconds=7),)]
@@ -87,14 +50,14 @@ def test_a_timeout_of_the_blocking_wait_can_be_caught() -> None:
     work = ScriptedWork(
         RuntimeError("[Rank 0] Work WorkNCCL(...) ran for 8000 milliseconds before timing out. Timeout")
     )
-    handle = _backend(work)[0].all_reduce(_call())
+    handle = scripted_backend(work)[0].all_reduce(_call())
     with pytest.raises(CommTimeout, match="all_reduce"):
         handle.wait()
 
 
 def test_the_end_is_told_when_the_device_has_finished() -> None:
     work = ScriptedWork()
-    handle = _backend(work)[0].all_reduce(_call())
+    handle = scripted_backend(work)[0].all_reduce(_call())
     told: list[tuple[float, BaseException | None]] = []
     handle.when_finished(lambda error: told.append((time.monotonic(), error)))
     assert handle.on_device
@@ -112,11 +75,11 @@ def test_the_end_is_told_when_the_device_has_finished() -> None:
 
 def test_a_failure_on_the_device_is_told_as_ours() -> None:
     work = ScriptedWork(RuntimeError("NCCL error: unhandled system error"))
-    handle = _backend(work)[0].all_reduce(_call())
+    handle = scripted_backend(work)[0].all_reduce(_call())
     told: list[BaseException | None] = []
     done = threading.Event()
     handle.when_finished(lambda error: (told.append(error), done.set()))
-    time.sleep(1.2 * nccl._DOUBTFUL_SECONDS)
+    time.sleep(1.2 * nccl_work._DOUBTFUL_SECONDS)
     work.finished.set()
     assert done.wait(30)
     assert isinstance(told[0], RingwayError)
@@ -125,53 +88,13 @@ def test_a_failure_on_the_device_is_told_as_ours() -> None:
 
 def test_what_ended_at_once_is_not_asked_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch warns whoever asks."""
-    monkeypatch.setattr(nccl, "_DOUBTFUL_SECONDS", 600.0)
+    monkeypatch.setattr(nccl_work, "_DOUBTFUL_SECONDS", 600.0)
     work = ScriptedWork()
     work.finished.set()
-    handle = _backend(work)[0].all_reduce(_call())
+    handle = scripted_backend(work)[0].all_reduce(_call())
     monkeypatch.setattr(work, "exception", lambda: pytest.fail("it was asked"))
     assert handle.done()
     assert handle.outcome() is None
-
-
-class ScriptedTensor:
-    """Of a CUDA tensor what is asked here."""
-
-    is_cuda = True
-    dtype = torch.float32
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-
-    def numel(self) -> int:
-        return 4
-
-
-class ScriptedCuda:
-    """torch.cuda with streams that go no further than they are told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached: set[torch.device] = set()
-        self.capturing = False
-        self.waited = 0
-        cuda = self
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                self.device = stream.device
-
-            def query(self) -> bool:
-                return self.device in cuda.reached
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", self._stream)
-
-    def _stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(device=device, cuda_stream=0, wait_event=self._wait)
-
-    def _wait(self, event: Any) -> None:
-        self.waited += 1
 
 
 def _on(device: str, async_op: bool = False) -> Call:
@@ -179,28 +102,21 @@ def _on(device: str, async_op: bool = False) -> Call:
     return Call(ALL_REDUCE, (tensor,), (tensor,), group="scripted", size=1, async_op=async_op)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_synchronous_call_ends_with_its_stream_and_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = ScriptedCuda(monkeypatch)
     told: list[str] = []
     for device in ("cuda:0", "cuda:1"):  # whose default streams have the same number
         call = _on(device)
-        handle = _backend(ScriptedWork())[0].all_reduce(call)
+        handle = scripted_backend(ScriptedWork())[0].all_reduce(call)
         handle.when_finished(lambda error, device=device: told.append(device), soon=False)
         tensor = weakref.ref(call.inputs[0])
         del call, handle
         gc.collect()
         assert tensor() is None
     cuda.reached.add(torch.device("cuda:1"))
-    _until(lambda: told == ["cuda:1"])
+    until(lambda: told == ["cuda:1"])
     cuda.reached.add(torch.device("cuda:0"))
-    _until(lambda: told == ["cuda:1", "cuda:0"])
+    until(lambda: told == ["cuda:1", "cuda:0"])
 
 
 def test_what_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +126,11 @@ def test_what_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for async_op in (False, True):
         work = ScriptedWork()
         work.finished.set()
-        backend, group = _backend(work)
+        backend, group = scripted_backend(work)
         backend.all_reduce(_on("cuda:0", async_op)).when_finished(lambda error: None, soon=False)
         kept = weakref.ref(work)
         del work, group.work
-        _until(lambda kept=kept: kept() is None)
+        until(lambda kept=kept: kept() is None)
 
 
 def test_a_synchronous_call_that_never_ends_is_told_what_nccl_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +138,8 @@ def test_a_synchronous_call_that_never_ends_is_told_what_nccl_found(monkeypatch:
     work = ScriptedWork(RuntimeError("NCCL error: ncclRemoteError"))
     work.finished.set()  # torch takes an error for an end; the stream does not get there
     told: list[BaseException | None] = []
-    _backend(work)[0].all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
-    _until(lambda: bool(told))
+    scripted_backend(work)[0].all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
+    until(lambda: bool(told))
     assert isinstance(told[0], PeerLost)
 
 
@@ -232,7 +148,7 @@ def test_what_a_graph_captures_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     cuda.capturing = True
     work = ScriptedWork()
     monkeypatch.setattr(work, "is_completed", lambda: pytest.fail("it was asked"))
-    backend, group = _backend(work)
+    backend, group = scripted_backend(work)
     told: list[BaseException | None] = []
     backend.all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
     backend.all_reduce(_on("cuda:0", async_op=True)).when_finished(told.append, soon=True)
@@ -244,7 +160,7 @@ def test_what_a_graph_captures_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     works = [ScriptedWork() for _ in range(3)]
-    backend, group = _backend(works[0])
+    backend, group = scripted_backend(works[0])
     handles = []
     for group.work in works:
         handles.append(backend.all_reduce(_on("cuda:0", async_op=True)))
@@ -257,7 +173,7 @@ def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monke
     works[0].finished.set()
     assert users[0].is_completed()
     users[0].get_future().wait()
-    _until(lambda: 0 in ended)
+    until(lambda: 0 in ended)
     time.sleep(0.05)
     assert not late.done()
     assert not users[1].is_completed()
@@ -265,7 +181,7 @@ def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monke
     works[1].finished.set()
     late.wait()
     works[2].finished.set()
-    _until(lambda: ended == [0, 1, 2])
+    until(lambda: ended == [0, 1, 2])
 
 
 @pytest.mark.parametrize("capturing", [False, True])
@@ -276,7 +192,7 @@ def test_the_last_step_is_enqueued_behind_the_call_though_nobody_waits(
     cuda.capturing = capturing
     work = ScriptedWork()
     steps: list[str] = []
-    handle = _backend(work)[0].all_reduce(_on("cuda:0", async_op=True)).then(lambda: steps.append("last"))
+    handle = scripted_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)).then(lambda: steps.append("last"))
     assert work.waits == [()], "the stream waits first"
     assert steps == ["last"]
     user = Work(handle, (), lambda error: error)
@@ -290,7 +206,7 @@ def test_the_last_step_is_enqueued_behind_the_call_though_nobody_waits(
 def test_waiting_only_orders_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     work = ScriptedWork()
-    user = Work(_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
+    user = Work(scripted_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
     user.wait()
     assert not user.is_completed()
     work.finished.set()
@@ -300,7 +216,7 @@ def test_waiting_only_orders_the_stream(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_an_abort_ended_did_not_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     work = ScriptedWork()
-    backend, group = _backend(work)
+    backend, group = scripted_backend(work)
     monkeypatch.setattr(group, "abort", work.finished.set)
     user = Work(backend.all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
     backend.abort()
@@ -316,14 +232,14 @@ def test_a_device_that_cannot_be_asked_has_failed(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(work, "is_completed", broken)
-    user = Work(_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
+    user = Work(scripted_backend(work)[0].all_reduce(_on("cuda:0", async_op=True)), (), lambda error: error)
     assert user.is_completed()
     assert "illegal memory access" in str(user.exception())
 
 
 def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_LEAVE_SECONDS", 0.2)
-    stuck, group = _backend(ScriptedWork())
+    stuck, group = scripted_backend(ScriptedWork())
     stuck.all_reduce(_call())
     began = time.monotonic()
     stuck.close()
@@ -332,14 +248,14 @@ def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch)
     assert time.monotonic() - began < 30
     work = ScriptedWork()
     work.finished.set()
-    quiet, group = _backend(work)
+    quiet, group = scripted_backend(work)
     quiet.all_reduce(_call())
     quiet.close()
     assert group.aborted == 0
 
 
 def test_what_nccl_lacks_is_converted_or_exchanged() -> None:
-    backend = _backend(ScriptedWork())[0]
+    backend = scripted_backend(ScriptedWork())[0]
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
         assert backend.can_reduce(dtype, Reduce.SUM)
     assert backend.can_reduce(torch.int16, Reduce.BXOR)
@@ -358,7 +274,7 @@ def _ends_behind_our_back(context: RankContext, held: bool) -> list[int]:
     aborted = []
     for destroyed in (False, True):
         group = c10d.new_group()
-        backend = _torch_backends(_info(), group, "cpu:nccl")["cpu"]
+        backend = _torch_backends(scripted_info(), group, "cpu:nccl")["cpu"]
         backend._group = scripted = ScriptedGroup(ScriptedWork())
         if destroyed:
             c10d.destroy_process_group(group)

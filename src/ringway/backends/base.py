@@ -103,7 +103,8 @@ class Backend(metaclass=_LikeTorch):
         `reduce_scatter_tensor(output, input, reduce_code)`, `all_to_all_single(output, input)`, `barrier()`,
         `send(tensor, peer, tag, at_once)` and `recv(tensor, peer, tag)`. Each records the call on the lane itself and
         returns 0 when it is done, or something else, with nothing recorded or sent, when the tensors are not
-        plain: dense, contiguous, on the CPU.
+        plain: dense, contiguous, on the backend's device. Where a wait only orders the device's work, 0 means that the
+        current stream stands behind the call, and its end is recorded when the device gets there.
         """
         return None
 

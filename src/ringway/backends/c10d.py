@@ -26,7 +26,7 @@ from ringway.launch.ports import address_towards
 from ringway.work import Finishing, Handle
 
 
-def _options(kind: Any, call: Call, **values: Any) -> Any:
+def options_for(kind: Any, call: Call, **values: Any) -> Any:
     options = kind()
     for name, value in values.items():
         setattr(options, name, value)
@@ -40,7 +40,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(-1) for tensor in tensors]
 
 
-_REDUCE_OPS: dict[Reduce, Any] = {
+REDUCE_OPS: dict[Reduce, Any] = {
     reduce: getattr(c10d.ReduceOp, reduce.name) for reduce in Reduce if reduce is not Reduce.PREMUL_SUM
 }
 
@@ -58,13 +58,13 @@ class C10dBackend(Backend):
         super().__init__(info)
         self._group = group
         self._plain_all_reduce = {
-            reduce: _options(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op) for reduce, op in _REDUCE_OPS.items()
+            reduce: options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op) for reduce, op in REDUCE_OPS.items()
         }
 
     def _reduce_op(self, call: Call) -> Any:
         if call.reduce is Reduce.PREMUL_SUM:
             return native._make_nccl_premul_sum(call.factor)
-        return _REDUCE_OPS[call.reduce]
+        return REDUCE_OPS[call.reduce]
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         """Each op is this: marshal, start, and what torch throws at once is one of ours."""
@@ -76,45 +76,45 @@ class C10dBackend(Backend):
         return Announced(work, call) if announced else Unannounced(work, call)
 
     def broadcast(self, call: Call) -> Handle:
-        options = _options(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
+        options = options_for(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
         return self._start(call, self._group.broadcast, list(call.outputs), options)
 
     def all_reduce(self, call: Call) -> Handle:
         if call.timeout is None and call.reduce in self._plain_all_reduce:
             options = self._plain_all_reduce[call.reduce]
         else:
-            options = _options(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
+            options = options_for(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group.allreduce, list(call.outputs), options)
 
     def reduce(self, call: Call) -> Handle:
-        options = _options(c10d.ReduceOptions, call, reduceOp=self._reduce_op(call), rootRank=call.peer)
+        options = options_for(c10d.ReduceOptions, call, reduceOp=self._reduce_op(call), rootRank=call.peer)
         return self._start(call, self._group.reduce, list(call.outputs), options)
 
     def all_gather(self, call: Call) -> Handle:
-        options = _options(native.AllgatherOptions, call)
+        options = options_for(native.AllgatherOptions, call)
         return self._start(call, self._group.allgather, [_flat(call.outputs)], _flat(call.inputs), options)
 
     def all_gather_into_tensor(self, call: Call) -> Handle:
-        options = _options(native.AllgatherOptions, call)
+        options = options_for(native.AllgatherOptions, call)
         return self._start(call, self._group._allgather_base, *_flat((call.outputs[0], call.inputs[0])), options)
 
     def gather(self, call: Call) -> Handle:
         outputs = [_flat(call.outputs)] if self.rank == call.peer else []
-        options = _options(c10d.GatherOptions, call, rootRank=call.peer)
+        options = options_for(c10d.GatherOptions, call, rootRank=call.peer)
         return self._start(call, self._group.gather, outputs, _flat(call.inputs), options)
 
     def scatter(self, call: Call) -> Handle:
         inputs = [_flat(call.inputs)] if self.rank == call.peer else []
-        options = _options(c10d.ScatterOptions, call, rootRank=call.peer)
+        options = options_for(c10d.ScatterOptions, call, rootRank=call.peer)
         return self._start(call, self._group.scatter, _flat(call.outputs), inputs, options)
 
     def all_to_all_single(self, call: Call) -> Handle:
-        options = _options(c10d.AllToAllOptions, call)
+        options = options_for(c10d.AllToAllOptions, call)
         splits = list(call.output_splits or ()), list(call.input_splits or ())
         return self._start(call, self._group.alltoall_base, call.outputs[0], call.inputs[0], *splits, options)
 
     def barrier(self, call: Call) -> Handle:
-        return self._start(call, self._group.barrier, _options(c10d.BarrierOptions, call))
+        return self._start(call, self._group.barrier, options_for(c10d.BarrierOptions, call))
 
     def send(self, call: Call) -> Handle:
         return self._start(call, self._group.send, list(call.inputs), call.peer, call.tag)
@@ -137,8 +137,8 @@ class _GlooQuick:
         self._name = name
         self._dtypes = sum(1 << DTYPE_CODE[dtype] for dtype in dtypes)
         self._options = {
-            int(reduce): _options(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op)
-            for reduce, op in _REDUCE_OPS.items()
+            int(reduce): options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op)
+            for reduce, op in REDUCE_OPS.items()
         }
 
     def all_reduce(self, tensor: torch.Tensor, reduce: int) -> int:
@@ -229,15 +229,15 @@ class TorchBackend(C10dBackend):
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def all_to_all(self, call: Call) -> Handle:
-        options = _options(c10d.AllToAllOptions, call)
+        options = options_for(c10d.AllToAllOptions, call)
         return self._start(call, self._group.alltoall, list(call.outputs), list(call.inputs), options)
 
     def reduce_scatter(self, call: Call) -> Handle:
-        options = _options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
+        options = options_for(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group.reduce_scatter, list(call.outputs), [list(call.inputs)], options)
 
     def reduce_scatter_tensor(self, call: Call) -> Handle:
-        options = _options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
+        options = options_for(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group._reduce_scatter_base, call.outputs[0], call.inputs[0], options)
 
 

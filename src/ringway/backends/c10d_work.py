@@ -20,7 +20,7 @@ from ringway.work import Completion, Handle
 SLICE = timedelta(milliseconds=250)
 """A wait inside torch is deaf to Ctrl-C, so a long one is made of slices."""
 
-_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"tim(ed?|ing) ?out", re.IGNORECASE)
 _CLOSED = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|peer .* (closed|gone)|ncclRemoteError",
     re.IGNORECASE,

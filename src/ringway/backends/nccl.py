@@ -13,170 +13,27 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ringway import _core
 from ringway.backends.base import GroupInfo
 from ringway.backends.c10d import TorchBackend
-from ringway.backends.c10d_work import Announced, mapped
+from ringway.backends.c10d_work import mapped
 from ringway.backends.compose import reduce_rows
-from ringway.backends.device_watch import Ending, device_watch
+from ringway.backends.nccl_quick import NcclQuick
+from ringway.backends.nccl_work import NcclHandle, cuda_device, has_ended, way
 from ringway.call import Call, Reduce
 from ringway.errors import RingwayError
-from ringway.work import DONE, Completion, Handle
+from ringway.work import DONE, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
-_DOUBTFUL_SECONDS = 0.1
-"""What takes longer than that may have failed. torch warns whoever asks, so of what is quicker nobody asks: where a
-peer is lost, the next call says so."""
 _LEAVE_SECONDS = 10.0
-
-
-class NcclHandle(Announced):
-    """A collective on NCCL's stream."""
-
-    notifies = False
-    on_device = True
-
-    def __init__(self, work: Any, call: Call, backend: NcclBackend, number: int, captured: bool) -> None:
-        super().__init__(work, call)
-        self._backend = backend
-        self._number = number
-        self._captured = captured
-        self._failure: BaseException | None = None
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Orders the current stream behind the collective; blocks only where torch's blocking wait is on."""
-        try:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=timeout))
-        except Exception as error:
-            raise self._error(error) from None
-
-    def when_done(self, completion: Completion) -> None:
-        # Somebody asks late: not in line with those that were issued.
-        _watch(self, self, self._captured, completion, soon=True)
-
-    def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        call = self._call
-        device = _cuda_device(call)
-        if call.async_op or soon or device is None:
-            _watch((self._backend, device, _way(call)), self, self._captured, completion, soon)
-        else:
-            self.behind().when_finished(completion, soon)
-
-    def behind(self) -> Handle:
-        device = _cuda_device(self._call)
-        return self if device is None else OnStream(self._backend, self._call, self._number, device, self._captured)
-
-    def done(self) -> bool:
-        if self._captured:
-            return True
-        try:
-            return bool(self._work.is_completed())
-        except Exception as error:
-            self._failure = error
-            return True
-
-    def outcome(self) -> BaseException | None:
-        error = self._failure or self._backend.abortion
-        if error is None and _doubtful(self._began):
-            error = _trouble(self._work)
-        self._backend.forget(_way(self._call), self._number)
-        return None if error is None else self._error(error)
-
-
-class OnStream(Handle):
-    """What stands on a stream up to an event that is recorded now: a collective, and perhaps its last step.
-
-    Unlike torch's work it keeps no tensor from being freed. Whether something went wrong, the last work that went the
-    same way knows: an error of NCCL's is the whole communicator's.
-    """
-
-    notifies = False
-    on_device = True
-
-    def __init__(self, backend: NcclBackend, call: Call, number: int, device: torch.device, captured: bool) -> None:
-        self._backend = backend
-        self._call = replace(call, inputs=(), outputs=())
-        self._number = number
-        self._device = device
-        self._captured = captured
-        self._began = time.monotonic()
-        self._stream = torch.cuda.current_stream(device)
-        self._event = torch.cuda.Event()
-        self._event.record(self._stream)
-
-    def wait(self, timeout: float | None = None) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def when_done(self, completion: Completion) -> None:
-        _watch(self, self, self._captured, completion, soon=True)
-
-    def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        line = (self._backend, self._device, self._stream.cuda_stream)
-        _watch(line, self, self._captured, completion, soon)
-
-    def done(self) -> bool:
-        return self._captured or bool(self._event.query()) or self._trouble() is not None
-
-    def outcome(self) -> BaseException | None:
-        error = self._backend.abortion or self._trouble()
-        self._backend.forget(_way(self._call), self._number)
-        return None if error is None else mapped(error, self._call, time.monotonic() - self._began)
-
-    def _trouble(self) -> BaseException | None:
-        last = self._backend.last(_way(self._call))
-        return _trouble(last) if last is not None and _doubtful(self._began) and _has_ended(last) else None
-
-
-def _watch(line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
-    if captured:
-        completion(None)  # it was written down, and runs whenever the graph is replayed
-    else:
-        device_watch.add(line, ending, completion, soon)
-
-
-def _way(call: Call) -> Hashable:
-    """Messages go by communicators of their own, one for each pair."""
-    return None if call.op.collective else (call.op.name, call.peer)
-
-
-def _doubtful(began: float) -> bool:
-    return time.monotonic() - began > _DOUBTFUL_SECONDS
-
-
-def _has_ended(work: Any) -> bool:
-    try:
-        return bool(work.is_completed())
-    except Exception:  # asked about a communicator that was aborted
-        return True
-
-
-def _trouble(work: Any) -> BaseException | None:
-    """What went wrong with a work that has ended, if anything, and as far as torch can say it in Python."""
-    try:
-        error = work.exception()
-    except TypeError:  # a C++ exception that has no Python type
-        return None
-    except Exception as failure:
-        error = failure
-    return error if isinstance(error, BaseException) else None
-
-
-def _cuda_device(call: Call) -> torch.device | None:
-    for tensor in (*call.outputs, *call.inputs):
-        if tensor.is_cuda:
-            return tensor.device
-    return None
 
 
 class NcclBackend(TorchBackend):
@@ -193,6 +50,8 @@ class NcclBackend(TorchBackend):
         self._changing = threading.Lock()
         self.abortion: BaseException | None = None
         self._closed = False
+        self._quick: NcclQuick | None = None
+        self._limit: float | None = None
         self._destroyed = destroyed
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
@@ -206,17 +65,32 @@ class NcclBackend(TorchBackend):
     def can_move(self, dtype: torch.dtype) -> bool:
         return dtype in _MOVED
 
+    def quick(self, lane: _core.Lane) -> NcclQuick:
+        summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
+        self._quick = NcclQuick(self, self._group, lane, summed, _MOVED, self._limit)
+        return self._quick
+
+    def set_timeout(self, seconds: float) -> None:
+        self._limit = seconds
+        if self._quick is not None:
+            self._quick.set_timeout(seconds)
+
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         try:
             work = method(*arguments)
         except RuntimeError as error:
             raise mapped(error, call, 0.0) from error
-        captured = _cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+        captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+        # What was written down into a graph can be asked nothing.
+        number = -1 if captured else self.issued(way(call), work)
+        return NcclHandle(work, call, self, number, captured)
+
+    def issued(self, way: Hashable, work: Any) -> int:
+        """Numbers a call that is under way, whose work may be asked about this way until its end is known."""
         with self._changing:
             number = self._issued = self._issued + 1
-            if not captured:  # what was written down into a graph can be asked nothing
-                self._last[_way(call)] = (number, work)
-        return NcclHandle(work, call, self, number, captured)
+            self._last[way] = (number, work)
+        return number
 
     def last(self, way: Hashable) -> Any:
         """torch's work of the last call that went this way, if it may still be under way."""
@@ -287,7 +161,7 @@ class NcclBackend(TorchBackend):
             self._abort_group()
 
     def _all_ended(self) -> bool:
-        return all(_has_ended(work) for _, work in list(self._last.values()))
+        return all(has_ended(work) for _, work in list(self._last.values()))
 
     def abort(self) -> None:
         if not self._closed:

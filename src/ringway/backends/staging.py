@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ringway.backends.base import Backend
-from ringway.call import OPS, Call, Reduce
+from ringway.call import Call, Reduce
 from ringway.work import Handle
 
 Runner = Callable[[Call], Handle]
 
-_REDUCING = frozenset(op for op in OPS if "reduce" in op.agree)
 SMALL_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32})
 BOOL_AS_BYTES = {
     Reduce.SUM: Reduce.MAX,
@@ -33,11 +32,27 @@ def native(backend: Backend, method: Runner) -> Runner:
     """The backend's own method, with every call made palatable for it."""
 
     def run(call: Call) -> Handle:
+        if _palatable(backend, call):
+            return method(call)
         staging = _Staging(backend, call)
         handle = method(staging.call)
         return handle.then(staging.finish) if staging.has_finish else handle
 
     return run
+
+
+def _palatable(backend: Backend, call: Call) -> bool:
+    """Whether the call may be handed over as it is; nearly all may, so this is quick."""
+    dtype = call.dtype
+    if dtype is None:
+        return True
+    if not (backend.can_reduce(dtype, call.reduce) if "reduce" in call.op.agree else backend.can_move(dtype)):
+        return False
+    anyhow = not backend.needs_contiguous
+    for tensor in (*call.inputs, *call.outputs):
+        if tensor.is_conj() or tensor.is_neg() or not (anyhow or tensor.is_contiguous()):
+            return False
+    return True
 
 
 class _Staging:
@@ -53,7 +68,7 @@ class _Staging:
             return
         if any(t.is_conj() or t.is_neg() for t in (*call.inputs, *call.outputs)):
             self._replace(lambda t: t.resolve_conj().resolve_neg())
-        if call.op in _REDUCING:
+        if "reduce" in call.op.agree:
             if not backend.can_reduce(dtype, call.reduce):
                 self._convert_reduction(backend, dtype)
         elif not backend.can_move(dtype):

@@ -1,0 +1,107 @@
+"""A device and a group of torch's that do what a test tells them, for hosts without a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from ringway.backends.adopt import adopt
+from ringway.backends.base import GroupInfo
+
+
+class ScriptedWork:
+    """A work as ProcessGroupNCCL's: `wait` returns or raises, `is_completed` asks the device."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.finished = threading.Event()
+        self.error = error
+        self.waits: list[Any] = []
+
+    def wait(self, *timeout: timedelta) -> bool:
+        self.waits.append(timeout)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.finished.is_set()
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+
+class ScriptedGroup:
+    def __init__(self, work: ScriptedWork) -> None:
+        self.work = work
+        self.aborted = 0
+
+    def allreduce(self, tensors: Any, options: Any) -> ScriptedWork:
+        return self.work
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def scripted_backend(work: ScriptedWork) -> tuple[Any, ScriptedGroup]:
+    group = ScriptedGroup(work)
+    return adopt(scripted_info(), group, "nccl"), group
+
+
+def scripted_info(size: int = 1) -> GroupInfo:
+    return GroupInfo(rank=0, size=size, ranks=list(range(size)), store=c10d.HashStore(), name="scripted", timeout=5)
+
+
+class ScriptedTensor:
+    """Of a CUDA tensor what is asked here."""
+
+    is_cuda = True
+    dtype = torch.float32
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    def numel(self) -> int:
+        return 4
+
+
+class ScriptedCuda:
+    """torch.cuda with streams that go no further than they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached: set[torch.device] = set()
+        self.capturing = False
+        self.waited = 0
+        cuda = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.device = stream.device
+
+            def query(self) -> bool:
+                return self.device in cuda.reached
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", self._stream)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+    def _stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(device=device, cuda_stream=0, wait_event=self._wait)
+
+    def _wait(self, event: Any) -> None:
+        self.waited += 1
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -1,0 +1,190 @@
+"""The short way of nccl's calls, on a group and a device that are scripted: CPU tensors stand for CUDA's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scripted_cuda import ScriptedCuda, ScriptedWork, scripted_info, until
+
+from ringway import _core
+from ringway.backends.adopt import adopt
+from ringway.backends.nccl_quick import NcclQuick
+from ringway.call import ReduceOp
+from ringway.communicator import Communicator
+from ringway.errors import CommTimeout, PeerLost, UsageError
+from ringway.observe.recorder import recorded
+
+DEVICE = torch.device("cuda:0")
+
+
+class Group:
+    """torch's group: remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.works: list[ScriptedWork] = []
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*arguments: Any) -> ScriptedWork:
+            self.asked.append((name, *arguments))
+            self.works.append(ScriptedWork(self.error))
+            return self.works[-1]
+
+        return method
+
+
+class Setting:
+    """A communicator of two ranks whose calls go the short way, its group, device and recorder."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda = ScriptedCuda(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self.cuda._stream(DEVICE))
+        monkeypatch.setattr(NcclQuick, "device", _core.CPU)
+        self.group = Group()
+        self.recorder = _core.Recorder(64)
+        info = scripted_info(size=2)
+        self.communicator = Communicator(info, {"cpu": adopt(info, self.group, "nccl")}, self.recorder, [])
+
+    def records(self) -> list[tuple[str, str, int]]:
+        return [(one.op, one.state, one.nbytes) for one in map(recorded, self.recorder.recent(64))]
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    return Setting(monkeypatch)
+
+
+def test_each_op_reaches_torch_and_ends_with_the_stream(setting: Setting) -> None:
+    whole, share, other = torch.zeros(4, 2), torch.zeros(4), torch.zeros(4, 2)
+    dist = setting.communicator
+    dist.all_reduce(whole)
+    dist.broadcast(whole, src=1)
+    dist.all_gather_into_tensor(whole, share)
+    dist.reduce_scatter_tensor(share, whole)
+    dist.all_to_all_single(whole, other)
+    asked = [(name, arguments[:-1]) for name, *arguments in setting.group.asked]
+    assert [name for name, _ in asked] == [
+        "allreduce",
+        "broadcast",
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "alltoall_base",
+    ]
+    expected = [[[whole]], [[whole]], [whole, share], [share, whole], [whole, other, [], []]]
+    for (_, given), tensors in zip(asked, expected, strict=True):
+        assert _identities(given) == _identities(tensors)
+    assert setting.group.asked[1][-1].rootRank == 1
+    assert all(work.waits == [()] for work in setting.group.works), "the stream stands behind each"
+    assert {state for _, state, _ in setting.records()} == {"issued"}
+    setting.cuda.reached.add(DEVICE)
+    until(lambda: {state for _, state, _ in setting.records()} == {"completed"})
+    assert [nbytes for _, _, nbytes in setting.records()] == [32] * 5
+
+
+def _identities(values: Any) -> Any:
+    return [_identities(value) for value in values] if isinstance(values, list) else id(values)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_a_graph_captures_ends_when_it_is_written_down(setting: Setting, capturing: bool) -> None:
+    setting.cuda.capturing = capturing
+    setting.communicator.all_reduce(torch.zeros(3))
+    assert setting.records() == [("all_reduce", "completed" if capturing else "issued", 12)]
+
+
+def test_what_is_not_plain_goes_the_long_way_and_is_recorded_once(setting: Setting) -> None:
+    dist = setting.communicator
+    square = torch.zeros(4, 4)
+    setting.cuda.reached.add(DEVICE)
+    dist.all_reduce(square.t()[1:])
+    dist.all_reduce(square, ReduceOp.MAX)
+    dist.all_reduce(square, log_name="gradients")
+    dist.all_gather_into_tensor(torch.zeros(2, dtype=torch.complex64), torch.zeros(1, dtype=torch.complex64))
+    assert len(setting.records()) == 4
+    with pytest.raises(UsageError, match="2 ranks"):
+        dist.all_gather_into_tensor(torch.zeros(7), torch.zeros(3))
+    with pytest.raises(UsageError, match="does not divide"):
+        dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(3, 2))
+    assert len(setting.records()) == 4
+
+
+def test_an_event_is_used_again_once_the_stream_has_passed_it(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    event = torch.cuda.Event
+    monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(event()) or made[-1])
+    for _ in range(3):
+        setting.communicator.all_reduce(torch.zeros(3))
+    assert len(made) == 3
+    setting.cuda.reached.add(DEVICE)
+    until(lambda: {state for _, state, _ in setting.records()} == {"completed"})
+    for _ in range(3):
+        setting.communicator.all_reduce(torch.zeros(3))
+    assert len(made) == 3
+
+
+def test_a_limit_holds_on_the_short_way_too(setting: Setting) -> None:
+    dist = setting.communicator
+    dist.broadcast(torch.zeros(3), src=0)
+    dist.set_timeout(7.0)
+    for call in (
+        lambda: dist.all_reduce(torch.zeros(3)),
+        lambda: dist.broadcast(torch.zeros(3), src=0),
+        lambda: dist.all_gather_into_tensor(torch.zeros(6), torch.zeros(3)),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(6)),
+        lambda: dist.all_to_all_single(torch.zeros(6), torch.zeros(6)),
+    ):
+        call()
+        assert setting.group.asked[-1][-1].timeout.total_seconds() == 7.0
+
+
+def test_an_error_at_once_is_ours_and_ends_the_group(setting: Setting) -> None:
+    """As under torch's blocking wait."""
+    setting.group.error = RuntimeError("WorkNCCL(...) ran for 8000 milliseconds before timing out")
+    with pytest.raises(CommTimeout, match=r"all_reduce #0 \(SUM, group scripted\) timed out"):
+        setting.communicator.all_reduce(torch.zeros(3))
+    assert setting.records() == [("all_reduce", "failed", 12)]
+    with pytest.raises(CommTimeout, match="all_reduce #0"):
+        setting.communicator.broadcast(torch.zeros(3), src=0)
+
+
+def test_an_error_that_shows_late_is_raised_by_the_next_call(setting: Setting) -> None:
+    setting.communicator.all_reduce(torch.zeros(3))
+    work = setting.group.works[-1]
+    work.error = RuntimeError("NCCL error: ncclRemoteError")
+    work.finished.set()  # torch takes an error for an end; the stream does not get there
+    until(lambda: setting.records() == [("all_reduce", "failed", 12)])
+    with pytest.raises(PeerLost, match="all_reduce #0"):
+        setting.communicator.broadcast(torch.zeros(3), src=0)
+    assert isinstance(setting.communicator.fault, PeerLost)
+
+
+def test_devices_with_a_short_way_each(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
+    """The first that takes the tensor has it; a barrier, which has none, is the first device's."""
+    taken = []
+
+    class Short:
+        def __init__(self, name: str, takes: bool) -> None:
+            self._name, self._takes = name, takes
+
+        def all_reduce(self, tensor: Any, reduce: int) -> int:
+            taken.append((self._name, "all_reduce"))
+            return 0 if self._takes else 1
+
+        def barrier(self) -> int:
+            taken.append((self._name, "barrier"))
+            return 0
+
+    info = scripted_info(size=2)
+    first, second = (adopt(info, Group(), "nccl") for _ in range(2))
+    monkeypatch.setattr(first, "quick", lambda lane: Short("first", takes=False))
+    monkeypatch.setattr(second, "quick", lambda lane: Short("second", takes=True))
+    dist = Communicator(info, {"cpu": first, "meta": lambda: second}, _core.Recorder(64), [])
+    dist._plan("meta")  # made by the first call on that device
+    dist.all_reduce(torch.zeros(3))
+    dist.barrier()
+    assert taken == [("first", "all_reduce"), ("second", "all_reduce"), ("first", "barrier")]
