@@ -231,8 +231,8 @@ void bind_recorder(nb::module_& m) {
         .def(
             "begin_shares",
             // As begin_plain, on a `device` of any kind, for two tensors of which the `whole` has the size of so many
-            // `shares`. They may be the same.
-            [](Lane& self, int op, nb::handle whole, nb::handle share, int shares, int reduce, int32_t peer,
+            // `shares`, and whose rows both can be divided by `parts`. They may be the same.
+            [](Lane& self, int op, nb::handle whole, nb::handle share, int shares, int parts, int reduce, int32_t peer,
                uint64_t dtypes, int32_t device) -> uint64_t {
                 TensorView view;
                 if (!view_tensor(whole.ptr(), view) || !view.on(device)) return 0;
@@ -240,7 +240,7 @@ void bind_recorder(nb::module_& m) {
                 TensorView part = view;
                 if (!share.is(whole) && (!view_tensor(share.ptr(), part) || !part.on(device))) return 0;
                 if (part.dtype != view.dtype || part.device_index != view.device_index) return 0;
-                if (part.numel * shares != view.numel) return 0;
+                if (part.numel * shares != view.numel || part.rows % parts != 0 || view.rows % parts != 0) return 0;
                 return compared(self, [&] {
                     return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
                                       0, current_site());

@@ -131,6 +131,7 @@ bool view_tensor(PyObject* object, TensorView& out) {
     out.dtype = dtype_of(tensor.dtype);
     // A complex tensor may be conjugated lazily, which DLPack does not show: those take the general path.
     if (out.dtype == DType::Unknown || out.dtype == DType::C64 || out.dtype == DType::C128) return false;
+    out.rows = tensor.ndim > 0 ? tensor.shape[0] : 1;
     out.numel = 1;
     for (int32_t dim = 0; dim < tensor.ndim; ++dim) out.numel *= tensor.shape[dim];
     out.nbytes = out.numel * (tensor.dtype.bits / 8);

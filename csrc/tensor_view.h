@@ -14,6 +14,7 @@ struct TensorView {
     void* data = nullptr;
     int64_t numel = 0;
     int64_t nbytes = 0;
+    int64_t rows = 1;  // of the first dimension
     DType dtype = DType::Unknown;
     int32_t device = 0;  // what kind, by DLPack's codes, and which of its kind
     int32_t device_index = 0;

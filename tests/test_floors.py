@@ -15,10 +15,10 @@ FLOORS = (
     ("features", {"parallel", "compress", "observe", "objects"}),
     ("world", {"world"}),
     ("bridge", {"bridge"}),
-    ("communicator", {"communicator", "issuer", "across", "checks", "monitor", "signatures", "sparse"}),
+    ("communicator", {"communicator", "issuer", "across", "checks", "monitor", "signatures", "sparse", "shortcuts"}),
     ("backends", {"backends"}),
     ("launch", {"launch"}),
-    ("vocabulary", {"call", "work", "errors", "config", "threads", "_core"}),
+    ("vocabulary", {"call", "work", "errors", "config", "threads", "weak", "_core"}),
 )
 HEIGHT = {room: len(FLOORS) - level for level, (_, rooms) in enumerate(FLOORS) for room in rooms}
 

@@ -67,6 +67,12 @@ UNANSWERED = {
         "work.is_completed(); dist.barrier(); dist.destroy_process_group()"
     ),
     "collective": "work = dist.all_reduce(torch.ones(5), async_op=True) if dist.get_rank() == 0 else None",
+    "collective on every rank": (
+        "groups = [dist.new_group() for _ in range(3)]\n"
+        "others = [group for rank, group in enumerate(groups) if rank != dist.get_rank()]\n"
+        "works = [dist.all_reduce(torch.ones(5), async_op=True, group=group) for group in others]\n"
+        "work = works[0]; works[1].on_complete(print)"
+    ),
 }
 
 

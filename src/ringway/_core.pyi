@@ -33,7 +33,16 @@ class Lane:
     def begin(self, op: int, bytes: int, dtype: int, reduce: int, peer: int, label: int) -> int: ...
     def begin_plain(self, op: int, tensor: object, reduce: int, peer: int, dtypes: int) -> int: ...
     def begin_shares(
-        self, op: int, whole: object, share: object, shares: int, reduce: int, peer: int, dtypes: int, device: int
+        self,
+        op: int,
+        whole: object,
+        share: object,
+        shares: int,
+        parts: int,
+        reduce: int,
+        peer: int,
+        dtypes: int,
+        device: int,
     ) -> int: ...
     def end(self, token: int, ok: bool) -> None: ...
     def compare(self, signatures: Signatures) -> None: ...

@@ -7,8 +7,7 @@ pair torch calls depends on its version.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +41,7 @@ from ringway.call import (
 )
 from ringway.communicator import Communicator
 from ringway.sparse import all_reduce_sparse
+from ringway.weak import weakly
 from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 
@@ -60,7 +60,7 @@ class Bridge(c10d.ProcessGroup):
         self._register_backend(torch.device("cpu"), custom, inner)
         self._torchs = (inner, *devices.values())  # torch would give out another object for `inner`, that tells nobody
         if isinstance(inner, Gloo):
-            inner.told = _weakly(communicator.set_timeout)
+            inner.told = weakly(communicator.set_timeout)
         for device, backend in devices.items():
             self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
 
@@ -213,18 +213,6 @@ class Bridge(c10d.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-
-def _weakly(told: Callable[[float], None]) -> Callable[[float], None]:
-    """The method, as long as its object lives: the group that tells lives as long as torch likes."""
-    method = weakref.WeakMethod(told)
-
-    def tell(seconds: float) -> None:
-        found = method()
-        if found is not None:
-            found(seconds)
-
-    return tell
 
 
 def _chunks(output: Tensor, size: int) -> list[Tensor]:

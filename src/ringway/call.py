@@ -7,7 +7,7 @@ Codes are shared with the native core (`csrc/codes.h`), and a test holds the two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -161,6 +161,12 @@ DTYPES: tuple[torch.dtype, ...] = (
 
 DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 UNKNOWN_DTYPE = 255
+
+
+def dtype_bits(dtypes: Iterable[torch.dtype]) -> int:
+    """The dtypes as the native core takes several: a bit for each code."""
+    return sum(1 << DTYPE_CODE[dtype] for dtype in dtypes)
+
 
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
 _REALS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

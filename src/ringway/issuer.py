@@ -17,37 +17,23 @@ from ringway.across import Across
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, plan
 from ringway.call import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
     ALL_REDUCE,
-    ALL_TO_ALL_SINGLE,
     ANY_SOURCE,
-    BARRIER,
-    BROADCAST,
     DTYPE_CODE,
-    GATHER,
     RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    SEND,
     UNKNOWN_DTYPE,
     Call,
     Op,
 )
 from ringway.checks import admit, check
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.shortcuts import ShortCut, ShortCuts
+from ringway.weak import weakly
 from ringway.work import Handle, Work
 
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
 _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
-_SHORT = (
-    ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
-)  # fmt: skip
-"""The ops that a backend may have a short cut for (`Backend.quick`)."""
 
 
 class Observer(Protocol):
@@ -101,8 +87,8 @@ class Issuer:
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
                 self._plans[device] = plan(backend)
-        self._quick: dict[str, Any] = {}
-        self._short_cuts: dict[str, Callable[..., int]] = {}
+        self._offers = ShortCuts(self._lane, weakly(self._poison_late))
+        self._short_cuts: dict[str, ShortCut] = {}
         self.quick_all_reduce: Callable[[Tensor, int], int] | None = None
         self.observers_changed()
 
@@ -203,22 +189,19 @@ class Issuer:
 
     def observers_changed(self) -> None:
         """The short cuts are for a group in health that nobody but the recorder watches, and of one host."""
-        if self._fault is None and not self._observers and self._across is None:
-            for device, backend in self._backends.items():
-                if device not in self._quick and isinstance(backend, Backend):
-                    self._quick[device] = backend.quick(self._lane)
-            self._short_cuts = {op.name: found for op in _SHORT if (found := self._short_cut(op)) is not None}
+        first = self._backends[self._default_device]
+        alone = not self._observers and self._across is None
+        if self._fault is None and alone and isinstance(first, Backend):
+            others = [backend for backend in self._backends.values() if isinstance(backend, Backend)]
+            self._short_cuts = self._offers.of(first, others)
         else:
             self._short_cuts = {}
         self.quick_all_reduce = self._short_cuts.get(ALL_REDUCE.name)
 
-    def _short_cut(self, op: Op) -> Callable[..., int] | None:
-        """Where devices have one each, the tensor's takes the call; what has no tensors is the first device's."""
-        devices = [self._default_device] if op is BARRIER else list(self._quick)
-        found = [cut for device in devices if (cut := getattr(self._quick.get(device), op.name, None)) is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        return lambda *arguments: next((0 for cut in found if cut(*arguments) == 0), 1)
+    def _poison_late(self, error: BaseException) -> None:
+        """For short cuts whose calls may fail after they have returned."""
+        if isinstance(error, _POISON):
+            self._poisoned(error)
 
     def set_timeout(self, seconds: float) -> None:
         """The limit of calls that name none, from now on; until then it is the group's."""
@@ -258,12 +241,12 @@ class Issuer:
                 handle.wait()
         except BaseException as error:
             raise self._ended(token, error, observed) or error from None
+        timed = observed is not None or self._recorder.keeps_times
         if handle.on_device:
-            timed = observed is not None or self._recorder.keeps_times
             handle.when_finished(lambda error: _discard(self._ended(token, error, observed)), soon=timed)
             return Work(handle, call.outputs, _as_it_is) if call.async_op else None
         if call.async_op:
-            return self._work(call, token, handle, observed)
+            return self._work(call, token, handle, observed, timed)
         self._ended(token, None, observed)
         if call.op is RECV:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
@@ -284,11 +267,11 @@ class Issuer:
             raise self._poisoned(error) from None
         return token
 
-    def _work(self, call: Call, token: int, handle: Handle, observed: Call | None) -> Work:
+    def _work(self, call: Call, token: int, handle: Handle, observed: Call | None, soon: bool) -> Work:
         def settle(error: BaseException | None) -> BaseException | None:
             return self._ended(token, error, observed)
 
-        work = Work(handle, call.outputs, settle)
+        work = Work(handle, call.outputs, settle, soon)
         self._works.add(work)
         return work
 
@@ -382,7 +365,7 @@ class Issuer:
                 else:
                     backend.abort()
         self._plans.clear()
-        self._quick.clear()
+        self._offers.clear()
         self._short_cuts = {}
         self.quick_all_reduce = None
         for work in list(self._works):

@@ -27,7 +27,6 @@ from ringway.backends import registry
 from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, make_gloo
-from ringway.backends.c10d_work import announcements
 from ringway.backends.mixed import mixed, mixes
 from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
@@ -39,11 +38,6 @@ from ringway.issuer import Observer
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 
 RECORDER_CAPACITY = 4096
-LEAVING_SECONDS = 10.0
-LEAVING_EACH_SECONDS = 2.0
-"""Calls that were given up end only when a peer's process does, and must end before this interpreter does. Where
-several ranks wait for that, they go one after the other, and each ends the wait of the next."""
-
 
 _BEYOND_TORCHS = 1 << 40
 """More groups than torch will ever count."""
@@ -178,7 +172,6 @@ class World:
         error = UsageError(_FORKED)
         for communicator in list(self._all):
             communicator.poison(error)
-        announcements.forget()
 
 
 _members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -304,12 +297,7 @@ def introduce_to_torch() -> None:
 
 def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
-    communicators = world.communicators()
-    turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
-    quiet = announcements.wait_for_quiet(min(LEAVING_EACH_SECONDS * (turn + 1), LEAVING_SECONDS))
-    for communicator in communicators:
-        if not quiet:  # its connections end with the process, and not before: that might wake what still waits
-            communicator.abandon()
+    for communicator in world.communicators():
         communicator.close(wait=False)
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from ringway.backends.adopt import adopt
 from ringway.backends.nccl_quick import NcclQuick
 from ringway.call import ReduceOp
 from ringway.communicator import Communicator
-from ringway.errors import CommTimeout, PeerLost, UsageError
+from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.observe.recorder import recorded
 
 DEVICE = torch.device("cuda:0")
@@ -108,6 +110,9 @@ def test_what_is_not_plain_goes_the_long_way_and_is_recorded_once(setting: Setti
         dist.all_gather_into_tensor(torch.zeros(7), torch.zeros(3))
     with pytest.raises(UsageError, match="does not divide"):
         dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(3, 2))
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(2)])
+    with pytest.raises(UsageError, match="nested"):
+        dist.all_to_all_single(nested, nested)
     assert len(setting.records()) == 4
 
 
@@ -145,22 +150,52 @@ def test_a_limit_holds_on_the_short_way_too(setting: Setting) -> None:
 def test_an_error_at_once_is_ours_and_ends_the_group(setting: Setting) -> None:
     """As under torch's blocking wait."""
     setting.group.error = RuntimeError("WorkNCCL(...) ran for 8000 milliseconds before timing out")
-    with pytest.raises(CommTimeout, match=r"all_reduce #0 \(SUM, group scripted\) timed out"):
+    with pytest.raises(CommTimeout, match=r"broadcast #0 \(float32\[3\], root 1, group scripted\) timed out"):
+        setting.communicator.broadcast(torch.zeros(3), src=1)
+    assert setting.records() == [("broadcast", "failed", 12)]
+    with pytest.raises(CommTimeout, match="broadcast #0"):
         setting.communicator.all_reduce(torch.zeros(3))
-    assert setting.records() == [("all_reduce", "failed", 12)]
-    with pytest.raises(CommTimeout, match="all_reduce #0"):
-        setting.communicator.broadcast(torch.zeros(3), src=0)
+    assert len(setting.records()) == 1
 
 
-def test_an_error_that_shows_late_is_raised_by_the_next_call(setting: Setting) -> None:
-    setting.communicator.all_reduce(torch.zeros(3))
+def test_an_error_that_shows_late_ends_the_group(setting: Setting) -> None:
+    setting.communicator.broadcast(torch.zeros(3), src=1)
     work = setting.group.works[-1]
     work.error = RuntimeError("NCCL error: ncclRemoteError")
     work.finished.set()  # torch takes an error for an end; the stream does not get there
-    until(lambda: setting.records() == [("all_reduce", "failed", 12)])
-    with pytest.raises(PeerLost, match="all_reduce #0"):
-        setting.communicator.broadcast(torch.zeros(3), src=0)
-    assert isinstance(setting.communicator.fault, PeerLost)
+    until(lambda: setting.communicator.fault is not None)
+    assert setting.records() == [("broadcast", "failed", 12)]
+    setting.communicator.look_for_parting()
+    with pytest.raises(PeerLost, match=r"broadcast #0 \(root 1, group scripted\)"):
+        setting.communicator.all_reduce(torch.zeros(3), ReduceOp.MAX)
+    assert len(setting.records()) == 1
+
+
+def test_what_the_device_cannot_record_has_failed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(event: Any, stream: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda.Event, "record", broken)
+    with pytest.raises(RingwayError, match=r"all_reduce #0 .*illegal memory access"):
+        setting.communicator.all_reduce(torch.zeros(3))
+    assert setting.records() == [("all_reduce", "failed", 12)]
+
+
+def test_nothing_outlives_its_group(setting: Setting) -> None:
+    """Not even until the next garbage collection: the end of torch's group is its destructor's."""
+    setting.cuda.reached.add(DEVICE)
+    setting.communicator.all_reduce(torch.zeros(3))
+    until(lambda: setting.records() == [("all_reduce", "completed", 12)])
+    work = weakref.ref(setting.group.works.pop())
+    until(lambda: work() is None)
+    group = weakref.ref(setting.group)
+    gc.disable()
+    try:
+        setting.communicator.close()
+        del setting.communicator, setting.group
+        until(lambda: group() is None)
+    finally:
+        gc.enable()
 
 
 def test_devices_with_a_short_way_each(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
@@ -183,7 +218,7 @@ def test_devices_with_a_short_way_each(monkeypatch: pytest.MonkeyPatch, setting:
     first, second = (adopt(info, Group(), "nccl") for _ in range(2))
     monkeypatch.setattr(first, "quick", lambda lane: Short("first", takes=False))
     monkeypatch.setattr(second, "quick", lambda lane: Short("second", takes=True))
-    dist = Communicator(info, {"cpu": first, "meta": lambda: second}, _core.Recorder(64), [])
+    dist = Communicator(info, {"cpu": first, "xpu": first, "meta": lambda: second}, _core.Recorder(64), [])
     dist._plan("meta")  # made by the first call on that device
     dist.all_reduce(torch.zeros(3))
     dist.barrier()

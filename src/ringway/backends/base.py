@@ -22,7 +22,7 @@ Contract:
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -104,7 +104,8 @@ class Backend(metaclass=_LikeTorch):
         `send(tensor, peer, tag, at_once)` and `recv(tensor, peer, tag)`. Each records the call on the lane itself and
         returns 0 when it is done, or something else, with nothing recorded or sent, when the tensors are not
         plain: dense, contiguous, on the backend's device. Where a wait only orders the device's work, 0 means that the
-        current stream stands behind the call, and its end is recorded when the device gets there.
+        current stream stands behind the call, and its end is recorded when the device gets there; an attribute
+        `failed` of the object is then set to a function, and told what went wrong on the device.
         """
         return None
 
@@ -118,6 +119,15 @@ class Backend(metaclass=_LikeTorch):
     def abort(self) -> None:
         """End the backend without waiting for anybody."""
         self.close()
+
+
+def either(first: Callable[..., int], second: Callable[..., int]) -> Callable[..., int]:
+    """A short cut: the second takes what the first does not."""
+
+    def run(*arguments: Any) -> int:
+        return first(*arguments) and second(*arguments)
+
+    return run
 
 
 def supports(backend: Backend | type[Backend], op_name: str) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
+from ringway.backends.device_watch import device_watch
 from ringway.call import ANY_SOURCE, Call
 from ringway.errors import CommTimeout, PeerLost, RingwayError
 from ringway.threads import start
@@ -44,44 +46,9 @@ def mapped(error: BaseException, call: Call, waited: float) -> RingwayError:
     return RingwayError(f"{call.describe()} failed: {text}")
 
 
-class _Announcements:
-    """How many completions torch has still to announce.
-
-    torch's threads announce them, and take the interpreter's lock to do so, once more after the callback has
-    returned. An interpreter that ends meanwhile takes the process down, so its end waits for quiet.
-    """
-
-    _TAIL = 0.05
-
-    def __init__(self) -> None:
-        self._pending = 0
-        self._last = 0.0
-        self._lock = threading.Lock()
-
-    def forget(self) -> None:
-        """For a forked child, to which nobody announces anything."""
-        self.__init__()  # type: ignore[misc]
-
-    def expect(self) -> None:
-        with self._lock:
-            self._pending += 1
-
-    def came(self) -> None:
-        with self._lock:
-            self._pending -= 1
-            self._last = time.monotonic()
-
-    def wait_for_quiet(self, timeout: float) -> bool:
-        """Whether nothing is to be expected any more."""
-        deadline = time.monotonic() + timeout
-        while self._pending or time.monotonic() - self._last < self._TAIL:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
-
-
-announcements = _Announcements()
+def keep_for_ever(what: object) -> None:
+    """For what gloo's threads are still at: they would need the interpreter, perhaps after its end, to let go of it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 class _Waiters:
@@ -110,8 +77,8 @@ class _Waiters:
 _waiters = _Waiters()
 
 
-class Announced(Handle):
-    """A collective of torch's, whose future tells the end."""
+class TorchsWork(Handle):
+    """A work of torch's."""
 
     def __init__(self, work: Any, call: Call) -> None:
         self._work = work
@@ -139,27 +106,134 @@ class Announced(Handle):
                 if self._work.is_completed():
                     self._finished()  # perhaps well, at the very end of the slice
                     return
-                if self._call.check is not None:
-                    self._call.check()
+                self._look()
                 if deadline is not None and time.monotonic() >= deadline:
                     raise self._call.not_done(timeout) from None
+
+    def _look(self) -> None:
+        """Raises where waiting has become vain."""
+        if self._call.check is not None:
+            try:
+                self._call.check()
+            except BaseException:
+                keep_for_ever(self)
+                raise
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
-    def when_done(self, completion: Completion) -> None:
-        def tell(future: torch.futures.Future[Any]) -> None:
-            try:
-                future.value()
-            except Exception as error:
-                completion(self._error(error))
-            else:
-                completion(None)
-            finally:
-                announcements.came()
 
-        announcements.expect()
-        self._work.get_future().add_done_callback(tell)
+class InLine(TorchsWork):
+    """A collective whose end its group's line tells."""
+
+    leisurely = True
+
+    def __init__(self, work: Any, call: Call, line: Line) -> None:
+        super().__init__(work, call)
+        self._line = line
+
+    def when_done(self, completion: Completion) -> None:
+        self.when_finished(completion)
+
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        if any(tensor.is_cuda for tensor in self._call.outputs):
+            device_watch.add(self, self, completion, soon)  # a wait would order a stream of the waiting thread's
+        else:
+            self._line.add(_Waiting(self, completion, soon))
+
+    def outcome(self) -> BaseException | None:
+        try:
+            self._work.get_future().value()
+        except Exception as error:
+            return self._error(error)
+        return None
+
+    def wait_a_slice(self) -> None:
+        with suppress(Exception):
+            self._work.wait(SLICE)
+
+
+class _Waiting(NamedTuple):
+    """An end that somebody wants to know."""
+
+    handle: InLine
+    completion: Completion
+    soon: bool
+
+    def tell(self) -> None:
+        try:
+            self.completion(self.handle.outcome())
+        except Exception:
+            logging.getLogger("ringway").exception("a completion callback raised")
+
+
+class Line:
+    """Tells the ends of one group's collectives, from a thread of ours.
+
+    torch would announce them on threads of its own. Those take the interpreter's lock to do so, and an interpreter that
+    ends meanwhile takes the process down. The thread waits for what somebody wants to know soon; to the rest it looks
+    now and then, because mostly whoever issued a call waits for it himself, and two that wait get in each other's way.
+    """
+
+    _LOOK_SECONDS = 0.002
+    _IDLE_LOOKS = 50
+    """After so many with nothing to look at, it sleeps until it is woken."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._changed = threading.Condition()
+        self._waiting: list[_Waiting] = []
+        self._awake = True
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, waiting: _Waiting) -> None:
+        with self._changed:
+            self._waiting.append(waiting)
+            if self._thread is None:
+                self._thread = start(f"ringway-{self._group}", self._serve)
+            elif waiting.soon or not self._awake:
+                self._changed.notify()
+
+    def unfinished(self) -> list[InLine]:
+        """The collectives that have not ended."""
+        with self._changed:
+            return [waiting.handle for waiting in self._waiting if not waiting.handle.done()]
+
+    def close(self) -> None:
+        """Tells what has ended; nobody waits for the rest any more."""
+        ended = self._take_ended()
+        with self._changed:
+            self._waiting.clear()
+            self._closed = True
+            self._changed.notify()
+        for waiting in ended:
+            waiting.tell()
+
+    def _serve(self) -> None:
+        idle = 0
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                self._awake = idle < self._IDLE_LOOKS
+                wanted = next((waiting.handle for waiting in self._waiting if waiting.soon), None)
+                if wanted is None:
+                    self._changed.wait(self._LOOK_SECONDS if self._awake or self._waiting else None)
+                idle = 0 if self._waiting else idle + 1
+            if wanted is not None:
+                wanted.wait_a_slice()
+            for waiting in self._take_ended():
+                waiting.tell()
+
+    def _take_ended(self) -> list[_Waiting]:
+        ended: list[_Waiting] = []
+        unfinished: list[_Waiting] = []
+        with self._changed:
+            for waiting in self._waiting:
+                (ended if waiting.handle.done() else unfinished).append(waiting)
+            self._waiting = unfinished
+        return ended
 
 
 class Unannounced(Handle):

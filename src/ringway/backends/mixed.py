@@ -18,7 +18,7 @@ import torch.distributed as c10d
 
 from ringway import _core
 from ringway.backends import registry
-from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.base import Backend, GroupInfo, either
 from ringway.backends.compose import Plan, plan
 from ringway.backends.in_turn import Order
 from ringway.backends.meeting import exchange
@@ -87,15 +87,6 @@ class _Bounded:
     def __call__(self, *arguments: Any) -> int:
         nbytes = getattr(arguments[self._counted], "nbytes", -1) if arguments else 0
         return 1 if self._held or not self._least <= nbytes <= self._most else self._short_cut(*arguments)
-
-
-def _either(first: Callable[..., int], second: Callable[..., int]) -> Callable[..., int]:
-    """The second takes what the first does not."""
-
-    def run(*arguments: Any) -> int:
-        return first(*arguments) and second(*arguments)
-
-    return run
 
 
 class MixedBackend(Backend):
@@ -205,7 +196,7 @@ class MixedBackend(Backend):
                 cuts += self._short_cut(lane, op, name, least, most)
                 least = most + 1
             if cuts:  # first those that look at the size themselves, which costs them nothing
-                setattr(found, op.name, reduce(_either, sorted(cuts, key=lambda cut: isinstance(cut, _Bounded))))
+                setattr(found, op.name, reduce(either, sorted(cuts, key=lambda cut: isinstance(cut, _Bounded))))
         return found
 
     def _short_cut(self, lane: _core.Lane, op: Op, name: str, least: int, most: int) -> list[Callable[..., int]]:

@@ -25,7 +25,7 @@ from ringway.backends.mpi_buffers import DATATYPES, MOST, as_bytes, as_numbers, 
 from ringway.backends.mpi_messages import Message
 from ringway.backends.mpi_world import LOCK, MPI, mapped
 from ringway.backends.ordered import Ordered
-from ringway.call import ALL_REDUCE, ANY_SOURCE, DTYPE_CODE, Call, Reduce, reduces
+from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Reduce, dtype_bits, reduces
 from ringway.errors import RingwayError, UsageError
 from ringway.work import Finishing, Handle
 
@@ -56,7 +56,9 @@ class _MpiQuick:
         self._begin = lane.begin_plain
         self._end = lane.end
         self._operations = {int(reduce): operation for reduce, operation in _OPERATIONS.items()}
-        self._dtypes = {reduce: _bits(Reduce(reduce)) for reduce in self._operations}
+        self._dtypes = {
+            int(reduce): dtype_bits(dtype for dtype in DATATYPES if reduces(dtype, reduce)) for reduce in _OPERATIONS
+        }
 
     def all_reduce(self, tensor: Tensor, reduce: int) -> int:
         operation = self._operations.get(reduce)
@@ -98,11 +100,6 @@ class _MpiQuick:
             if failure is not None:
                 raise mapped(failure, call)
             self._backend.finish(request, call)
-
-
-def _bits(reduce: Reduce) -> int:
-    """The dtypes of a reduction that MPI does, a bit for each code."""
-    return sum(1 << DTYPE_CODE[dtype] for dtype in DATATYPES if reduces(dtype, reduce))
 
 
 class MpiBackend(Backend):

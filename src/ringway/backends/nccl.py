@@ -8,9 +8,8 @@ wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits an
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from ringway.backends.c10d import TorchBackend
 from ringway.backends.c10d_work import mapped
 from ringway.backends.compose import reduce_rows
 from ringway.backends.nccl_quick import NcclQuick
-from ringway.backends.nccl_work import NcclHandle, cuda_device, has_ended, way
+from ringway.backends.nccl_work import NcclHandle, Works, cuda_device, way
 from ringway.call import Call, Reduce
 from ringway.errors import RingwayError
 from ringway.work import DONE, Handle
@@ -44,11 +43,7 @@ class NcclBackend(TorchBackend):
 
     def __init__(self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False) -> None:
         super().__init__(info, group)
-        self._issued = 0
-        self._last: dict[Hashable, tuple[int, Any]] = {}
-        """By the way it went: the number and torch's work of the last call, while it is not known to have ended."""
-        self._changing = threading.Lock()
-        self.abortion: BaseException | None = None
+        self._works = Works()
         self._closed = False
         self._quick: NcclQuick | None = None
         self._limit: float | None = None
@@ -67,7 +62,7 @@ class NcclBackend(TorchBackend):
 
     def quick(self, lane: _core.Lane) -> NcclQuick:
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
-        self._quick = NcclQuick(self, self._group, lane, summed, _MOVED, self._limit)
+        self._quick = NcclQuick(self.group, self._works, self._group, lane, summed, _MOVED, self._limit)
         return self._quick
 
     def set_timeout(self, seconds: float) -> None:
@@ -82,25 +77,8 @@ class NcclBackend(TorchBackend):
             raise mapped(error, call, 0.0) from error
         captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
         # What was written down into a graph can be asked nothing.
-        number = -1 if captured else self.issued(way(call), work)
-        return NcclHandle(work, call, self, number, captured)
-
-    def issued(self, way: Hashable, work: Any) -> int:
-        """Numbers a call that is under way, whose work may be asked about this way until its end is known."""
-        with self._changing:
-            number = self._issued = self._issued + 1
-            self._last[way] = (number, work)
-        return number
-
-    def last(self, way: Hashable) -> Any:
-        """torch's work of the last call that went this way, if it may still be under way."""
-        return self._last.get(way, (0, None))[1]
-
-    def forget(self, way: Hashable, number: int) -> None:
-        """That call has ended: torch's work would keep its tensors from being freed."""
-        with self._changing:
-            if self._last.get(way, (0, None))[0] == number:
-                del self._last[way]
+        number = -1 if captured else self._works.issued(way(call), work)
+        return NcclHandle(work, call, self._works, number, captured)
 
     # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
 
@@ -155,13 +133,10 @@ class NcclBackend(TorchBackend):
             return
         self._closed = True
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while not self._all_ended() and time.monotonic() < deadline:
+        while not self._works.all_ended() and time.monotonic() < deadline:
             time.sleep(0.005)
-        if not self._all_ended():
+        if not self._works.all_ended():
             self._abort_group()
-
-    def _all_ended(self) -> bool:
-        return all(has_ended(work) for _, work in list(self._last.values()))
 
     def abort(self) -> None:
         if not self._closed:
@@ -171,8 +146,8 @@ class NcclBackend(TorchBackend):
     def _abort_group(self) -> None:
         if self._destroyed():  # by torch, behind our back: NCCL frees a communicator twice that is aborted after that
             return
-        if not self._all_ended():
-            self.abortion = RingwayError("the group was aborted")
+        if not self._works.all_ended():
+            self._works.abortion = RingwayError("the group was aborted")
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ringway.backends.c10d_work import Announced, mapped
+from ringway.backends.c10d_work import TorchsWork, mapped
 from ringway.backends.device_watch import Ending, device_watch
 from ringway.call import Call
 from ringway.work import Completion, Handle
@@ -20,25 +21,46 @@ _DOUBTFUL_SECONDS = 0.1
 peer is lost, the next call says so."""
 
 
-class Communicating(Protocol):
-    """The backend of a work, as far as its end is concerned."""
+class Works:
+    """What may be under way in one group, and what ended all of it."""
 
-    abortion: BaseException | None
+    def __init__(self) -> None:
+        self.abortion: BaseException | None = None
+        self._issued = 0
+        self._last: dict[Hashable, tuple[int, Any]] = {}
+        """By the way it went: the number and torch's work of the last call, while it is not known to have ended."""
+        self._changing = threading.Lock()
 
-    def last(self, way: Hashable) -> Any: ...
+    def issued(self, way: Hashable, work: Any) -> int:
+        """Numbers a call."""
+        with self._changing:
+            number = self._issued = self._issued + 1
+            self._last[way] = (number, work)
+        return number
 
-    def forget(self, way: Hashable, number: int) -> None: ...
+    def last(self, way: Hashable) -> Any:
+        """torch's work of the last call that went this way, if it may still be under way."""
+        return self._last.get(way, (0, None))[1]
+
+    def forget(self, way: Hashable, number: int) -> None:
+        """That call has ended: torch's work would keep its tensors from being freed."""
+        with self._changing:
+            if self._last.get(way, (0, None))[0] == number:
+                del self._last[way]
+
+    def all_ended(self) -> bool:
+        return all(_has_ended(work) for _, work in list(self._last.values()))
 
 
-class NcclHandle(Announced):
+class NcclHandle(TorchsWork):
     """A collective on NCCL's stream."""
 
     notifies = False
     on_device = True
 
-    def __init__(self, work: Any, call: Call, backend: Communicating, number: int, captured: bool) -> None:
+    def __init__(self, work: Any, call: Call, works: Works, number: int, captured: bool) -> None:
         super().__init__(work, call)
-        self._backend = backend
+        self._works = works
         self._number = number
         self._captured = captured
         self._failure: BaseException | None = None
@@ -61,7 +83,7 @@ class NcclHandle(Announced):
         call = self._call
         device = cuda_device(call)
         if call.async_op or soon or device is None:
-            _watch((self._backend, device, way(call)), self, self._captured, completion, soon)
+            _watch((self._works, device, way(call)), self, self._captured, completion, soon)
         else:
             self.behind().when_finished(completion, soon)
 
@@ -72,7 +94,7 @@ class NcclHandle(Announced):
             return self
         stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
         bare = Call(call.op, reduce=call.reduce, peer=call.peer, tag=call.tag, group=call.group)
-        return OnStream(self._backend, bare, call.sequence, self._number, stream, event, self._captured)
+        return OnStream(self._works, bare, call.sequence, self._number, stream, event, self._captured)
 
     def done(self) -> bool:
         if self._captured:
@@ -84,10 +106,10 @@ class NcclHandle(Announced):
             return True
 
     def outcome(self) -> BaseException | None:
-        error = self._failure or self._backend.abortion
+        error = self._failure or self._works.abortion
         if error is None and _doubtful(self._began):
             error = _trouble(self._work)
-        self._backend.forget(way(self._call), self._number)
+        self._works.forget(way(self._call), self._number)
         return None if error is None else self._error(error)
 
 
@@ -102,9 +124,9 @@ class OnStream(Handle):
     on_device = True
 
     def __init__(
-        self, backend: Communicating, call: Call, sequence: int, number: int, stream: Any, event: Any, captured: bool
+        self, works: Works, call: Call, sequence: int, number: int, stream: Any, event: Any, captured: bool
     ) -> None:
-        self._backend = backend
+        self._works = works
         self._call = call
         self._sequence = sequence
         self._number = number
@@ -116,7 +138,7 @@ class OnStream(Handle):
 
     @property
     def line(self) -> Hashable:
-        return self._backend, self._stream.device, self._stream.cuda_stream
+        return self._works, self._stream.device, self._stream.cuda_stream
 
     def wait(self, timeout: float | None = None) -> None:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
@@ -131,8 +153,8 @@ class OnStream(Handle):
         return self._captured or bool(self._event.query()) or self._trouble() is not None
 
     def outcome(self) -> BaseException | None:
-        error = self._backend.abortion or self._trouble()
-        self._backend.forget(way(self._call), self._number)
+        error = self._works.abortion or self._trouble()
+        self._works.forget(way(self._call), self._number)
         if error is None:
             return None
         return mapped(error, replace(self._call, sequence=self._sequence), time.monotonic() - self._began)
@@ -140,8 +162,8 @@ class OnStream(Handle):
     def _trouble(self) -> BaseException | None:
         if not _doubtful(self._began):
             return None
-        last = self._backend.last(way(self._call))
-        return _trouble(last) if last is not None and has_ended(last) else None
+        last = self._works.last(way(self._call))
+        return _trouble(last) if last is not None and _has_ended(last) else None
 
 
 def _watch(line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
@@ -160,7 +182,7 @@ def _doubtful(began: float) -> bool:
     return time.monotonic() - began > _DOUBTFUL_SECONDS
 
 
-def has_ended(work: Any) -> bool:
+def _has_ended(work: Any) -> bool:
     try:
         return bool(work.is_completed())
     except Exception:  # asked about a communicator that was aborted
