@@ -29,13 +29,13 @@ BACKENDS = ["gloo", "shm"]
 ALONE = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
 
 
-def _alone(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def _alone(code: str, timeout: float = 120, backend: str = "gloo") -> subprocess.CompletedProcess[str]:
     """Runs a program of one rank in a process of its own."""
     start = (
         "import torch, os, sys, ringway as dist; from torch.distributed import HashStore\n"
         "dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1)\n"
     )
-    script = start.format(backend="gloo") + code
+    script = start.format(backend=backend) + code
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
@@ -108,6 +108,29 @@ def test_forked_child_is_refused_and_disturbs_nothing() -> None:
     assert done.returncode == 0, done.stderr
     assert "refused: this process was forked from a rank" in done.stdout
     assert "28.0" in done.stdout
+    assert "alive [1.0, 1.0, 1.0]" in done.stdout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forked_child_leaves_as_it_likes(backend: str) -> None:
+    """Its end joins no thread of its parent's and takes no lock that one of them held."""
+    done = _alone(
+        "import gc\n"
+        "work = dist.all_reduce(torch.ones(3), async_op=True); held = dist.communicator().backend\n"
+        "cycle = [dist.communicator(dist.new_group([0]))]; cycle.append(cycle)\n"
+        "dist.all_reduce(torch.ones(3), async_op=True, group=dist.new_group([0])).wait()\n"
+        "line = getattr(held, '_line', None)\n"
+        "if line is not None: line._lock.acquire()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    del cycle, work; gc.collect(); sys.exit(7)\n"
+        "if line is not None: line._lock.release()\n"
+        "print('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n",
+        backend=backend,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "child 7" in done.stdout
     assert "alive [1.0, 1.0, 1.0]" in done.stdout
 
 

@@ -7,6 +7,7 @@ is first used, without any communication, and forgotten when torch forgets it.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ from ringway.backends import registry
 from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, make_gloo
+from ringway.backends.c10d_work import keep_for_ever
 from ringway.backends.mixed import mixed, mixes
 from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
@@ -169,8 +171,15 @@ class World:
         """A forked child holds no membership: its calls are refused, and its end disturbs nobody."""
         self._adopting = threading.Lock()  # the parent's may be held by a thread that does not exist here
         self._left_behind = weakref.WeakSet(c10d_module._world.pg_map)
+        # To end a group is to join its threads, which do not exist here, perhaps with a lock that one of them held. So
+        # none ends, not even one that the parent left to the garbage collector.
+        atexit.unregister(_leave)
+        gc.freeze()
+        for group in c10d_module._world.pg_map:
+            keep_for_ever(group)
         error = UsageError(_FORKED)
         for communicator in list(self._all):
+            keep_for_ever(communicator)
             communicator.poison(error)
 
 

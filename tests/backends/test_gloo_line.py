@@ -136,6 +136,28 @@ def test_an_end_is_recorded_though_nobody_asks() -> None:
     line.close()
 
 
+def test_who_is_told_may_wait_for_the_next_end() -> None:
+    """As torch's PowerSGD does, in the callback of a future."""
+    line = Line("nested")
+    works, handles = _in_line(line, 3)
+    told = threading.Event()
+    for before, after in ((0, 1), (1, 2)):  # one that is in line already, and one that comes to it only now
+
+        def wait_for_next(error: BaseException | None, after: int = after) -> None:
+            ended = threading.Event()
+            handles[after].when_done(lambda error: ended.set())
+            works[after].end()
+            assert ended.wait(60)
+            if after == 2:
+                told.set()
+
+        handles[before].when_done(wait_for_next)
+    works[0].end()
+    assert told.wait(60)
+    line.close()
+    _until(lambda: not _threads(line))
+
+
 def test_an_error_is_ours_and_a_callback_that_raises_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     line = Line("errors")
     works, handles = _in_line(line, 2)

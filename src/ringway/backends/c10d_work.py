@@ -168,71 +168,101 @@ class _Waiting(NamedTuple):
 
 
 class Line:
-    """Tells the ends of one group's collectives, from a thread of ours.
+    """Tells the ends of one group's collectives, from threads of ours.
 
     torch would announce them on threads of its own. Those take the interpreter's lock to do so, and an interpreter that
-    ends meanwhile takes the process down. The thread waits for what somebody wants to know soon; to the rest it looks
-    now and then, because mostly whoever issued a call waits for it himself, and two that wait get in each other's way.
+    ends meanwhile takes the process down. One thread looks: it waits for what somebody wants to know soon, and looks to
+    the rest now and then, because mostly whoever issued a call waits for it himself, and two that wait get in each
+    other's way. While it tells, another looks: whoever is told may wait for the next end.
     """
 
     _LOOK_SECONDS = 0.002
     _IDLE_LOOKS = 50
     """After so many with nothing to look at, it sleeps until it is woken."""
+    _SPARE_SECONDS = 10.0
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._vacant = threading.Condition(self._lock)
         self._waiting: list[_Waiting] = []
+        self._looked = False
         self._awake = True
+        self._spare = 0
         self._closed = False
-        self._thread: threading.Thread | None = None
 
     def add(self, waiting: _Waiting) -> None:
-        with self._changed:
+        with self._lock:
             self._waiting.append(waiting)
-            if self._thread is None:
-                self._thread = start(f"ringway-{self._group}", self._serve)
+            if not self._looked:
+                self._let_another_look()
             elif waiting.soon or not self._awake:
                 self._changed.notify()
 
     def unfinished(self) -> list[InLine]:
         """The collectives that have not ended."""
-        with self._changed:
+        with self._lock:
             return [waiting.handle for waiting in self._waiting if not waiting.handle.done()]
 
     def close(self) -> None:
         """Tells what has ended; nobody waits for the rest any more."""
-        ended = self._take_ended()
-        with self._changed:
+        with self._lock:
+            ended = self._take_ended()
             self._waiting.clear()
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
+            self._vacant.notify_all()
         for waiting in ended:
             waiting.tell()
 
+    def _let_another_look(self) -> None:
+        if self._spare:
+            self._vacant.notify()
+        else:
+            start(f"ringway-{self._group}", self._serve)
+
     def _serve(self) -> None:
+        while self._take_turn():
+            ended = self._look()
+            with self._lock:
+                self._looked = False
+                if self._waiting:
+                    self._let_another_look()
+            for waiting in ended:
+                waiting.tell()
+
+    def _take_turn(self) -> bool:
+        """Whether this thread is to look. One that nobody has needed for a while goes."""
+        with self._lock:
+            self._spare += 1
+            vacant = self._vacant.wait_for(lambda: self._closed or not self._looked, self._SPARE_SECONDS)
+            self._spare -= 1
+            self._looked = self._looked or vacant
+            return vacant and not self._closed
+
+    def _look(self) -> list[_Waiting]:
+        """What has ended, as soon as something has."""
         idle = 0
         while True:
-            with self._changed:
-                if self._closed:
-                    return
+            with self._lock:
+                ended = self._take_ended()
+                if ended or self._closed:
+                    return ended
+                idle = 0 if self._waiting else idle + 1
                 self._awake = idle < self._IDLE_LOOKS
                 wanted = next((waiting.handle for waiting in self._waiting if waiting.soon), None)
                 if wanted is None:
-                    self._changed.wait(self._LOOK_SECONDS if self._awake or self._waiting else None)
-                idle = 0 if self._waiting else idle + 1
+                    self._changed.wait(self._LOOK_SECONDS if self._awake else None)
             if wanted is not None:
                 wanted.wait_a_slice()
-            for waiting in self._take_ended():
-                waiting.tell()
 
     def _take_ended(self) -> list[_Waiting]:
         ended: list[_Waiting] = []
         unfinished: list[_Waiting] = []
-        with self._changed:
-            for waiting in self._waiting:
-                (ended if waiting.handle.done() else unfinished).append(waiting)
-            self._waiting = unfinished
+        for waiting in self._waiting:
+            (ended if waiting.handle.done() else unfinished).append(waiting)
+        self._waiting = unfinished
         return ended
 
 
