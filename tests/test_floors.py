@@ -18,7 +18,7 @@ FLOORS = (
     ("communicator", {"communicator", "issuer", "across", "checks", "monitor", "signatures", "sparse", "shortcuts"}),
     ("backends", {"backends"}),
     ("launch", {"launch"}),
-    ("vocabulary", {"call", "work", "errors", "config", "threads", "weak", "_core"}),
+    ("vocabulary", {"call", "work", "errors", "config", "threads", "lifetimes", "_core"}),
 )
 HEIGHT = {room: len(FLOORS) - level for level, (_, rooms) in enumerate(FLOORS) for room in rooms}
 

@@ -67,12 +67,6 @@ UNANSWERED = {
         "work.is_completed(); dist.barrier(); dist.destroy_process_group()"
     ),
     "collective": "work = dist.all_reduce(torch.ones(5), async_op=True) if dist.get_rank() == 0 else None",
-    "collective on every rank": (
-        "groups = [dist.new_group() for _ in range(3)]\n"
-        "others = [group for rank, group in enumerate(groups) if rank != dist.get_rank()]\n"
-        "works = [dist.all_reduce(torch.ones(5), async_op=True, group=group) for group in others]\n"
-        "work = works[0]; works[1].on_complete(print)"
-    ),
 }
 
 
@@ -112,25 +106,31 @@ def test_forked_child_is_refused_and_disturbs_nothing() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_forked_child_leaves_as_it_likes(backend: str) -> None:
-    """Its end joins no thread of its parent's and takes no lock that one of them held."""
+@pytest.mark.parametrize("own", [False, True])
+def test_a_forked_child_leaves_as_it_likes(backend: str, own: bool) -> None:
+    """Its end joins no thread of its parent's. It may have made groups of its own."""
+    groups_of_its_own = (
+        "    c10d = torch.distributed.distributed_c10d; c10d._world.pg_map.clear(); c10d._update_default_pg(None)\n"
+        f"    dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1, group_name='own')\n"
+        "    t = torch.ones(3); dist.all_reduce(t); print('own', t.tolist(), flush=True)\n"
+    )
     done = _alone(
         "import gc\n"
-        "work = dist.all_reduce(torch.ones(3), async_op=True); held = dist.communicator().backend\n"
+        "work = dist.all_reduce(torch.ones(3), async_op=True)\n"
         "cycle = [dist.communicator(dist.new_group([0]))]; cycle.append(cycle)\n"
         "dist.all_reduce(torch.ones(3), async_op=True, group=dist.new_group([0])).wait()\n"
-        "line = getattr(held, '_line', None)\n"
-        "if line is not None: line._lock.acquire()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    del cycle, work; gc.collect(); sys.exit(7)\n"
-        "if line is not None: line._lock.release()\n"
+        "    del cycle, work; gc.collect()\n"
+        f"{groups_of_its_own if own else ''}"
+        "    sys.exit(7)\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
         "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n",
         backend=backend,
     )
     assert done.returncode == 0, done.stderr
-    assert "child 7" in done.stdout
+    assert "child 7" in done.stdout, done.stdout + done.stderr
+    assert ("own [1.0, 1.0, 1.0]" in done.stdout) is own
     assert "alive [1.0, 1.0, 1.0]" in done.stdout
 
 

@@ -40,8 +40,8 @@ from ringway.call import (
     parse_reduce,
 )
 from ringway.communicator import Communicator
+from ringway.lifetimes import weakly
 from ringway.sparse import all_reduce_sparse
-from ringway.weak import weakly
 from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 

@@ -27,8 +27,8 @@ from ringway.call import (
 )
 from ringway.checks import admit, check
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.lifetimes import weakly
 from ringway.shortcuts import ShortCut, ShortCuts
-from ringway.weak import weakly
 from ringway.work import Handle, Work
 
 _KNOWN_LABELS = 4096
@@ -241,12 +241,12 @@ class Issuer:
                 handle.wait()
         except BaseException as error:
             raise self._ended(token, error, observed) or error from None
-        timed = observed is not None or self._recorder.keeps_times
         if handle.on_device:
+            timed = observed is not None or self._recorder.keeps_times
             handle.when_finished(lambda error: _discard(self._ended(token, error, observed)), soon=timed)
             return Work(handle, call.outputs, _as_it_is) if call.async_op else None
         if call.async_op:
-            return self._work(call, token, handle, observed, timed)
+            return self._work(call, token, handle, observed)
         self._ended(token, None, observed)
         if call.op is RECV:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
@@ -267,11 +267,11 @@ class Issuer:
             raise self._poisoned(error) from None
         return token
 
-    def _work(self, call: Call, token: int, handle: Handle, observed: Call | None, soon: bool) -> Work:
+    def _work(self, call: Call, token: int, handle: Handle, observed: Call | None) -> Work:
         def settle(error: BaseException | None) -> BaseException | None:
             return self._ended(token, error, observed)
 
-        work = Work(handle, call.outputs, settle, soon)
+        work = Work(handle, call.outputs, settle)
         self._works.add(work)
         return work
 

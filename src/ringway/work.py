@@ -29,9 +29,6 @@ class Handle(abc.ABC):
     """Whether completion is noticed without anybody waiting. If not, `when_done` costs something, and a Work asks for
     it only when its user does."""
 
-    leisurely = False
-    """Whether `when_finished` is told late where it need not be `soon`. Then a Work asks again when its user does."""
-
     on_device = False
     """Whether `wait` only orders the device's work, as a collective on a CUDA stream does. Then the end is told
     by `when_finished`."""
@@ -148,7 +145,6 @@ class Together(Handle):
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
         self.notifies = all(handle.notifies for handle in handles)
-        self.leisurely = any(handle.leisurely for handle in handles)
         self.on_device = any(handle.on_device for handle in handles)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -220,11 +216,7 @@ class Work(c10d.Work):
     """
 
     def __init__(
-        self,
-        handle: Handle,
-        result: Sequence[Tensor],
-        settle: Callable[[BaseException | None], BaseException | None],
-        soon: bool = True,
+        self, handle: Handle, result: Sequence[Tensor], settle: Callable[[BaseException | None], BaseException | None]
     ) -> None:
         super().__init__()
         self._handle = handle
@@ -233,11 +225,11 @@ class Work(c10d.Work):
         self._lock = threading.RLock()
         self._settled = False
         self._error: BaseException | None = None
-        self._watched = handle.notifies and (soon or not handle.leisurely)
+        self._watched = handle.notifies
         self._future: torch.futures.Future[Any] | None = None
         self._callbacks: list[Completion] = []
-        if handle.notifies:
-            handle.when_finished(self._completed, soon)
+        if self._watched:
+            handle.when_done(self._completed)
 
     def _completed(self, error: BaseException | None) -> None:
         with self._lock:

@@ -28,7 +28,7 @@ from ringway.backends import registry
 from ringway.backends.adopt import adopt
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, make_gloo
-from ringway.backends.c10d_work import keep_for_ever
+from ringway.backends.c10d_work import announcements
 from ringway.backends.mixed import mixed, mixes
 from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
@@ -36,10 +36,16 @@ from ringway.communicator import Communicator
 from ringway.config import resolve
 from ringway.errors import UsageError
 from ringway.issuer import Observer
+from ringway.lifetimes import keep_for_ever
 
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 
 RECORDER_CAPACITY = 4096
+LEAVING_SECONDS = 10.0
+LEAVING_EACH_SECONDS = 2.0
+"""Calls that were given up end only when a peer's process does, and must end before this interpreter does. Where
+several ranks wait for that, they go one after the other, and each ends the wait of the next."""
+
 
 _BEYOND_TORCHS = 1 << 40
 """More groups than torch will ever count."""
@@ -172,8 +178,7 @@ class World:
         self._adopting = threading.Lock()  # the parent's may be held by a thread that does not exist here
         self._left_behind = weakref.WeakSet(c10d_module._world.pg_map)
         # To end a group is to join its threads, which do not exist here, perhaps with a lock that one of them held. So
-        # none ends, not even one that the parent left to the garbage collector.
-        atexit.unregister(_leave)
+        # none of the parent's ends here, not even one that it left to the garbage collector.
         gc.freeze()
         for group in c10d_module._world.pg_map:
             keep_for_ever(group)
@@ -181,6 +186,8 @@ class World:
         for communicator in list(self._all):
             keep_for_ever(communicator)
             communicator.poison(error)
+        self._all = weakref.WeakSet()
+        announcements.forget()
 
 
 _members_counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -306,7 +313,12 @@ def introduce_to_torch() -> None:
 
 def _leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
-    for communicator in world.communicators():
+    communicators = world.communicators()
+    turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
+    quiet = announcements.wait_for_quiet(min(LEAVING_EACH_SECONDS * (turn + 1), LEAVING_SECONDS))
+    for communicator in communicators:
+        if not quiet:  # its connections end with the process, and not before: that might wake what still waits
+            communicator.abandon()
         communicator.close(wait=False)
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()

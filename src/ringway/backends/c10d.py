@@ -7,7 +7,6 @@ than the rest of a small call.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,10 +18,11 @@ from torch._C import _distributed_c10d as native
 
 from ringway import _core
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.c10d_work import SLICE, InLine, Line, Unannounced, keep_for_ever, mapped
+from ringway.backends.c10d_work import SLICE, Announced, Unannounced, mapped
 from ringway.call import ALL_REDUCE, ANY_SOURCE, BARRIER, Call, Reduce, dtype_bits
 from ringway.errors import BackendUnavailable
 from ringway.launch.ports import address_towards
+from ringway.lifetimes import keep_for_ever
 from ringway.work import Finishing, Handle
 
 
@@ -57,8 +57,6 @@ class C10dBackend(Backend):
     def __init__(self, info: GroupInfo, group: Any) -> None:
         super().__init__(info)
         self._group = group
-        self._line = Line(info.name)
-        weakref.finalize(self, self._line.close).atexit = False
         self._plain_all_reduce = {
             reduce: options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op) for reduce, op in REDUCE_OPS.items()
         }
@@ -75,7 +73,7 @@ class C10dBackend(Backend):
         except RuntimeError as error:
             raise mapped(error, call, 0.0) from error
         announced = call.op.collective or self.announced_messages
-        return InLine(work, call, self._line) if announced else Unannounced(work, call)
+        return Announced(work, call) if announced else Unannounced(work, call)
 
     def broadcast(self, call: Call) -> Handle:
         options = options_for(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
@@ -127,16 +125,12 @@ class C10dBackend(Backend):
             return self._start(call, self._group.recv_anysource, outputs, call.tag)
         return self._start(call, self._group.recv, outputs, call.peer, call.tag)
 
-    def close(self) -> None:
-        self._line.close()
-
 
 class _GlooQuick:
     """The short way of a small all_reduce through gloo."""
 
-    def __init__(self, group: Any, line: Line, lane: _core.Lane, name: str, dtypes: Iterable[torch.dtype]) -> None:
+    def __init__(self, group: Any, lane: _core.Lane, name: str, dtypes: Iterable[torch.dtype]) -> None:
         self._allreduce = group.allreduce
-        self._line = line
         self._begin = lane.begin_plain
         self._end = lane.end
         self._check = lane.check
@@ -158,7 +152,7 @@ class _GlooQuick:
                 work.wait(SLICE)
             except Exception:
                 call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._name, check=self._check)
-                InLine(work, call, self._line).wait()
+                Announced(work, call).wait()
             ok = True
         finally:
             self._end(token, ok)
@@ -211,7 +205,7 @@ class GlooBackend(C10dBackend):
         return Finishing(handle, lambda: _land(tensor, landing))
 
     def quick(self, lane: _core.Lane) -> _GlooQuick:
-        return _GlooQuick(self._group, self._line, lane, self.group.name, self._REDUCED)
+        return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
 
     def set_timeout(self, seconds: float) -> None:
         if isinstance(self._group, Gloo):
@@ -222,14 +216,7 @@ class GlooBackend(C10dBackend):
         # It lasts until what they are at times out: a group with calls that were given up is left to its threads.
         if self.abandoned and self._group is not None:
             keep_for_ever(self._group)
-        super().close()
         self._group = self.torch_group = None
-
-    def abort(self) -> None:
-        for handle in self._line.unfinished():
-            self.abandoned = True
-            keep_for_ever(handle)
-        self.close()
 
 
 def _land(tensor: torch.Tensor, landing: torch.Tensor) -> None:

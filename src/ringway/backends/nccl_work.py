@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringway.backends.c10d_work import TorchsWork, mapped
+from ringway.backends.c10d_work import Announced, mapped
 from ringway.backends.device_watch import Ending, device_watch
 from ringway.call import Call
 from ringway.work import Completion, Handle
@@ -52,7 +52,7 @@ class Works:
         return all(_has_ended(work) for _, work in list(self._last.values()))
 
 
-class NcclHandle(TorchsWork):
+class NcclHandle(Announced):
     """A collective on NCCL's stream."""
 
     notifies = False

@@ -1,7 +1,8 @@
-"""Telling somebody whom that must not keep alive."""
+"""How long things live: not longer for being told something, and beyond the interpreter where that is safer."""
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,3 +18,8 @@ def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
             found(what)
 
     return tell
+
+
+def keep_for_ever(what: object) -> None:
+    """For what must not be destroyed in this process: its end would wait for threads that do not come."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
