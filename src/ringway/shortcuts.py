@@ -40,16 +40,21 @@ class ShortCuts:
         self._failed = failed
         self._quick: dict[Backend, Any] = {}
 
-    def of(self, first: Backend, others: Iterable[Backend]) -> dict[str, ShortCut]:
-        """By op: that of the tensors' device takes the call; what has no tensors is for the first backend only."""
+    def of(self, first: Backend, others: Iterable[Backend]) -> tuple[dict[str, ShortCut], dict[int, ShortCut]]:
+        """By op; and by the `id` of a short cut what to ask when it has not taken the call: its tensors may be another
+        device's. So the first device's costs nothing more. What has no tensors is for the first backend only."""
         found: dict[str, ShortCut] = {}
+        instead: dict[int, ShortCut] = {}
         for backend in dict.fromkeys((first, *others)):
             quick = self._offered(backend)
             for op in _SHORT:
                 cut = getattr(quick, op.name, None)
-                if cut is not None and (op is not BARRIER or backend is first):
-                    found[op.name] = either(found[op.name], cut) if op.name in found else cut
-        return found
+                if cut is None or (op is BARRIER and backend is not first):
+                    continue
+                asked_first = id(found.setdefault(op.name, cut))
+                if found[op.name] is not cut:
+                    instead[asked_first] = either(instead[asked_first], cut) if asked_first in instead else cut
+        return found, instead
 
     def _offered(self, backend: Backend) -> Any:
         if backend not in self._quick:
