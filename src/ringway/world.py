@@ -30,6 +30,7 @@ from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.c10d import GlooBackend, make_gloo
 from ringway.backends.c10d_work import announcements
 from ringway.backends.mixed import mixed, mixes
+from ringway.backends.nccl import NcclBackend
 from ringway.backends.policy import Policy
 from ringway.bridge import Bridge
 from ringway.communicator import Communicator
@@ -271,7 +272,7 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
     if "cuda" not in backends and c10d.is_nccl_available() and torch.cuda.is_available():
         nccl = _make_nccl(info)
         others["cuda"] = nccl
-        backends["cuda"] = adopt(info, nccl, "nccl")
+        backends["cuda"] = NcclBackend(info, nccl, ours=True)
     communicator = world.add(info, backends)
     communicator.compare(lane, offered)
     if compared and signatures.spans_hosts(info):

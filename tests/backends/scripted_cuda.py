@@ -42,12 +42,16 @@ class ScriptedGroup:
     def __init__(self, work: ScriptedWork) -> None:
         self.work = work
         self.aborted = 0
+        self.shut_down = 0
 
     def allreduce(self, tensors: Any, options: Any) -> ScriptedWork:
         return self.work
 
     def abort(self) -> None:
         self.aborted += 1
+
+    def shutdown(self) -> None:
+        self.shut_down += 1
 
 
 def scripted_backend(work: ScriptedWork) -> tuple[Any, ScriptedGroup]:

@@ -254,6 +254,23 @@ def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch)
     assert group.aborted == 0
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_group_of_ours_is_shut_down_and_one_of_torchs_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    monkeypatch.setattr(nccl, "_LEAVE_SECONDS", 0.2)
+    for ended in (True, False):
+        work = ScriptedWork()
+        if ended:
+            work.finished.set()
+        group = ScriptedGroup(work)
+        backend = nccl.NcclBackend(scripted_info(), group, ours=ours)
+        backend.all_reduce(_call())
+        backend.close()
+        backend.close()
+        assert (group.shut_down, group.aborted) == ((int(ours), 0) if ended else (0, 1))
+
+
 def test_what_nccl_lacks_is_converted_or_exchanged() -> None:
     backend = scripted_backend(ScriptedWork())[0]
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8):

@@ -41,13 +41,17 @@ class NcclBackend(TorchBackend):
     name = "nccl"
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
-    def __init__(self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False, ours: bool = False
+    ) -> None:
+        """`destroyed` tells whether torch has ended the group behind our back; one of `ours` it never ends."""
         super().__init__(info, group)
         self._works = Works()
         self._closed = False
         self._quick: NcclQuick | None = None
         self._limit: float | None = None
         self._destroyed = destroyed
+        self._ours = ours
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         if reduce in _BITWISE:
@@ -137,6 +141,9 @@ class NcclBackend(TorchBackend):
             time.sleep(0.005)
         if not self._works.all_ended():
             self._abort_group()
+        elif self._ours:  # its destructor would complain that nobody has destroyed it
+            with suppress(RuntimeError):
+                self._group.shutdown()
 
     def abort(self) -> None:
         if not self._closed:
