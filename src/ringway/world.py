@@ -7,7 +7,6 @@ is first used, without any communication, and forgotten when torch forgets it.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import threading
 import weakref
@@ -178,9 +177,7 @@ class World:
         """A forked child holds no membership: its calls are refused, and its end disturbs nobody."""
         self._adopting = threading.Lock()  # the parent's may be held by a thread that does not exist here
         self._left_behind = weakref.WeakSet(c10d_module._world.pg_map)
-        # To end a group is to join its threads, which do not exist here, perhaps with a lock that one of them held. So
-        # none of the parent's ends here, not even one that it left to the garbage collector.
-        gc.freeze()
+        # To end a group is to join its threads, which do not exist here: none of the parent's ends here.
         for group in c10d_module._world.pg_map:
             keep_for_ever(group)
         error = UsageError(_FORKED)

@@ -97,6 +97,7 @@ def test_what_a_graph_captures_ends_when_it_is_written_down(setting: Setting, ca
     assert setting.records() == [("all_reduce", "completed" if capturing else "issued", 12)]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_not_plain_goes_the_long_way_and_is_recorded_once(setting: Setting) -> None:
     dist = setting.communicator
     square = torch.zeros(4, 4)

@@ -64,8 +64,7 @@ class _Staging:
         self._stream: Any = nullcontext()
         self.call = call
         dtype = call.dtype
-        if dtype is None:
-            return
+        assert dtype is not None, "a call without tensors is palatable"
         if any(t.is_conj() or t.is_neg() for t in (*call.inputs, *call.outputs)):
             self._replace(lambda t: t.resolve_conj().resolve_neg())
         if "reduce" in call.op.agree:
