@@ -86,10 +86,10 @@ def compare(arguments: argparse.Namespace) -> None:
     import torch
 
     import ringway
-    from ringway.backends.mixed import MixedBackend
+    from ringway.backends.several.mixed import MixedBackend
     from ringway.bench import Ranks
     from ringway.bench.tune import CANDIDATES, groups_of
-    from ringway.world import world
+    from ringway.groups.world import world
 
     torch.set_num_threads(1)
     ringway.init_distributed(verbose=False)

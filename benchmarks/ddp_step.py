@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringway
-from ringway import _core
+import ringway._core as _core
 from ringway.bench.runner import Candidate, Estimate, Ranks, measure, paired_ratio
 from ringway.bench.table import in_ratio, in_time, machine
 from ringway.parallel import register_data_parallel_hooks

@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ringway
 from ringway.bench.runner import Candidate, Estimate, Measured, Ranks, measure, median_interval, paired_ratio
 from ringway.bench.table import in_ratio, in_time, machine
+from ringway.groups.world import world
 from ringway.observe.sinks import JsonLines, publish
 from ringway.testing import RankContext, RankPool
-from ringway.world import world
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_SECONDS_A_CALL = 1e-6

@@ -34,9 +34,9 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from ringway import _core  # noqa: E402
+import ringway._core as _core  # noqa: E402
 from ringway.compress import get_codec, kernels_for  # noqa: E402
-from ringway.compress.layout import Layout, new_frames  # noqa: E402
+from ringway.compress.windows import Layout, new_frames  # noqa: E402
 
 NUMEL = 1 << 24
 ROUNDS = 15

@@ -51,7 +51,7 @@ def without_native_core() -> None:
     home = Path(__file__).resolve().parents[1] / "src" / "ringway"
     package = types.ModuleType("ringway")
     package.__path__ = [str(home)]
-    world = types.ModuleType("ringway.world")
+    world = types.ModuleType("ringway.groups.world")
     known: list[TorchCommunicator] = []
 
     def communicator(group: Any = None) -> TorchCommunicator:
@@ -61,7 +61,7 @@ def without_native_core() -> None:
 
     world.world = types.SimpleNamespace(communicator=communicator)  # type: ignore[attr-defined]
     world.NON_MEMBER = object()  # type: ignore[attr-defined]
-    communicators = types.ModuleType("ringway.communicator")
+    communicators = types.ModuleType("ringway.groups.communicator")
     communicators.Communicator = TorchCommunicator  # type: ignore[attr-defined]
     for module in (package, world, communicators, types.ModuleType("ringway._core")):
         sys.modules[module.__name__] = module
@@ -194,7 +194,7 @@ def show_kernels(say: Callable[[str], None], step: Callable[..., Any], *argument
 def compare_kernels(say: Callable[[str], None]) -> bool:
     """Triton's bytes on the device against the reference's, for every codec and dtype."""
     from ringway.compress import get_codec, kernels_for
-    from ringway.compress.layout import HEADER_BYTES, Layout, new_frames
+    from ringway.compress.windows import HEADER_BYTES, Layout, new_frames
 
     fine = True
     cuda = torch.device("cuda")

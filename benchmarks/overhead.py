@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import ringway
-from ringway import _core
+import ringway._core as _core
 from ringway.bench import (
     CASES,
     Candidate,

@@ -17,7 +17,7 @@ import oneccl_api
 import proofs
 import torch
 
-from ringway.backends import ccl_library
+from ringway.backends.ccl import library as ccl_library
 from ringway.testing import RankPool
 from ringway.testing.conformance import Report, run_setting, settings
 

@@ -67,7 +67,7 @@ def completion_from_the_device(context: RankContext) -> Checked:
     """A call is complete, for whoever watches, when the device has finished it and not when it was issued: for the
     recorder, which nobody hurries; with the comms logger on; and for an observer."""
     dist = context.start("nccl")
-    from ringway.world import world
+    from ringway.groups.world import world
 
     class Watcher:
         def issued(self, call: Any) -> None:

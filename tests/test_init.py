@@ -14,8 +14,8 @@ import torch.distributed as c10d
 import ringway as dist
 from free_ports import free_port
 from ringway.errors import ConfigError, RendezvousError, UsageError
+from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
-from ringway.world import world
 
 
 def _start(context: RankContext, port: int | None, config: Any = None, **arguments: Any) -> None:

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringway as dist
-from ringway import _core, objects
+import ringway._core as _core
 from ringway.call import premul_sum
 from ringway.errors import ObjectError, UsageError
+from ringway.groups import objects
+from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
-from ringway.world import world
 
 LIMIT = 1 << 20
 Point = namedtuple("Point", "x y")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import ringway as dist
-from ringway import _core
+import ringway._core as _core
 from ringway.call import ALL_REDUCE, SEND
 from ringway.testing import RankContext, RankPool
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as c10d
 
 import ringway
-from ringway import _core
+import ringway._core as _core
 from ringway.call import DTYPES, OPS, Reduce
 
 ROOT = Path(__file__).parent.parent

@@ -21,9 +21,9 @@ import torch.distributed as c10d
 import ringway as dist
 from interrupts import interrupt_inside
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
-from ringway.world import world
 
 BACKENDS = ["gloo", "shm"]
 ALONE = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}

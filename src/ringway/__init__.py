@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as _torch_distributed
 
 from ringway import errors
-from ringway.api import (
+from ringway.api.collectives import (
     P2POp,
     all_gather,
     all_gather_coalesced,
@@ -42,20 +42,7 @@ from ringway.api import (
     scatter,
     send,
 )
-from ringway.api_objects import (
-    all_gather_object,
-    allgather_object,
-    broadcast_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    reduce_object,
-    scatter_object_list,
-    send_object_list,
-)
-from ringway.backends.base import Backend
-from ringway.call import ReduceOp, premul_sum
-from ringway.groups import (
+from ringway.api.groups import (
     destroy_process_group,
     get_all_ranks_from_group,
     get_backend,
@@ -77,8 +64,21 @@ from ringway.groups import (
     register_backend,
     set_backend,
 )
-from ringway.observe import faults as _faults  # noqa: F401 - attends every group from its beginning
+from ringway.api.objects import (
+    all_gather_object,
+    allgather_object,
+    broadcast_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    reduce_object,
+    scatter_object_list,
+    send_object_list,
+)
+from ringway.backends.base import Backend
+from ringway.call import ReduceOp, premul_sum
 from ringway.observe.recorder import recent_calls, status
+from ringway.observe.stall import explain as _faults  # noqa: F401 - attends every group from its beginning
 from ringway.work import Work
 
 ProcessGroup = _torch_distributed.ProcessGroup
@@ -170,17 +170,17 @@ __all__ = [
 ]
 
 _LAZY: dict[str, str] = {
-    "init_distributed": "ringway.init",
-    "initialize": "ringway.runtime",
-    "configure": "ringway.observe.logger",
-    "log_summary": "ringway.observe.logger",
-    "reset_log": "ringway.observe.logger",
-    "has_comm_data": "ringway.observe.logger",
-    "get_comm_operation_count": "ringway.observe.logger",
-    "get_logged_comm_ops": "ringway.observe.logger",
-    "timed_op": "ringway.observe.timed",
-    "trace": "ringway.observe.trace",
-    "stall_after": "ringway.observe.stall",
+    "init_distributed": "ringway.job.init",
+    "initialize": "ringway.job.runtime",
+    "configure": "ringway.observe.log.logger",
+    "log_summary": "ringway.observe.log.logger",
+    "reset_log": "ringway.observe.log.logger",
+    "has_comm_data": "ringway.observe.log.logger",
+    "get_comm_operation_count": "ringway.observe.log.logger",
+    "get_logged_comm_ops": "ringway.observe.log.logger",
+    "timed_op": "ringway.observe.log.timed",
+    "trace": "ringway.observe.trace.writer",
+    "stall_after": "ringway.observe.stall.watch",
 }
 """Names whose room is entered only when they are used, so that `import ringway` stays quick."""
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ringway import _core
+import ringway._core as _core
 
 
 def start(name: str, target: Callable[..., Any], *arguments: Any) -> threading.Thread:

@@ -13,9 +13,9 @@ import torch
 from launched import run_cases, small, training
 
 import ringway as dist
-from ringway.backends import policy
+from ringway.backends.several import policy
+from ringway.groups.world import world
 from ringway.testing.conformance import Setting
-from ringway.world import world
 
 LIMIT = timedelta(seconds=90)
 ELEMENTS = 16 << 20

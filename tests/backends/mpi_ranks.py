@@ -41,9 +41,8 @@ def conformance() -> dict[str, Any]:
 
 def hierarchical() -> dict[str, Any]:
     """Two hosts of two ranks, as far as the ranks say where they are; MPI between them."""
-    from mpi4py import MPI
-
     import ringway.backends.hierarchical as by_hosts
+    from mpi4py import MPI
 
     by_hosts.host_identity = lambda: f"host {MPI.COMM_WORLD.Get_rank() // 2}"
     dist.init_distributed("hierarchical_mpi", timeout=LIMIT, verbose=False)

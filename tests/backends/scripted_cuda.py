@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from ringway.backends.adopt import adopt
 from ringway.backends.base import GroupInfo
+from ringway.backends.torch.adopt import adopt
 
 
 class ScriptedWork:

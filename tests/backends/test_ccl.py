@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringway.backends import ccl_library
-from ringway.backends.ccl import configure
+from ringway.backends.ccl import library as ccl_library
+from ringway.backends.ccl.backend import configure
 from ringway.call import Reduce
 from ringway.errors import BackendUnavailable, CommTimeout, RingwayError
 from ringway.testing import RankContext, RankPool, check_backend

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ringway.backends.hierarchical import Layout
+from ringway.backends.several.hierarchical import Layout
 from ringway.errors import BackendUnavailable
 from ringway.testing import RankContext, RankPool
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ringway.backends.in_turn import Order
+from ringway.backends.several.call_order import Order
 from ringway.call import BARRIER, Call
 from ringway.errors import CommTimeout, RingwayError
 from ringway.work import DONE, Completion, Handle

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ringway.backends import policy
 from ringway.backends.base import GroupInfo
-from ringway.backends.mixed import MixedBackend, _on_devices
-from ringway.backends.policy import Rule
+from ringway.backends.several import policy
+from ringway.backends.several.mixed import MixedBackend, _on_devices
+from ringway.backends.several.policy import Rule
 from ringway.call import ALL_REDUCE, BROADCAST
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, ConfigError, RingwayError
+from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
-from ringway.world import world
 
 TABLE = {
     "world_size": 2,
@@ -203,7 +203,8 @@ def test_ranks_with_different_tables_are_told(pool: RankPool) -> None:
 
 def _lacking(context: RankContext) -> str:
     """mpi4py is there on rank 0 only, as far as the ranks can tell."""
-    from ringway.backends import mixed, select
+    from ringway.backends import select
+    from ringway.backends.several import mixed
 
     if context.rank == 0:
         mixed.obstacle = lambda name: None
@@ -341,7 +342,7 @@ def test_a_rule_is_for_the_devices_that_its_backend_takes() -> None:
 def test_sizes_become_one_sorted_list() -> None:
     import torch.distributed as c10d
 
-    from ringway.backends.c10d import GlooBackend
+    from ringway.backends.torch.backend import GlooBackend
 
     info = GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="alone", timeout=5)
     own = GlooBackend(info)

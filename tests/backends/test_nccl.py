@@ -24,12 +24,13 @@ from scripted_cuda import (
 )
 
 import ringway as dist
-from ringway.backends import nccl, nccl_work
+from ringway.backends.nccl import backend as nccl
+from ringway.backends.nccl import handles as nccl_work
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, PeerLost, RingwayError
+from ringway.groups.world import _torch_backends
 from ringway.testing import RankContext, RankPool
 from ringway.work import Work
-from ringway.world import _torch_backends
 
 
 def _call() -> Call:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from scripted_cuda import ScriptedCuda, ScriptedWork, scripted_info, until
 
-from ringway import _core
-from ringway.backends.adopt import adopt
-from ringway.backends.nccl_quick import NcclQuick
+import ringway._core as _core
+from ringway.backends.nccl.fast_path import NcclQuick
+from ringway.backends.torch.adopt import adopt
 from ringway.call import ReduceOp
-from ringway.communicator import Communicator
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.groups.communicator import Communicator
 from ringway.observe.recorder import recorded
 
 DEVICE = torch.device("cuda:0")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ringway.backends.ordered import Ordered
+from ringway.backends.queue import Ordered
 from ringway.call import BARRIER, Call
 from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError
 from ringway.work import DONE

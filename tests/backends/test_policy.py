@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ringway.backends import policy
-from ringway.backends.policy import Policy, Rule
+from ringway.backends.several import policy
+from ringway.backends.several.policy import Policy, Rule
 from ringway.bench.tune import winners
 from ringway.cli import app
 from ringway.errors import ConfigError, UsageError

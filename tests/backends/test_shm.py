@@ -19,9 +19,9 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
-from ringway import _core
-from ringway.backends import shm_meeting
-from ringway.backends.shm import ShmBackend
+import ringway._core as _core
+from ringway.backends.shm import join as shm_meeting
+from ringway.backends.shm.backend import ShmBackend
 from ringway.call import DTYPE_CODE, DTYPES, Reduce, reduces
 from ringway.testing import RankContext, RankPool
 

@@ -20,7 +20,7 @@ import torch.distributed as c10d
 
 import ringway as dist
 from ringway.backends.base import GroupInfo
-from ringway.backends.shm import ShmBackend
+from ringway.backends.shm.backend import ShmBackend
 from ringway.call import ALL_REDUCE, Call
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool

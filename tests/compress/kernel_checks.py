@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ringway.compress import get_codec, kernels_for
-from ringway.compress.kernels import SCALE_TOLERANCE, Kernels
-from ringway.compress.layout import Layout, body, new_frames, statuses
-from ringway.compress.scaled import ScaledCodec
+from ringway.compress.codecs.scaled import ScaledCodec
+from ringway.compress.kernels.kernels import SCALE_TOLERANCE, Kernels
+from ringway.compress.windows import Layout, body, new_frames, statuses
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <vector>
 
-#include "pack.h"
+#include "pack/pack.h"
 
 using namespace ringway;
 using namespace ringway::pack;

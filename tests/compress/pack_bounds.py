@@ -13,11 +13,11 @@ import mmap
 
 import torch
 
-from ringway import _core
+import ringway._core as _core
 from ringway.call import DTYPE_CODE
 from ringway.compress import get_codec
-from ringway.compress.layout import HEADER_BYTES
-from ringway.compress.scaled import ScaledCodec
+from ringway.compress.codecs.scaled import ScaledCodec
+from ringway.compress.windows import HEADER_BYTES
 
 LENGTHS = [*range(301), *(around + by for around in (1024, 4096) for by in (-9, -1, 0, 1, 7))]
 SPECS = ("onebit:tensor", "onebit:64", "onebit:1024", "int8:24", "int8:256", "int4:8", "int4:128", "fp8:256")

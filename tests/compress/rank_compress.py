@@ -97,7 +97,7 @@ def in_any_mode(context: RankContext, backend: str) -> None:
 def two_collectives(context: RankContext, backend: str) -> list[str]:
     """The collectives that one compressed all-reduce makes."""
     context.start(backend)
-    from ringway.world import world
+    from ringway.groups.world import world
 
     seen: list[str] = []
 

@@ -17,9 +17,9 @@ KERNELS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-p
 
 def built(folder: Path, flags: list[str]) -> Path:
     """The program with these flags, its sources compiled beside each other."""
-    sources = {"pack": [], "pack_base": KERNELS, "pack_avx2": KERNELS}
+    sources = {"pack/pack": [], "pack/base": KERNELS, "pack/avx2": KERNELS}
     if platform.machine() in ("x86_64", "AMD64"):
-        sources["pack_avx2"] = [*KERNELS, "-mavx2"]
+        sources["pack/avx2"] = [*KERNELS, "-mavx2"]
     files = {ROOT / "csrc" / f"{name}.cpp": extra for name, extra in sources.items()}
     files[Path(__file__).with_name("pack_bounds.cpp")] = []
     compiler = os.environ.get("CXX", "g++")

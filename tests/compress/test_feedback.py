@@ -6,7 +6,7 @@ import pytest
 import rank_feedback
 import torch
 
-from ringway.compress.layout import Layout
+from ringway.compress.windows import Layout
 from ringway.testing import RankPool
 
 

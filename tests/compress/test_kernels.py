@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ringway.compress import OneBit, get_codec, kernels_for
-from ringway.compress.kernels import KERNELS_VARIABLE
-from ringway.compress.layout import Layout, new_frames
+from ringway.compress.kernels.kernels import KERNELS_VARIABLE
+from ringway.compress.windows import Layout, new_frames
 from ringway.errors import UsageError
 
 SPECS = (

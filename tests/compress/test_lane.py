@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringway.compress.lane import _EventHandle
+from ringway.compress.background import _EventHandle
 from ringway.work import Work
 
 

@@ -15,7 +15,7 @@ import torch
 
 import ringway as dist
 from ringway.errors import RingwayError
-from ringway.init import init_distributed
+from ringway.job.init import init_distributed
 
 
 def collectives() -> dict[str, Any]:

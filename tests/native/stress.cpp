@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine.h"
+#include "shm/engine.h"
 
 using namespace ringway;
 using namespace ringway::shm;

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = ["algorithms", "all_to_all", "collectives", "membership", "p2p", "p2p_move", "progress", "reduce"]
-ENGINE += ["reduce_plain", "segment", "wait"]
+ENGINE = [f"shm/{name}" for name in ("algorithms", "all_to_all", "collectives", "membership", "messages")]
+ENGINE += ["shm/messages_move", "shm/progress", "shm/segment", "shm/wait", "reduce/reduce", "reduce/plain"]
 PROGRAMS = 200 if os.environ.get("RINGWAY_SOAK") else 2
 SECONDS = 3000 if os.environ.get("RINGWAY_SOAK") else 280
 
@@ -20,22 +20,26 @@ def _flags_of_sanitizer(name: str) -> list[str]:
     return [f"-fsanitize={name}", "-O1", "-g", "-fno-omit-frame-pointer"]
 
 
+def _object(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace('/', '_')}.o"
+
+
 def _built(folder: Path, flags: list[str]) -> Path:
     """The stress program with these flags, each source compiled beside the others."""
     x86 = platform.machine() in ("x86_64", "AMD64")
-    widths = {"reduce_avx2": ["-mavx2"], "reduce_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
+    widths = {"reduce/avx2": ["-mavx2"], "reduce/avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
     names = [*ENGINE, *(widths if x86 else ())]
     common = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", *flags]
     sources = {name: ROOT / "csrc" / f"{name}.cpp" for name in names} | {"stress": ROOT / "tests/native/stress.cpp"}
     compiler = os.environ.get("CXX", "g++")
     jobs = [
-        subprocess.Popen([compiler, *common, *widths.get(name, []), "-c", str(source), "-o", folder / f"{name}.o"])
+        subprocess.Popen([compiler, *common, *widths.get(name, []), "-c", str(source), "-o", _object(folder, name)])
         for name, source in sources.items()
     ]
     assert [job.wait() for job in jobs] == [0] * len(jobs)
     program = folder / "stress"
     subprocess.run(
-        [compiler, *flags, *(folder / f"{name}.o" for name in sources), "-o", program, "-pthread"], check=True
+        [compiler, *flags, *(_object(folder, name) for name in sources), "-o", program, "-pthread"], check=True
     )
     return program
 

@@ -16,7 +16,7 @@ PROGRAM = """
     import os, pathlib, signal, time
     import torch
     import ringway as dist
-    from ringway.observe.stall import watch
+    from ringway.observe.stall.watch import watch
 
     dist.init_distributed({backend!r}, verbose=False)
     rank = dist.get_rank()

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as c10d
 
 import ringway
-from ringway import _core
+import ringway._core as _core
 from ringway.config import resolve
 from ringway.errors import ConfigError, RingwayError, UsageError
+from ringway.groups.world import world
 from ringway.observe import flight
 from ringway.observe.files import write_whole
 from ringway.observe.start import prepare
 from ringway.testing import RankContext, RankPool
-from ringway.world import world
 
 
 def write_and_die(context: RankContext, path: str) -> None:
@@ -166,7 +166,7 @@ def dumped_in_a_native_wait(context: RankContext, path: str) -> Any:
 
 
 def peer_calls() -> list[Any]:
-    from ringway.observe.stall import watch
+    from ringway.observe.stall.watch import watch
 
     answers = watch.ask(ringway.communicator().name, stacks=False)
     return [row for answer in answers.values() for row in answer.calls]

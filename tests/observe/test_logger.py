@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ringway import _core
+import ringway._core as _core
 from ringway.errors import ConfigError
-from ringway.observe.books import lines, size_text
+from ringway.observe.log.summary import lines, size_text
 from ringway.testing import RankContext, RankPool
 
 
@@ -303,7 +303,7 @@ def test_labels_are_cut_and_a_terminal_obeys_none(pool: RankPool) -> None:
 )
 def test_what_cannot_be_configured_is_refused_and_changes_nothing(said: dict[str, Any], expected: str) -> None:
     import ringway
-    from ringway.observe.logger import logger
+    from ringway.observe.log.logger import logger
 
     before = logger.settings
     with pytest.raises(ConfigError, match=expected):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ringway import _core
+import ringway._core as _core
 from ringway.call import OPS
 from ringway.errors import CollectiveMismatch
 from ringway.testing import RankContext, RankPool

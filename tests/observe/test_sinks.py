@@ -16,7 +16,8 @@ import pytest
 
 import ringway
 from ringway.errors import BackendUnavailable
-from ringway.observe.books import USER_OP
+from ringway.groups.world import world
+from ringway.observe.log.summary import USER_OP
 from ringway.observe.sinks import (
     JsonLines,
     OpenTelemetry,
@@ -27,7 +28,6 @@ from ringway.observe.sinks import (
     publish,
     samples,
 )
-from ringway.world import world
 
 NAME = 'my "op"\n'
 
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     program = f"""
 import resource, signal, warnings, ringway
 from ringway.observe.sinks import JsonLines, publish
-from ringway.world import world
+from ringway.groups.world import world
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 ringway.configure(enabled=True)
 world.recorder.log(255, "op", 2, 8, 1000)

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from ringway import _core
+import ringway._core as _core
 
 CHURN = """
 import faulthandler, os, sys, threading, time

@@ -17,7 +17,7 @@ import torch
 
 import ringway
 from ringway.errors import RingwayError
-from ringway.observe.stall import stall_after, watch
+from ringway.observe.stall.watch import stall_after, watch
 from ringway.testing import Outcome, RankContext, RankPool
 from ringway.testing.rank import leave
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from ringway.observe import clock
-from ringway.observe.straggler import compare
+from ringway.observe.log.straggler import compare
+from ringway.observe.trace import clock
 from ringway.testing import RankContext, RankPool
 
 DELAY = 0.2

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ringway.cli import app
-from ringway.observe.books import printable
+from ringway.observe.log.summary import printable
 from ringway.observe.recorder import RecordedCall
 from ringway.observe.top import RankStatus, ask_pid, pids, skews, snapshot, table
 from ringway.testing import RankContext, RankPool

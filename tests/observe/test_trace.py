@@ -16,7 +16,7 @@ import ringway
 from ringway.errors import RingwayError, UsageError
 from ringway.observe.report import report
 from ringway.observe.report.page import as_data
-from ringway.observe.trace import HEAD, Part, encoded
+from ringway.observe.trace.writer import HEAD, Part, encoded
 from ringway.testing import RankContext, RankPool
 
 NASTY = "</script><img src=x onerror=alert(1)> & 'loss' \"π\""

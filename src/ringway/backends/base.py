@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as c10d
 
-from ringway import _core
+import ringway._core as _core
 from ringway.call import Call, Reduce, reduces
 from ringway.work import DONE, Completion, Handle
 

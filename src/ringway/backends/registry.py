@@ -43,16 +43,21 @@ def _lazily(module: str, name: str) -> Factory:
 
 
 _OWN: dict[str, Registration] = {
-    "ccl": Registration("ccl", "ringway_ccl", ("cpu",), _lazily("ringway.backends.ccl", "CclBackend")),
-    "gloo": Registration("gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.c10d", "GlooBackend")),
+    "ccl": Registration("ccl", "ringway_ccl", ("cpu",), _lazily("ringway.backends.ccl.backend", "CclBackend")),
+    "gloo": Registration(
+        "gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.torch.backend", "GlooBackend")
+    ),
     "hierarchical": Registration(
-        "hierarchical", "ringway_hierarchical", ("cpu",), _lazily("ringway.backends.hierarchical", "over_gloo")
+        "hierarchical", "ringway_hierarchical", ("cpu",), _lazily("ringway.backends.several.hierarchical", "over_gloo")
     ),
     "hierarchical_mpi": Registration(
-        "hierarchical_mpi", "ringway_hierarchical_mpi", ("cpu",), _lazily("ringway.backends.hierarchical", "over_mpi")
+        "hierarchical_mpi",
+        "ringway_hierarchical_mpi",
+        ("cpu",),
+        _lazily("ringway.backends.several.hierarchical", "over_mpi"),
     ),
-    "mpi": Registration("mpi", "mpi4py", ("cpu", "cuda"), _lazily("ringway.backends.mpi", "MpiBackend")),
-    "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm", "ShmBackend"), one_host=True),
+    "mpi": Registration("mpi", "mpi4py", ("cpu", "cuda"), _lazily("ringway.backends.mpi.backend", "MpiBackend")),
+    "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm.backend", "ShmBackend"), one_host=True),
 }
 
 _TORCH_ALIASES = {"torch:mpi": "mpi", "torch:ccl": "ccl"}

@@ -22,8 +22,8 @@ import torch.distributed as c10d
 from torch._C._distributed_c10d import Store
 
 from ringway.backends import registry
-from ringway.backends.meeting import Layout, host_identity
-from ringway.backends.policy import Policy
+from ringway.backends.several.hosts import Layout, host_identity
+from ringway.backends.several.policy import Policy
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import ringway
-from ringway.backends.policy import Policy, Rule
 from ringway.backends.select import obstacle
+from ringway.backends.several.policy import Policy, Rule
 from ringway.bench.cases import CASES, Place
 from ringway.bench.runner import Candidate, Ranks, measure
 from ringway.call import OP_BY_NAME

@@ -7,8 +7,8 @@ import sys
 import typer
 
 from ringway.cli import bench, demo, env, run, tune
+from ringway.cli import observe as watching
 from ringway.errors import RingwayError
-from ringway.observe import commands as watching
 
 app = typer.Typer(
     name="ringway",

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringway as dist
 from ringway.call import OP_BY_NAME
-from ringway.init import init_distributed
-from ringway.world import world
+from ringway.groups.world import world
+from ringway.job.init import init_distributed
 
 SIZES = {"64 B": 16, "1 MiB": 1 << 18}
 REPEATS = 20

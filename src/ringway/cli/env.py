@@ -93,7 +93,7 @@ def _seen(entry: Seen) -> dict[str, Any]:
 
 def _policy(given: Any) -> dict[str, Any]:
     """The table that mixes backends, or what is wrong with it."""
-    from ringway.backends import policy
+    from ringway.backends.several import policy
     from ringway.errors import ConfigError
 
     try:

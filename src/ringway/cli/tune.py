@@ -17,7 +17,7 @@ import typer
 from ringway.errors import UsageError
 
 if TYPE_CHECKING:
-    from ringway.backends.policy import Policy
+    from ringway.backends.several.policy import Policy
     from ringway.bench.tune import Progress
 
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway import groups
-from ringway.api import irecv, isend, recv, send
-from ringway.compress.choice import kernels_for
+from ringway.api import groups
+from ringway.api.collectives import irecv, isend, recv, send
+from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.collectives import AllReduce, Setting
-from ringway.compress.onebit import OneBit
+from ringway.compress.kernels.choice import kernels_for
 from ringway.errors import BackendUnavailable, UsageError
-from ringway.world import world
+from ringway.groups.world import world
 
 __all__ = ["NcclBackend", "MpiBackend", "CompressedBackend", "CupyBackend"]
 
@@ -154,7 +154,7 @@ class MpiBackend(_Compressed):
 
     def __init__(self, cuda_aware: bool, *, kernels: str | None = None) -> None:
         if not groups.is_initialized():
-            from ringway.init import init_distributed
+            from ringway.job.init import init_distributed
 
             init_distributed("mpi")
         super().__init__(None, kernels)

@@ -1,15 +1,15 @@
 """Compressed collectives: fewer bytes on the wire, and a report of whether that helped."""
 
-from ringway.compress.choice import kernels_for
-from ringway.compress.codec import Codec, codec_names, get_codec, register_codec
+from ringway.compress.codecs.codec import Codec, codec_names, get_codec, register_codec
+from ringway.compress.codecs.fp8 import Fp8
+from ringway.compress.codecs.int4 import Int4
+from ringway.compress.codecs.int8 import Int8
+from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.collectives import compressed_all_reduce
 from ringway.compress.ddp import ddp_hook
 from ringway.compress.feedback import ErrorFeedback, Slot
-from ringway.compress.fp8 import Fp8
-from ringway.compress.int4 import Int4
-from ringway.compress.int8 import Int8
-from ringway.compress.onebit import OneBit
-from ringway.compress.onebit_adam import OneBitAdam
+from ringway.compress.kernels.choice import kernels_for
+from ringway.compress.optimizers.onebit_adam import OneBitAdam
 from ringway.compress.quantized import all_to_all_quant_reduce, quantized_all_gather
 from ringway.compress.report import Report
 

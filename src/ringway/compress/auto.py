@@ -16,8 +16,8 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.communicator import Communicator
-from ringway.compress.codec import Codec
+from ringway.compress.codecs.codec import Codec
+from ringway.groups.communicator import Communicator
 
 SMALL_BYTES = 1 << 14
 LARGE_BYTES = 1 << 22

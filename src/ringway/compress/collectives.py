@@ -26,20 +26,20 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.communicator import Communicator
 from ringway.compress.auto import measured_forecast
-from ringway.compress.choice import kernels_for
-from ringway.compress.codec import Codec, get_codec
+from ringway.compress.codecs.codec import Codec, get_codec
+from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.feedback import ErrorFeedback, Slot, as_slot, is_outside
-from ringway.compress.kernels import VALUE_DTYPES, Kernels
-from ringway.compress.layout import Layout, Window, frame_bytes, statuses
-from ringway.compress.onebit import OneBit
+from ringway.compress.finite import Verdict
+from ringway.compress.kernels.choice import kernels_for
+from ringway.compress.kernels.kernels import VALUE_DTYPES, Kernels
 from ringway.compress.report import SAMPLE_EVERY
-from ringway.compress.verdict import Verdict
+from ringway.compress.windows import Layout, Window, frame_bytes, statuses
 from ringway.compress.workspace import Shelf, Workspace
 from ringway.errors import NotFinite, UsageError
+from ringway.groups.communicator import Communicator
+from ringway.groups.world import world
 from ringway.work import Work
-from ringway.world import world
 
 CPU_WINDOW_BYTES = 1 << 20
 """How much of a tensor on the CPU travels together, in the codec's bytes: little enough that encoding overlaps with

@@ -11,11 +11,11 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ringway.compress.codec import Codec
+from ringway.compress.codecs.codec import Codec
 from ringway.compress.collectives import compressed_all_reduce
 from ringway.compress.feedback import ErrorFeedback
 from ringway.errors import UsageError
-from ringway.world import world
+from ringway.groups.world import world
 
 SCALES_BY_SECOND_MOMENT = (
     torch.optim.Adam,

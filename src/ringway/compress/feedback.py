@@ -15,14 +15,14 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.compress.auto import Forecast
-from ringway.compress.kernels import RESIDUAL_DTYPES
-from ringway.compress.lane import Lane
-from ringway.compress.layout import Layout
+from ringway.compress.background import Lane
+from ringway.compress.finite import Verdict
+from ringway.compress.kernels.kernels import RESIDUAL_DTYPES
 from ringway.compress.report import Report
-from ringway.compress.verdict import Verdict
+from ringway.compress.windows import Layout
 from ringway.compress.workspace import Workspace
 from ringway.errors import UsageError
-from ringway.world import NON_MEMBER, world
+from ringway.groups.world import NON_MEMBER, world
 
 FORMAT = 1
 

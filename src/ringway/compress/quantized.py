@@ -12,14 +12,14 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.communicator import Communicator
-from ringway.compress.choice import kernels_for
-from ringway.compress.codec import Codec, get_codec
-from ringway.compress.kernels import VALUE_DTYPES, Kernels
-from ringway.compress.layout import Window, new_frames, statuses
+from ringway.compress.codecs.codec import Codec, get_codec
+from ringway.compress.kernels.choice import kernels_for
+from ringway.compress.kernels.kernels import VALUE_DTYPES, Kernels
+from ringway.compress.windows import Window, new_frames, statuses
 from ringway.errors import NotFinite, UsageError
+from ringway.groups.communicator import Communicator
+from ringway.groups.world import NON_MEMBER, world
 from ringway.work import Finishing, Work, WorkHandle
-from ringway.world import NON_MEMBER, world
 
 Groups = c10d.ProcessGroup | tuple[c10d.ProcessGroup, c10d.ProcessGroup] | Mapping[str, Any] | None
 

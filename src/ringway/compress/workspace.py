@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringway.compress.layout import HEADER_BYTES
+from ringway.compress.windows import HEADER_BYTES
 
 KEPT = 8
 """More buffers than a call has in flight at once; of what comes back beyond that the smallest are freed."""

@@ -18,12 +18,12 @@ import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 from torch._C import _distributed_c10d as native
 
-from ringway import _core
+import ringway._core as _core
 from ringway.call import OP_BY_NAME
 from ringway.errors import RingwayError, UsageError
+from ringway.groups.world import world
 from ringway.observe.files import filled, write_whole
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
-from ringway.world import world
 
 _LAYOUT_VERSION = "2.10"
 
@@ -95,7 +95,7 @@ def read_file(path: str | os.PathLike[str]) -> list[RecordedCall]:
 def dump_on_signal(number: int | str, path: str) -> None:
     """From now on that signal makes this process write its calls to `path`, even while it is stuck in native code
     with the GIL held. A handler that was installed before is still called. `{rank}` and `{pid}` are filled in."""
-    from ringway.observe.stall import watch
+    from ringway.observe.stall.watch import watch
 
     if watch.responder is None:
         raise UsageError("dump_on_signal needs a group: call it after init_distributed() or init_process_group()")

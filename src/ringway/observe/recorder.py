@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ringway import _core
+import ringway._core as _core
 from ringway.call import DTYPES, OP_BY_NAME, OPS, Reduce
 from ringway.errors import UsageError
-from ringway.observe.books import printable, size_text
-from ringway.world import world
+from ringway.groups.world import world
+from ringway.observe.log.summary import printable, size_text
 
 _STATES = ("issued", "completed", "failed")
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from ringway.errors import BackendUnavailable
 from ringway.observe.files import append_whole, filled
 from ringway.observe.flight import own_rank
-from ringway.observe.logger import logger
+from ringway.observe.log.logger import logger
 from ringway.threads import start
 
 

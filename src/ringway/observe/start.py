@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import warnings
 
-from ringway import _core
+import ringway._core as _core
 from ringway.config import Config
 from ringway.errors import ConfigError
+from ringway.groups.world import world
 from ringway.observe import flight
-from ringway.observe.faults import dump_errors_to
 from ringway.observe.files import filled
-from ringway.observe.stall import watch
-from ringway.world import world
+from ringway.observe.stall.explain import dump_errors_to
+from ringway.observe.stall.watch import watch
 
 _DUMP_FILE = "ringway-rank{rank}.json"
 _NOT_FOR_DUMPS = {

@@ -19,9 +19,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ringway.observe.books import printable, size_text
-from ringway.observe.peers import request
+from ringway.observe.log.summary import printable, size_text
 from ringway.observe.recorder import RecordedCall, recorded
+from ringway.observe.stall.peers import request
 
 _NO_TOKEN = "-" * 32
 _SECONDS = 2.0

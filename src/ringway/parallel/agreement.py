@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ringway.communicator import Communicator
 from ringway.errors import CollectiveMismatch, UsageError
-from ringway.objects import ObjectChannel
-from ringway.world import NON_MEMBER, world
+from ringway.groups.communicator import Communicator
+from ringway.groups.objects import ObjectChannel
+from ringway.groups.world import NON_MEMBER, world
 
 Prepared = TypeVar("Prepared")
 _REFUSED = "refused: "

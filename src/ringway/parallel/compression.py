@@ -9,7 +9,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.compress import ErrorFeedback, compressed_all_reduce, get_codec
-from ringway.compress.kernels import VALUE_DTYPES
+from ringway.compress.kernels.kernels import VALUE_DTYPES
 from ringway.parallel.buckets import Bucket
 from ringway.work import Work
 

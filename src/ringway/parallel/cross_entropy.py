@@ -10,8 +10,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ringway.call import ReduceOp
-from ringway.communicator import Communicator
 from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import member
 from ringway.parallel.functions import Group, between_graphs, even_shares, require_all
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ringway.call import ReduceOp
-from ringway.communicator import Communicator
 from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
 from ringway.parallel import sparse
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment

@@ -29,8 +29,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.autograd import Function
 
-from ringway.communicator import Communicator
 from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import member
 
 Group = c10d.ProcessGroup | None

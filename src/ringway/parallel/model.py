@@ -12,8 +12,8 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 
-from ringway.communicator import Communicator
 from ringway.errors import UsageError, nearest
+from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.census import mark_split
 from ringway.parallel.data import has_data_parallel_hooks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ringway.communicator import Communicator
-from ringway.sparse import sum_entries
+from ringway.groups.communicator import Communicator
+from ringway.groups.sparse import sum_entries
 
 
 def announced(model: nn.Module) -> set[int]:

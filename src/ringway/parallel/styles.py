@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch.nn.functional as F  # noqa: N812 - torch's own way to write it
 from torch import Tensor, nn
 
-from ringway.communicator import Communicator
 from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
 from ringway.parallel.functions import between_graphs, copy, gather, reduce, reduce_scatter, require_all, scatter
 
 

@@ -10,7 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import ringway
-from ringway import groups
+from ringway.api import groups
+from ringway.api.groups import (
+    destroy_process_group,
+    get_all_ranks_from_group,
+    get_local_rank,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    is_available,
+    is_initialized,
+)
 from ringway.compat.deepspeed.backend import Backend, CCLBackend, ProcessGroup, TorchBackend
 from ringway.compat.deepspeed.constants import (
     CCL_BACKEND,
@@ -99,17 +109,7 @@ from ringway.compat.deepspeed.sizes import (
     get_tensor_kwarg,
     get_tensor_position,
 )
-from ringway.groups import (
-    destroy_process_group,
-    get_all_ranks_from_group,
-    get_local_rank,
-    get_rank,
-    get_world_group,
-    get_world_size,
-    is_available,
-    is_initialized,
-)
-from ringway.observe.logger import (
+from ringway.observe.log.logger import (
     get_comm_operation_count,
     get_logged_comm_ops,
     has_comm_data,

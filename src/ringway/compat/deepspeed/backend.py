@@ -9,12 +9,13 @@ from typing import Any
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway import api, groups
+from ringway.api import collectives as api
+from ringway.api import groups
 from ringway.backends.select import obstacle
 from ringway.compat.deepspeed import ops
 from ringway.compat.deepspeed.constants import ReduceOp, torch_op
 from ringway.errors import BackendUnavailable
-from ringway.init import init_distributed
+from ringway.job.init import init_distributed
 
 
 class ProcessGroup:

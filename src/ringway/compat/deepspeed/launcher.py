@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from ringway import groups, init
+from ringway.api import groups
 from ringway.backends.select import MPI_LAUNCHERS
 from ringway.compat.deepspeed.backend import CCLBackend
 from ringway.compat.deepspeed.constants import (
@@ -26,11 +26,12 @@ from ringway.compat.deepspeed.constants import (
 from ringway.compat.deepspeed.logging import as_config, configure
 from ringway.config import resolve
 from ringway.errors import DiscoveryError
+from ringway.groups.world import world
+from ringway.job import init
 from ringway.launch import ports
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo, Variables
 from ringway.launch.sources import LOOPBACK, SOURCES
-from ringway.world import world
 
 
 def init_distributed(

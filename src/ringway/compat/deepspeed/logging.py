@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-from ringway import _core
+import ringway._core as _core
+from ringway.api.groups import get_world_size, is_initialized
 from ringway.call import OP_BY_NAME
 from ringway.compat.deepspeed.sizes import get_msg_size_from_args
-from ringway.groups import get_world_size, is_initialized
-from ringway.observe import logger as log
-from ringway.observe.books import USER_OP, table_text
-from ringway.observe.timed import timed_op as _timed_op
+from ringway.groups.world import world
+from ringway.observe.log import logger as log
+from ringway.observe.log.summary import USER_OP, table_text
+from ringway.observe.log.timed import timed_op as _timed_op
 from ringway.work import Work
-from ringway.world import world
 
 F = TypeVar("F", bound=Callable[..., Any])
 

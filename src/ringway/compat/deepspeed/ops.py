@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group as _enable_symm_mem
 
-from ringway import api, api_objects, groups
+from ringway.api import collectives as api
+from ringway.api import groups
+from ringway.api import objects as api_objects
 from ringway.compat.deepspeed.constants import ReduceOp, torch_op
 from ringway.compat.deepspeed.logging import profiled
 from ringway.errors import UsageError

@@ -10,7 +10,7 @@ from sys import intern
 from typing import Any, BinaryIO, NamedTuple
 
 from ringway.errors import UsageError
-from ringway.observe.trace import HEAD
+from ringway.observe.trace.writer import HEAD
 
 
 class TracedCall(NamedTuple):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ringway.observe.books import Line, size_text
+from ringway.observe.log.summary import Line, size_text
 from ringway.observe.report.events import TracedCall
 
 _MAX_BARS = 6000

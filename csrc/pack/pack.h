@@ -1,0 +1,67 @@
+// Fused compression kernels for the CPU: one pass over memory for each step of a compressed collective.
+//
+// A frame is a 16-byte header (its first int32 is the status), the codec's scales (fp32), its payload.
+// src/ringway/compress/layout.py and the codecs' own files describe the bytes; the reference in plain torch
+// defines them, and the tests hold the two together.
+#pragma once
+
+#include <cstdint>
+
+#include "codes.h"
+
+namespace ringway::pack {
+
+enum class Kind : int { OneBit = 0, Int8 = 1, Int4 = 2, Fp8 = 3 };
+
+constexpr int64_t kHeaderBytes = 16;
+
+// What the codec is. block == 0: one scale for the whole tensor, given by the caller.
+struct Format {
+    Kind kind;
+    int64_t block;
+};
+
+// Flat memory of a floating-point dtype; data == nullptr where there is none.
+struct Array {
+    void* data;
+    DType dtype;
+};
+
+// Columns [start, stop) of every shard of a tensor of numel elements.
+struct Window {
+    int64_t numel;
+    int64_t shard;
+    int64_t start;
+    int64_t stop;
+};
+
+// Frames one after the other, each `stride` bytes long.
+struct Frames {
+    uint8_t* data;
+    int64_t stride;
+    int64_t rows;
+};
+
+// The steps, as ringway.compress.kernels.kernels.Kernels describes them. `measure*` return the root of the sum of
+// squares (OneBit) or the largest magnitude (the others), NaN where a value is not finite.
+struct Steps {
+    double (*measure)(Format, Array values, Array residual, int64_t numel, int threads);
+    void (*encode)(Format, Array values, Array residual, Window, Frames, float scale, int threads);
+    double (*measure_mean)(Format, Frames, Array residual, int64_t count, int threads);
+    void (*encode_mean)(Format, Frames, Array residual, int64_t count, uint8_t* frame, float scale, int threads);
+    void (*decode)(Format, Frames, Window, Array values, int threads);
+    void (*decode_mean)(Format, Frames, int64_t count, Array values, int threads);
+    const char* instructions;
+};
+
+// The widest instructions that this processor has.
+const Steps& steps();
+
+namespace base {
+extern const Steps steps;
+}
+namespace avx2 {
+extern const Steps steps;
+}
+
+}  // namespace ringway::pack

@@ -1,0 +1,280 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "record/callsite.h"
+#include "pack/checksum.h"
+#include "record/recorder.h"
+#include "python/tensor_view.h"
+
+namespace nb = nanobind;
+using namespace ringway;
+
+namespace {
+
+nb::object place(uint32_t id) {
+    if (id == 0) return nb::none();
+    const CallSite where = site(id);
+    return nb::make_tuple(where.file, where.line, where.function);
+}
+
+nb::tuple as_tuple(const Recorder& recorder, const Entry& entry) {
+    return nb::make_tuple(entry.sequence, static_cast<int>(entry.op), entry.bytes, static_cast<int>(entry.dtype),
+                          static_cast<int>(entry.reduce), entry.peer, recorder.text(entry.group),
+                          recorder.text(entry.label), place(entry.site), entry.issued_ns, entry.completed_ns,
+                          static_cast<int>(entry.state), entry.size);
+}
+
+void choose(Recorder& recorder, bool enabled, bool all, bool by_caller, const std::vector<int>& ops,
+            const std::vector<std::string>& labels) {
+    LedgerChoice choice;
+    choice.enabled = enabled;
+    choice.all = all;
+    choice.by_caller = by_caller;
+    for (const int op : ops) choice.ops |= uint64_t{1} << op;
+    for (const std::string& label : labels) choice.labels.insert(recorder.intern(label));
+    recorder.ledger().choose(std::move(choice));
+}
+
+nb::tuple posted(const Posted& call, const char* place) {
+    return nb::make_tuple(call.sequence, static_cast<int>(call.op), call.bytes, static_cast<int>(call.dtype),
+                          static_cast<int>(call.reduce), call.peer, place);
+}
+
+nb::object fault_of(const Lane& lane) {
+    const Signatures::Fault* fault = lane.signatures() == nullptr ? nullptr : lane.signatures()->fault();
+    if (fault == nullptr) return nb::none();
+    return nb::make_tuple(fault->rank, posted(fault->own, fault->own_place), fault->other,
+                          posted(fault->theirs, fault->their_place));
+}
+
+// Python knows the class that says it; it is told the facts, and raises.
+PyObject* parted_error = nullptr;
+
+[[noreturn]] void raise_parted(const Lane& lane) {
+    nb::object error = nb::borrow(parted_error)(lane.group(), fault_of(lane));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
+
+template <class Begin>
+uint64_t compared(Lane& lane, const Begin& begin) {
+    try {
+        return begin();
+    } catch (const Parted&) {
+        raise_parted(lane);
+    }
+}
+
+nb::list logged(Recorder& recorder) {
+    nb::list rows;
+    for (const Ledger::Row& row : recorder.ledger().rows())
+        rows.append(nb::make_tuple(static_cast<int>(row.kind.op), recorder.text(row.kind.label),
+                                   place(row.kind.site), row.kind.size, row.kind.bytes, row.count, row.total_ns,
+                                   row.max_ns, row.p50_ns, row.p99_ns));
+    return rows;
+}
+
+nb::list arrivals(Recorder& recorder) {
+    nb::list rows;
+    for (const Arrival& a : recorder.ledger().arrivals())
+        rows.append(nb::make_tuple(recorder.text(a.group), a.sequence, static_cast<int>(a.op), a.bytes, a.issued_ns,
+                                   a.completed_ns, place(a.site), recorder.text(a.label), a.size));
+    return rows;
+}
+
+// What a process left in its recorder's file, with the same rows as Recorder.recent.
+nb::dict read_record_file(const std::string& path) {
+    const RecordFile file(path);
+    const RecordHeader& header = file.header();
+    std::unordered_map<uint32_t, std::string> texts;
+    std::unordered_map<uint32_t, nb::object> sites;
+    const uint64_t used = std::min<uint64_t>(header.text_used.load(std::memory_order_acquire), header.text_bytes);
+    for (uint64_t at = 0; at + sizeof(TextEntry) <= used;) {
+        TextEntry entry;
+        std::memcpy(&entry, file.texts() + at, sizeof(entry));
+        at += sizeof(entry);
+        if (entry.length > used - at) break;
+        const std::string text(file.texts() + at, entry.length);
+        at += (entry.length + 7) / 8 * 8;
+        if (entry.kind == TextKind::Text) {
+            texts[entry.id] = text;
+        } else {
+            const size_t cut = text.find('\n');
+            sites[entry.id] = nb::make_tuple(text.substr(0, cut), entry.line, text.substr(cut + 1));
+        }
+    }
+    nb::list calls;
+    const uint64_t last = header.next.load(std::memory_order_acquire) - 1;
+    Entry entry;
+    for (uint64_t token = last - std::min<uint64_t>(last, file.capacity()) + 1; token <= last; ++token) {
+        if (!read_slot(file.slot(token), token, entry)) continue;
+        const auto place = sites.find(entry.site);
+        calls.append(nb::make_tuple(entry.sequence, static_cast<int>(entry.op), entry.bytes,
+                                    static_cast<int>(entry.dtype), static_cast<int>(entry.reduce), entry.peer,
+                                    texts[entry.group], texts[entry.label],
+                                    place == sites.end() ? nb::none() : place->second, entry.issued_ns,
+                                    entry.completed_ns, static_cast<int>(entry.state), entry.size));
+    }
+    nb::dict story;
+    story["pid"] = header.pid;
+    story["started_unix_ns"] = header.started_unix_ns;
+    story["started_ns"] = header.started_ns;
+    story["total"] = last;
+    story["calls"] = calls;
+    return story;
+}
+
+uint32_t checksum(nb::handle buffer, uint32_t crc) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    {
+        nb::gil_scoped_release release;
+        crc = crc32c(crc, view.buf, static_cast<size_t>(view.len));
+    }
+    PyBuffer_Release(&view);
+    return crc;
+}
+
+}  // namespace
+
+void bind_recorder(nb::module_& m) {
+    nb::class_<Recorder>(m, "Recorder")
+        .def(nb::init<size_t, const std::string&>(), nb::arg("capacity"), nb::arg("path") = "")
+        .def_prop_ro("total", &Recorder::total)
+        .def_prop_ro("capacity", &Recorder::capacity)
+        .def("intern", &Recorder::intern, nb::arg("text"))
+        .def(
+            "recent",
+            [](const Recorder& self, size_t count) {
+                nb::list records;
+                for (const Entry& entry : self.recent(count)) records.append(as_tuple(self, entry));
+                return records;
+            },
+            nb::arg("count"))
+        .def(
+            "find",
+            [](const Recorder& self, uint64_t token) -> nb::object {
+                Entry entry;
+                if (!self.find(token, entry)) return nb::none();
+                return as_tuple(self, entry);
+            },
+            nb::arg("token"))
+        .def("under_way",
+             [](const Recorder& self) {
+                 nb::list calls;
+                 for (const Entry& entry : self.under_way())
+                     calls.append(nb::make_tuple(entry.token, as_tuple(self, entry)));
+                 return calls;
+             })
+        .def("start_trace", &Recorder::start_trace, nb::arg("limit"))
+        .def("stop_trace",
+             [](Recorder& self) {
+                 const Recorder::Trace trace = self.stop_trace();
+                 nb::list calls;
+                 for (const Entry& entry : trace.calls) calls.append(as_tuple(self, entry));
+                 return nb::make_tuple(calls, trace.dropped);
+             })
+        .def("choose", &choose, nb::arg("enabled"), nb::arg("all"), nb::arg("by_caller"), nb::arg("ops"),
+             nb::arg("labels"))
+        .def_prop_ro("logging", [](Recorder& self) { return self.ledger().enabled(); })
+        .def_prop_ro("keeps_times", &Recorder::keeps_times)
+        .def(
+            "log",
+            [](Recorder& self, int op, const std::string& label, int size, int64_t bytes, int64_t ns) {
+                self.ledger().add({static_cast<uint8_t>(op), self.intern(label), 0, size, bytes}, ns);
+            },
+            nb::arg("op"), nb::arg("label"), nb::arg("size"), nb::arg("bytes"), nb::arg("ns"))
+        .def("logged", &logged)
+        .def("arrivals", &arrivals)
+        .def("reset_log", [](Recorder& self) { self.ledger().reset(); });
+
+    nb::class_<Signatures>(m, "Signatures")
+        .def(nb::init<int, int, std::vector<int>, const std::string&>(), nb::arg("fd"), nb::arg("rank"), nb::arg("ranks"),
+             nb::arg("token"));
+    m.def("create_signatures", &Signatures::create, nb::arg("size"), nb::arg("seats"), nb::arg("token"));
+    m.def(
+        "set_parted_error", [](nb::object make) { parted_error = make.release().ptr(); }, nb::arg("make"));
+
+    nb::class_<Lane>(m, "Lane")
+        .def(
+            "__init__",
+            [](Lane* self, std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size) {
+                new (self) Lane(std::move(recorder), group, size);
+            },
+            nb::arg("recorder"), nb::arg("group"), nb::arg("size") = 1)
+        .def(
+            "begin",
+            [](Lane& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
+                return compared(self, [&] {
+                    return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype),
+                                      static_cast<Reduce>(reduce), peer, label, current_site());
+                });
+            })  // no argument names on these four: they make nanobind take its slower way in
+        .def(
+            "begin_plain",
+            // For the common call: a dense CPU tensor of one of the dtypes (a bit for each code). 0 when it is
+            // not one, and nothing was recorded.
+            [](Lane& self, int op, nb::handle tensor, int reduce, int32_t peer, uint64_t dtypes) -> uint64_t {
+                TensorView view;
+                if (!view_tensor(tensor.ptr(), view) || !view.on(kCpu)) return 0;
+                if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
+                return compared(self, [&] {
+                    return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
+                                      0, current_site());
+                });
+            })
+        .def(
+            "begin_shares",
+            // As begin_plain, on a `device` of any kind, for two tensors of which the `whole` has the size of so many
+            // `shares`, and whose rows both can be divided by `parts`. They may be the same.
+            [](Lane& self, int op, nb::handle whole, nb::handle share, int shares, int parts, int reduce, int32_t peer,
+               uint64_t dtypes, int32_t device) -> uint64_t {
+                TensorView view;
+                if (!view_tensor(whole.ptr(), view) || !view.on(device)) return 0;
+                if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
+                TensorView part = view;
+                if (!share.is(whole) && (!view_tensor(share.ptr(), part) || !part.on(device))) return 0;
+                if (part.dtype != view.dtype || part.device_index != view.device_index) return 0;
+                if (part.numel * shares != view.numel || part.rows % parts != 0 || view.rows % parts != 0) return 0;
+                return compared(self, [&] {
+                    return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
+                                      0, current_site());
+                });
+            })
+        .def("end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
+        .def("compare", &Lane::compare, nb::arg("signatures"))
+        .def("check",
+             [](Lane& self) {
+                 // The traceback is of whoever raised it last; this raise is another.
+                 if (auto* told = static_cast<PyObject*>(self.told())) {
+                     PyException_SetTraceback(told, Py_None);
+                     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told)), told);
+                     throw nb::python_error();
+                 }
+                 if (!fault_of(self).is_none()) raise_parted(self);
+             })
+        .def(
+            "fail", [](Lane& self, nb::object error) { self.tell(error.release().ptr()); }, nb::arg("error"))
+        .def_prop_ro("keeps_times", [](Lane& self) { return self.recorder().keeps_times(); })
+        .def_prop_ro("collectives", &Lane::collectives)
+        .def_prop_ro("messages", &Lane::messages)
+        .def_prop_ro("completed", &Lane::completed);
+
+    m.def("set_machinery", &set_machinery, nb::arg("inside"), nb::arg("outside"));
+    m.def(
+        "set_tensor_types",
+        [](nb::tuple types, nb::object exchange) { set_tensor_types(types.ptr(), exchange.ptr()); },
+        nb::arg("types"), nb::arg("exchange").none());
+    m.attr("CPU") = kCpu;
+    m.attr("CUDA") = kCuda;
+    m.def("read_record_file", &read_record_file, nb::arg("path"));
+    m.def("set_quiet", &set_quiet, nb::arg("quiet"));
+    m.def("is_quiet", &is_quiet);
+    m.def("monotonic_ns", &monotonic_ns);
+    m.def("crc32c", &checksum, nb::arg("data"), nb::arg("crc") = 0);
+}

@@ -1,0 +1,39 @@
+// A Python thread as the engine's host: it gives the GIL away while it waits, and listens to Ctrl-C.
+#pragma once
+
+#include <Python.h>
+
+#include "shm/wait.h"
+
+namespace ringway::shm {
+
+class GilHost final : public Host {
+  public:
+    ~GilHost() override { resume(); }
+
+    void block() override {
+        if (saved_ == nullptr && !raised_) saved_ = PyEval_SaveThread();
+    }
+
+    bool interrupted() override {
+        if (raised_) return true;
+        const bool was_blocked = saved_ != nullptr;
+        resume();
+        raised_ = PyErr_CheckSignals() != 0;
+        if (was_blocked) block();
+        return raised_;
+    }
+
+    // Takes the GIL back.
+    void resume() {
+        if (saved_ == nullptr) return;
+        PyEval_RestoreThread(saved_);
+        saved_ = nullptr;
+    }
+
+  private:
+    PyThreadState* saved_ = nullptr;
+    bool raised_ = false;  // a Python error is set, and the GIL is held until the caller hands it on
+};
+
+}  // namespace ringway::shm

@@ -1,0 +1,145 @@
+#include "python/tensor_view.h"
+
+#include <array>
+
+namespace ringway {
+namespace {
+
+// The part of DLPack's C exchange interface (version 1) that is used here.
+struct DLDevice {
+    int32_t type;
+    int32_t id;
+};
+struct DLDataType {
+    uint8_t code;
+    uint8_t bits;
+    uint16_t lanes;
+};
+struct DLTensor {
+    void* data;
+    DLDevice device;
+    int32_t ndim;
+    DLDataType dtype;
+    int64_t* shape;
+    int64_t* strides;
+    uint64_t byte_offset;
+};
+struct DLExchangeHeader {
+    uint32_t major;
+    uint32_t minor;
+    DLExchangeHeader* previous;
+};
+struct DLExchange {
+    DLExchangeHeader header;
+    void* allocate;
+    void* managed_from_object;
+    void* managed_to_object;
+    int (*tensor_from_object)(void* object, DLTensor* out);
+    void* current_work_stream;
+};
+
+constexpr size_t kMaxTypes = 4;
+
+struct State {
+    std::array<PyTypeObject*, kMaxTypes> types{};
+    const DLExchange* exchange = nullptr;
+};
+State state;
+
+DType dtype_of(DLDataType type) {
+    if (type.lanes != 1) return DType::Unknown;
+    switch (type.code) {
+        case 0:
+            return type.bits == 8    ? DType::I8
+                   : type.bits == 16 ? DType::I16
+                   : type.bits == 32 ? DType::I32
+                   : type.bits == 64 ? DType::I64
+                                     : DType::Unknown;
+        case 1:
+            return type.bits == 8    ? DType::U8
+                   : type.bits == 16 ? DType::U16
+                   : type.bits == 32 ? DType::U32
+                   : type.bits == 64 ? DType::U64
+                                     : DType::Unknown;
+        case 2:
+            return type.bits == 16   ? DType::F16
+                   : type.bits == 32 ? DType::F32
+                   : type.bits == 64 ? DType::F64
+                                     : DType::Unknown;
+        case 4:
+            return type.bits == 16 ? DType::BF16 : DType::Unknown;
+        case 5:
+            return type.bits == 64 ? DType::C64 : type.bits == 128 ? DType::C128 : DType::Unknown;
+        case 6:
+            return type.bits == 8 ? DType::Bool : DType::Unknown;
+        default:
+            return DType::Unknown;
+    }
+}
+
+bool is_contiguous(const DLTensor& tensor) {
+    if (tensor.strides == nullptr) return true;
+    int64_t expected = 1;
+    for (int32_t dim = tensor.ndim - 1; dim >= 0; --dim) {
+        if (tensor.shape[dim] == 0) return true;
+        if (tensor.shape[dim] != 1 && tensor.strides[dim] != expected) return false;
+        expected *= tensor.shape[dim];
+    }
+    return true;
+}
+
+// A real tensor may be negated lazily, which DLPack does not show. Such a tensor is the imaginary part of a
+// conjugated one, so it has every second element of its memory and is never contiguous, unless it has only one.
+bool is_negated(PyObject* tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("is_neg");
+    PyObject* answer = PyObject_CallMethodNoArgs(tensor, name);
+    const bool negated = answer != Py_False;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return negated;
+}
+
+}  // namespace
+
+void set_tensor_types(PyObject* types, PyObject* exchange_capsule) {
+    const Py_ssize_t count = PyTuple_Size(types);
+    for (Py_ssize_t i = 0; i < count && i < static_cast<Py_ssize_t>(kMaxTypes); ++i) {
+        PyObject* type = PyTuple_GetItem(types, i);
+        Py_INCREF(type);  // held for the life of the process, as torch itself is
+        state.types[static_cast<size_t>(i)] = reinterpret_cast<PyTypeObject*>(type);
+    }
+    if (exchange_capsule != Py_None) {
+        auto* exchange =
+            static_cast<const DLExchange*>(PyCapsule_GetPointer(exchange_capsule, "dlpack_exchange_api"));
+        if (exchange == nullptr) PyErr_Clear();
+        else if (exchange->header.major == 1 && exchange->tensor_from_object != nullptr) state.exchange = exchange;
+    }
+}
+
+bool view_tensor(PyObject* object, TensorView& out) {
+    if (state.exchange == nullptr) return false;
+    PyTypeObject* type = Py_TYPE(object);
+    bool known = false;
+    for (PyTypeObject* candidate : state.types) known = known || candidate == type;
+    if (!known) return false;
+
+    DLTensor tensor;
+    if (state.exchange->tensor_from_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    out.dtype = dtype_of(tensor.dtype);
+    // A complex tensor may be conjugated lazily, which DLPack does not show: those take the general path.
+    if (out.dtype == DType::Unknown || out.dtype == DType::C64 || out.dtype == DType::C128) return false;
+    out.rows = tensor.ndim > 0 ? tensor.shape[0] : 1;
+    out.numel = 1;
+    for (int32_t dim = 0; dim < tensor.ndim; ++dim) out.numel *= tensor.shape[dim];
+    out.nbytes = out.numel * (tensor.dtype.bits / 8);
+    out.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+    out.device = tensor.device.type;
+    out.device_index = tensor.device.id;
+    out.contiguous = is_contiguous(tensor);
+    return out.numel != 1 || !is_negated(object);
+}
+
+}  // namespace ringway

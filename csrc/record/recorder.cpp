@@ -1,0 +1,196 @@
+#include "record/recorder.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "record/callsite.h"
+
+namespace ringway {
+namespace {
+
+constexpr uint32_t kMaxLabels = 16384;
+constexpr uint32_t kMaxTexts = kMaxLabels + 65536;  // labels without end leave room for the names of groups
+constexpr uint32_t kNoRoom = UINT32_MAX;            // shows as "…"
+thread_local bool quiet_here = false;
+
+}  // namespace
+
+int64_t monotonic_ns() {
+#if defined(__aarch64__)
+    // The counter that the kernel's monotonic clock is made of, and like it the same for all processes of a host.
+    // Read directly it takes a third of the time; it only lacks the kernel's slow adjustments of its rate.
+    static const uint64_t scale = [] {
+        uint64_t frequency;
+        asm("mrs %0, cntfrq_el0" : "=r"(frequency));
+        return (uint64_t{1000000000} << 32) / frequency;
+    }();
+    uint64_t ticks;
+    asm volatile("mrs %0, cntvct_el0" : "=r"(ticks));
+    return static_cast<int64_t>((static_cast<unsigned __int128>(ticks) * scale) >> 32);
+#else
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+#endif
+}
+
+void set_quiet(bool quiet) { quiet_here = quiet; }
+bool is_quiet() { return quiet_here; }
+
+Recorder::Recorder(size_t capacity, const std::string& path) : file_(capacity, path) {
+    texts_.emplace_back();  // id 0 is the empty text
+    text_ids_.emplace("", 0);
+}
+
+uint64_t Recorder::begin(const Entry& call) {
+    const uint64_t token = file_.header().next.fetch_add(1, std::memory_order_relaxed);
+    if (file_.keeps_texts() && call.site >= sites_kept_.load(std::memory_order_relaxed)) keep_site(call.site);
+    Slot& slot = file_.slot(token);
+    slot.token.store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    slot.entry = call;
+    slot.entry.token = token;
+    slot.entry.issued_ns = monotonic_ns();
+    slot.completed_ns.store(0, std::memory_order_relaxed);
+    slot.state.store(static_cast<uint8_t>(State::Issued), std::memory_order_relaxed);
+    slot.token.store(token, std::memory_order_release);
+    return token;
+}
+
+void Recorder::end(uint64_t token, State state) {
+    Slot& slot = file_.slot(token);
+    if (slot.token.load(std::memory_order_relaxed) != token) return;  // the ring came round meanwhile
+    const int64_t now = monotonic_ns();
+    slot.completed_ns.store(now, std::memory_order_relaxed);
+    slot.state.store(static_cast<uint8_t>(state), std::memory_order_release);
+    const bool logged = ledger_.enabled() && state == State::Completed;
+    const bool traced = tracing_.load(std::memory_order_relaxed);
+    Entry entry;
+    if ((!logged && !traced) || !read_slot(slot, token, entry) || entry.quiet) return;
+    if (logged) ledger_.add(entry);
+    if (!traced) return;
+    std::lock_guard<std::mutex> guard(trace_lock_);
+    if (trace_.calls.size() < trace_limit_)
+        trace_.calls.push_back(entry);
+    else
+        ++trace_.dropped;
+}
+
+void Recorder::start_trace(size_t limit) {
+    std::lock_guard<std::mutex> guard(trace_lock_);
+    trace_ = Trace{};
+    trace_limit_ = limit;
+    tracing_.store(true, std::memory_order_relaxed);
+}
+
+Recorder::Trace Recorder::stop_trace() {
+    std::lock_guard<std::mutex> guard(trace_lock_);
+    tracing_.store(false, std::memory_order_relaxed);
+    return std::exchange(trace_, Trace{});
+}
+
+bool Recorder::find(uint64_t token, Entry& out) const { return read_slot(file_.slot(token), token, out); }
+
+std::vector<Entry> Recorder::recent(size_t count) const {
+    const uint64_t last = total();
+    const uint64_t kept = std::min<uint64_t>({count, last, capacity()});
+    std::vector<Entry> entries;
+    entries.reserve(kept);
+    Entry entry;
+    for (uint64_t token = last - kept + 1; token <= last; ++token)
+        if (find(token, entry)) entries.push_back(entry);
+    return entries;
+}
+
+std::vector<Entry> Recorder::under_way() const {
+    const uint64_t last = total();
+    std::vector<Entry> entries;
+    Entry entry;
+    for (uint64_t token = last - std::min<uint64_t>(last, capacity()) + 1; token <= last; ++token) {
+        if (file_.slot(token).state.load(std::memory_order_relaxed) != static_cast<uint8_t>(State::Issued)) continue;
+        if (find(token, entry) && entry.state == State::Issued) entries.push_back(entry);
+    }
+    return entries;
+}
+
+uint32_t Recorder::intern(const std::string& text) {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    const auto found = text_ids_.find(text);
+    if (found != text_ids_.end()) return found->second;
+    if (text_ids_.size() >= kMaxLabels || texts_.size() >= kMaxTexts) return kNoRoom;
+    const auto id = static_cast<uint32_t>(texts_.size());
+    texts_.push_back(text);
+    text_ids_.emplace(text, id);
+    file_.keep(TextKind::Text, id, 0, text);
+    return id;
+}
+
+uint32_t Recorder::group(const std::string& name) {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    if (texts_.size() >= kMaxTexts) return kNoRoom;
+    const auto id = static_cast<uint32_t>(texts_.size());
+    const auto before = groups_.find(name);
+    const int number = before == groups_.end() ? 1 : before->second.number + 1;
+    if (before != groups_.end()) {
+        const Life& earlier = before->second;
+        texts_[earlier.id] = name + "~" + std::to_string(earlier.number);
+        file_.keep(TextKind::Text, earlier.id, 0, texts_[earlier.id]);
+    }
+    groups_[name] = {id, number};
+    texts_.push_back(name);
+    file_.keep(TextKind::Text, id, 0, name);
+    return id;
+}
+
+std::string Recorder::text(uint32_t id) const {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    return id < texts_.size() ? texts_[id] : "…";
+}
+
+// Sites are numbered in the order they are met, so a file is complete once it has all below the newest.
+void Recorder::keep_site(uint32_t newest) {
+    std::lock_guard<std::mutex> guard(texts_lock_);
+    for (uint32_t id = sites_kept_.load(std::memory_order_relaxed); id <= newest; ++id) {
+        const CallSite where = site(id);
+        file_.keep(TextKind::Site, id, where.line, where.file + "\n" + where.function);
+        sites_kept_.store(id + 1, std::memory_order_relaxed);
+    }
+}
+
+Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size)
+    : recorder_(std::move(recorder)), group_(recorder_->group(group)), size_(size) {}
+
+uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site) {
+    std::atomic<uint64_t>& counter = is_point_to_point(op) ? messages_ : collectives_;
+    Entry entry;
+    entry.sequence = counter.fetch_add(1, std::memory_order_relaxed);
+    entry.bytes = bytes;
+    entry.group = group_;
+    entry.label = label;
+    entry.site = site;
+    entry.peer = peer;
+    entry.size = size_;
+    entry.op = op;
+    entry.dtype = dtype;
+    entry.reduce = reduce;
+    entry.quiet = quiet_here;
+    const uint64_t token = recorder_->begin(entry);
+    if (signatures_ != nullptr && !is_point_to_point(op)) {
+        try {
+            signatures_->post(entry);
+        } catch (const Parted&) {
+            end(token, State::Failed);
+            throw;
+        }
+    }
+    return token;
+}
+
+void Lane::end(uint64_t token, State state) {
+    recorder_->end(token, state);
+    completed_.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace ringway

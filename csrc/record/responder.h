@@ -1,0 +1,81 @@
+// A thread of each rank that tells others where the rank is, whatever the rank itself is doing.
+//
+// It needs neither the GIL nor the rank's help: a rank that is stuck in C code with the GIL held answers too. It
+// listens on TCP for the ranks of the job, who show the job's token, and on an abstract unix socket for the
+// user's own tools on the host (`ringway top`), whom the system vouches for. It sleeps until somebody asks.
+//
+//   request   token (32 bytes), kind (1), length of a group's name (2, little endian), the name
+//   kinds     'C' calls; 'S' calls and the Python stacks: somebody here is waited for
+//   reply     one JSON object, to the end of the connection
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "record/recorder.h"
+
+namespace ringway {
+
+class Responder {
+  public:
+    // `address` is the one to listen on. `facts` is a JSON object that is part of each reply.
+    Responder(std::shared_ptr<Recorder> recorder, const std::string& address, const std::string& token,
+              const std::string& facts);
+    ~Responder();
+    Responder(const Responder&) = delete;
+    Responder& operator=(const Responder&) = delete;
+
+    int port() const { return port_; }
+
+    // For a thread of the rank's that does nothing else, without the GIL: sleeps until somebody asks for stacks;
+    // false at the end.
+    bool wait();
+    // That thread's answer: stacks taken with the GIL. If it does not come in time, they are read without.
+    void answer(const std::string& stacks);
+    // Where the interpreter cannot be asked for stacks directly: a signal at which faulthandler writes them to
+    // `fd`. It is raised in the responder's own thread only.
+    void use_signal(int number, int fd);
+    // From now on replies say that the rank is leaving, and why; waits end, and Python is left alone.
+    void farewell(const std::string& why);
+    // A later job of this process: other facts, perhaps another recorder.
+    void tell_of(std::shared_ptr<Recorder> recorder, const std::string& facts);
+
+    // At this signal the recorder's calls are written to `path`, by the responder's thread. A handler that was
+    // there before is called too.
+    void dump_at(int number, const std::string& path);
+
+    // Idempotent and bounded. After it the thread touches nothing any more.
+    void close();
+
+  private:
+    void run();
+    void serve(int connection, bool vouched_for);
+    std::string reply(char kind, const std::string& group);
+    std::string stacks();
+    void write_dump();
+
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::shared_ptr<Recorder> recorder_;
+    const std::string token_;
+    std::string facts_;
+    std::string leaving_;
+    std::string answer_;
+    std::string dump_path_;
+    uint64_t asked_ = 0, seen_ = 0, answered_ = 0;
+    std::string latest_stacks_;
+    int64_t latest_stacks_ns_ = 0;
+    int signal_ = 0, signal_fd_ = -1;
+    int listener_ = -1, local_listener_ = -1, wake_ = -1;
+    int port_ = 0;
+    pid_t pid_;
+    std::atomic<bool> closing_{false};
+    bool ended_ = false;
+};
+
+}  // namespace ringway

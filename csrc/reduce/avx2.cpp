@@ -1,0 +1,2 @@
+#define RINGWAY_ISA avx2
+#include "reduce/kernels.h"

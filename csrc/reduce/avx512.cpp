@@ -1,0 +1,2 @@
+#define RINGWAY_ISA avx512
+#include "reduce/kernels.h"

@@ -1,0 +1,2 @@
+#define RINGWAY_ISA plain
+#include "reduce/kernels.h"

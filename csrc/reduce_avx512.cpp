@@ -1,2 +1,0 @@
-#define RINGWAY_ISA avx512
-#include "reduce_kernels.h"

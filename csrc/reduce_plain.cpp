@@ -1,2 +1,0 @@
-#define RINGWAY_ISA plain
-#include "reduce_kernels.h"

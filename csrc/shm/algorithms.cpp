@@ -1,0 +1,345 @@
+// One algorithm a collective: small ones ride in the entries, large ones stream through the cells.
+#include <algorithm>
+#include <stdexcept>
+
+#include "shm/stream.h"
+
+namespace ringway::shm {
+namespace {
+
+// The thresholds, measured with benchmarks/collectives.py.
+constexpr int64_t kFlatReduce = 256 << 10;  // bytes that are read in all when every rank reduces everything
+constexpr int64_t kLeastPart = 32 << 10;    // bytes a rank's part of a step has at least, while there are more steps
+constexpr int64_t kStepsAimed = 4;          // a call of medium size is cut into so many steps, to overlap them
+
+bool overlap(const std::byte* a, int64_t a_bytes, const std::byte* b, int64_t b_bytes) {
+    return a < b + b_bytes && b < a + a_bytes;
+}
+
+// Whether `one` overlaps a block otherwise than by being exactly it. A block that is the very same memory is
+// safe: each step reads its input before it writes its output.
+bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64_t bytes) {
+    for (int rank = 0; rank < ranks; ++rank)
+        if (blocks.at(rank) != one && overlap(one, bytes, blocks.at(rank), bytes)) return true;
+    return false;
+}
+
+// A request whose only input is a copy.
+struct CopiedInput {
+    CopiedInput(const Request& r, int64_t bytes) : copy(r.in.at(0), r.in.at(0) + bytes), request(r) {
+        request.in = Blocks{copy.data(), 0, nullptr};
+    }
+    std::vector<std::byte> copy;
+    Request request;
+};
+
+}  // namespace
+
+void Collectives::dispatch(const Request& r) {
+    if (size_ == 1) return alone(r);
+    switch (r.op) {
+        case Op::Barrier:
+            return barrier();
+        case Op::Broadcast:
+            return broadcast(r);
+        case Op::AllReduce:
+            return all_reduce(r);
+        case Op::Reduce:
+            return reduce(r);
+        case Op::AllGather:
+        case Op::AllGatherSingle:
+            return all_gather(r);
+        case Op::Gather:
+            return gather(r);
+        case Op::Scatter:
+            return scatter(r);
+        case Op::ReduceScatter:
+        case Op::ReduceScatterSingle:
+            return reduce_scatter(r);
+        case Op::AllToAll:
+        case Op::AllToAllSingle:
+            return all_to_all(r);
+        default:
+            throw std::invalid_argument("not a collective of the engine");
+    }
+}
+
+void Collectives::alone(const Request& r) {
+    const bool paired = r.op == Op::AllToAll || r.op == Op::AllToAllSingle;
+    const int64_t bytes = paired ? r.bytes_to(0) : r.count * r.element;
+    if (reduces(r.op)) {
+        sources_[0] = r.in.at(0);
+        reduce_sources(r, r.out.at(0), nullptr, bytes);
+    } else if (r.op != Op::Barrier && r.op != Op::Broadcast && bytes > 0) {
+        std::memmove(r.out.at(0), r.in.at(0), static_cast<size_t>(bytes));
+    }
+}
+
+void Collectives::barrier() {
+    announce();
+    meet_everybody();
+}
+
+void Collectives::announce_with(const void* data, int64_t bytes) {
+    move_bytes(own_payload(), data, bytes);
+    announce();
+}
+
+void Collectives::announce_with_blocks(const Request& r, int64_t block) {
+    for (int rank = 0; rank < size_; ++rank) move_bytes(own_payload() + block * rank, r.in.at(rank), block);
+    announce();
+}
+
+bool Collectives::fits_entry(int64_t bytes) const { return bytes <= static_cast<int64_t>(segment_.payload_capacity()); }
+
+void Collectives::broadcast(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    const bool root = rank_ == r.root;
+    if (fits_entry(bytes)) {
+        announce_with(r.in.at(0), root ? bytes : 0);
+        if (root) return;
+        meet(r.root);
+        return move_bytes(r.out.at(0), payload(r.root), bytes);
+    }
+    announce();
+    const auto cell = static_cast<int64_t>(segment_.geometry().cell_bytes);
+    const auto size_at = [&](int64_t turn) { return std::min(cell, bytes - turn * cell); };
+    stream(
+        ceil_div(bytes, cell), {r.root, kEverybody, kNobody},
+        [&](int64_t turn, uint64_t step) {
+            move_bytes(segment_.in_cell(rank_, step), r.in.at(0) + turn * cell, size_at(turn));
+        },
+        [&](int64_t turn, uint64_t step) {
+            if (root) return;
+            reach(r.root, &RankControl::produced, step + 1);
+            move_bytes(r.out.at(0) + turn * cell, segment_.in_cell(r.root, step), size_at(turn));
+        },
+        [](int64_t, uint64_t) {});
+}
+
+const double* Collectives::factors(const Request& r) {
+    if (r.reduce != Reduce::PremulSum) return nullptr;
+    for (int rank = 0; rank < size_; ++rank)
+        factors_[static_cast<size_t>(rank)] =
+            rank == rank_ ? r.factor : segment_.control(rank).facts[sequence_ % kEntrySlots].factor;
+    return factors_.data();
+}
+
+// `sources_` holds where each rank's elements are.
+void Collectives::reduce_sources(const Request& r, void* result, void* also, int64_t bytes) {
+    if (bytes == 0) return;
+    Reduction reduction{sources_.data(), size_,  bytes / r.element * reals_per_element(r.dtype), factors(r),
+                        result,          also};
+    reducer_(reduction);
+}
+
+bool Collectives::reduces_flat(int64_t bytes) const { return fits_entry(bytes) && bytes * size_ * size_ <= kFlatReduce; }
+
+// Everybody publishes everything, and reduces all of it for itself.
+void Collectives::reduce_flat(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    const bool takes = r.op == Op::AllReduce || rank_ == r.root;
+    announce_with(r.in.at(0), bytes);
+    if (!takes) return;
+    meet_everybody();
+    for (int rank = 0; rank < size_; ++rank) sources_[static_cast<size_t>(rank)] = payload(rank);
+    reduce_sources(r, r.out.at(0), nullptr, bytes);
+}
+
+Collectives::Deal Collectives::deal(const Request& r) const {
+    const Geometry& geometry = segment_.geometry();
+    const auto most = static_cast<int64_t>(std::min(geometry.out_bytes, geometry.cell_bytes / size_) / kLine * kLine);
+    const int64_t aimed = r.count * r.element / (size_ * kStepsAimed) / kLine * kLine;
+    const int64_t part = std::clamp(aimed, std::min(kLeastPart, most), most);
+    const int64_t per_step = part / r.element * size_;
+    return {r.count, r.element, size_, part, per_step, ceil_div(r.count, per_step)};
+}
+
+Collectives::Deal::Part Collectives::Deal::part(int64_t step, int rank) const {
+    const int64_t first = step * per_step;
+    const int64_t here = std::min(per_step, elements - first);
+    const int64_t grain = static_cast<int64_t>(kLine) / element;
+    const int64_t share = ceil_div(ceil_div(here, ranks), grain) * grain;
+    const int64_t from = std::min(rank * share, here);
+    const int64_t to = std::min(from + share, here);
+    return {(first + from) * element, (to - from) * element};
+}
+
+// In each step every rank reduces its own part and publishes the result for those that collect it.
+void Collectives::reduce_in_steps(const Request& r, int collector) {
+    const Deal d = deal(r);
+    const bool takes = collector == kEverybody || collector == rank_;
+    const std::byte* in = r.in.at(0);
+    std::byte* out = r.out.at(0);
+    stream(
+        d.steps, {kEverybody, kEverybody, collector},
+        [&](int64_t turn, uint64_t step) {
+            for (int rank = 0; rank < size_; ++rank) {
+                if (rank == rank_) continue;
+                const auto part = d.part(turn, rank);
+                move_bytes(segment_.in_cell(rank_, step) + rank * d.most, in + part.at, part.bytes);
+            }
+        },
+        [&](int64_t turn, uint64_t step) {
+            const auto part = d.part(turn, rank_);
+            reach_all(kEverybody, &RankControl::produced, step + 1);
+            for (int rank = 0; rank < size_; ++rank)
+                sources_[static_cast<size_t>(rank)] =
+                    rank == rank_ ? in + part.at : segment_.in_cell(rank, step) + rank_ * d.most;
+            std::byte* shared = collector == rank_ ? nullptr : segment_.out_cell(rank_, step);
+            if (takes)
+                reduce_sources(r, out + part.at, shared, part.bytes);
+            else
+                reduce_sources(r, shared, nullptr, part.bytes);
+        },
+        [&](int64_t turn, uint64_t step) {
+            for (int i = 1; i < size_; ++i) {
+                const int rank = (rank_ + i) % size_;
+                const auto part = d.part(turn, rank);
+                reach(rank, &RankControl::combined, step + 1);
+                move_bytes(out + part.at, segment_.out_cell(rank, step), part.bytes);
+            }
+        });
+}
+
+void Collectives::all_reduce(const Request& r) {
+    if (reduces_flat(r.count * r.element)) return reduce_flat(r);
+    announce();
+    reduce_in_steps(r, kEverybody);
+}
+
+void Collectives::reduce(const Request& r) {
+    if (reduces_flat(r.count * r.element)) return reduce_flat(r);
+    announce();
+    reduce_in_steps(r, r.root);
+}
+
+void Collectives::all_gather(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    if (overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
+        CopiedInput copy(r, bytes);
+        return all_gather(copy.request);
+    }
+    if (fits_entry(bytes)) {
+        announce_with(r.in.at(0), bytes);
+        move_bytes(r.out.at(rank_), payload(rank_), bytes);
+        for (int i = 1; i < size_; ++i) {
+            const int rank = (rank_ + i) % size_;
+            meet(rank);
+            move_bytes(r.out.at(rank), payload(rank), bytes);
+        }
+        return;
+    }
+    announce();
+    gather_in_steps(r, kEverybody);
+}
+
+// Everybody lays its block out; everybody, or the root, takes all of them.
+void Collectives::gather_in_steps(const Request& r, int taker) {
+    const int64_t bytes = r.count * r.element;
+    const auto cell = static_cast<int64_t>(segment_.geometry().cell_bytes);
+    const auto size_at = [&](int64_t turn) { return std::min(cell, bytes - turn * cell); };
+    const bool takes = taker == kEverybody || taker == rank_;
+    stream(
+        ceil_div(bytes, cell), {kEverybody, taker, kNobody},
+        [&](int64_t turn, uint64_t step) {
+            const std::byte* from = r.in.at(0) + turn * cell;
+            if (taker != rank_) move_bytes(segment_.in_cell(rank_, step), from, size_at(turn));
+            if (takes) move_bytes(r.out.at(rank_) + turn * cell, from, size_at(turn));
+        },
+        [&](int64_t turn, uint64_t step) {
+            for (int i = 1; i < size_; ++i) {
+                const int rank = (rank_ + i) % size_;
+                reach(rank, &RankControl::produced, step + 1);
+                move_bytes(r.out.at(rank) + turn * cell, segment_.in_cell(rank, step), size_at(turn));
+            }
+        },
+        [](int64_t, uint64_t) {});
+}
+
+void Collectives::gather(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    const bool root = rank_ == r.root;
+    if (root && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
+        CopiedInput copy(r, bytes);
+        return gather(copy.request);
+    }
+    if (!fits_entry(bytes)) {
+        announce();
+        return gather_in_steps(r, r.root);
+    }
+    announce_with(r.in.at(0), bytes);
+    if (!root) return;
+    meet_everybody();
+    for (int rank = 0; rank < size_; ++rank) move_bytes(r.out.at(rank), payload(rank), bytes);
+}
+
+void Collectives::scatter(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    const bool root = rank_ == r.root;
+    if (fits_entry(bytes * size_)) {
+        if (root) {
+            announce_with_blocks(r, bytes);
+        } else {
+            announce();
+            meet(r.root);
+        }
+        return move_bytes(r.out.at(0), payload(r.root) + bytes * rank_, bytes);
+    }
+    announce();
+    const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
+    const auto size_at = [&](int64_t turn) { return std::min(part, bytes - turn * part); };
+    stream(
+        ceil_div(bytes, part), {r.root, kEverybody, kNobody},
+        [&](int64_t turn, uint64_t step) {
+            for (int rank = 0; rank < size_; ++rank)
+                if (rank != rank_)
+                    move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part, size_at(turn));
+        },
+        [&](int64_t turn, uint64_t step) {
+            if (root) return;
+            reach(r.root, &RankControl::produced, step + 1);
+            move_bytes(r.out.at(0) + turn * part, segment_.in_cell(r.root, step) + rank_ * part, size_at(turn));
+        },
+        [](int64_t, uint64_t) {});
+    // Last, because the root's output may be one of the blocks that it sent.
+    if (root) std::memmove(r.out.at(0), r.in.at(rank_), static_cast<size_t>(bytes));
+}
+
+void Collectives::reduce_scatter(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    if (overlaps_askew(r.out.at(0), r.in, size_, bytes)) {
+        std::vector<std::byte> result(static_cast<size_t>(bytes));
+        Request apart = r;
+        apart.out = Blocks{result.data(), 0, nullptr};
+        reduce_scatter(apart);
+        return move_bytes(r.out.at(0), result.data(), bytes);
+    }
+    if (reduces_flat(bytes) && fits_entry(bytes * size_)) {
+        announce_with_blocks(r, bytes);
+        meet_everybody();
+        for (int rank = 0; rank < size_; ++rank)
+            sources_[static_cast<size_t>(rank)] = payload(rank) + bytes * rank_;
+        return reduce_sources(r, r.out.at(0), nullptr, bytes);
+    }
+    announce();
+    const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
+    const auto size_at = [&](int64_t turn) { return std::min(part, bytes - turn * part); };
+    stream(
+        ceil_div(bytes, part), {},
+        [&](int64_t turn, uint64_t step) {
+            for (int rank = 0; rank < size_; ++rank)
+                if (rank != rank_)
+                    move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part, size_at(turn));
+        },
+        [&](int64_t turn, uint64_t step) {
+            reach_all(kEverybody, &RankControl::produced, step + 1);
+            for (int rank = 0; rank < size_; ++rank)
+                sources_[static_cast<size_t>(rank)] = rank == rank_ ? r.in.at(rank_) + turn * part
+                                                                    : segment_.in_cell(rank, step) + rank_ * part;
+            reduce_sources(r, r.out.at(0) + turn * part, nullptr, size_at(turn));
+        },
+        [](int64_t, uint64_t) {});
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,146 @@
+// all_to_all, whose blocks may differ in size from pair to pair.
+//
+// A rank knows how much it sends and expects, not what the others exchange. So its entry carries a row: the
+// bytes it sends to each rank and those it expects from each. Every pair is compared by its receiver, and all
+// agree on the number of steps from the largest block of each rank that streams. A rank whose blocks fit the
+// rest of the entry sends them there and streams nothing.
+#include <algorithm>
+
+#include "shm/stream.h"
+
+namespace ringway::shm {
+namespace {
+
+// The row is followed by the data of a rank that does not stream.
+struct Row {
+    int64_t largest_streamed;
+    int64_t bytes[];  // to each rank, then from each
+
+    int64_t to(int rank) const { return bytes[rank]; }
+    int64_t from(int rank, int size) const { return bytes[size + rank]; }
+    static int64_t size_for(int ranks) { return (1 + 2 * static_cast<int64_t>(ranks)) * 8; }
+};
+
+}  // namespace
+
+// Writes this rank's row, and its data if that fits. Returns whether it does.
+bool Collectives::announce_row(const Request& r) {
+    auto* row = reinterpret_cast<Row*>(own_payload());
+    int64_t all = 0;
+    int64_t largest = 0;
+    for (int rank = 0; rank < size_; ++rank) {
+        const int64_t to = r.bytes_to(rank);
+        row->bytes[rank] = to;
+        row->bytes[size_ + rank] = r.bytes_from(rank);
+        if (rank == rank_) continue;
+        all += to;
+        largest = std::max(largest, to);
+    }
+    const bool eager = fits_entry(Row::size_for(size_) + all);
+    row->largest_streamed = eager ? 0 : largest;
+    if (eager) {
+        std::byte* data = own_payload() + Row::size_for(size_);
+        for (int rank = 0; rank < size_; ++rank) {
+            if (rank == rank_) continue;
+            move_bytes(data, r.in.at(rank), r.bytes_to(rank));
+            data += r.bytes_to(rank);
+        }
+    }
+    announce();
+    return eager;
+}
+
+// The block for this rank in the entry of `from`: it lies behind those for the ranks before.
+const std::byte* Collectives::eager_block(int from, int64_t bytes) {
+    const auto* row = reinterpret_cast<const Row*>(payload(from));
+    int64_t at = Row::size_for(size_);
+    bool inside = true;
+    for (int rank = 0; rank < rank_; ++rank) {
+        if (rank == from) continue;
+        const int64_t before = row->to(rank);
+        inside = inside && before >= 0 && fits_entry(before);
+        at += inside ? before : 0;
+    }
+    if (inside && fits_entry(at + bytes)) return payload(from) + at;
+    members_.report_corrupt(*facts_, from);
+    throw Unfinished{Outcome::Faulted};
+}
+
+// Whether a block that is written may still have to be read. The own block that stays where it is may not.
+bool Collectives::shares_memory(const Request& r) const {
+    for (int i = 0; i < size_; ++i)
+        for (int o = 0; o < size_; ++o) {
+            const std::byte* in = r.in.at(i);
+            const std::byte* out = r.out.at(o);
+            const int64_t in_bytes = r.bytes_to(i), out_bytes = r.bytes_from(o);
+            const bool same = i == rank_ && o == rank_ && in == out;
+            if (!same && in_bytes > 0 && out_bytes > 0 && in < out + out_bytes && out < in + in_bytes) return true;
+        }
+    return false;
+}
+
+void Collectives::all_to_all(const Request& r) {
+    if (!shares_memory(r)) return exchange(r);
+    std::vector<std::vector<std::byte>> apart(static_cast<size_t>(size_));
+    std::vector<std::byte*> blocks(static_cast<size_t>(size_));
+    for (int rank = 0; rank < size_; ++rank) {
+        auto& block = apart[static_cast<size_t>(rank)];
+        block.assign(r.in.at(rank), r.in.at(rank) + r.bytes_to(rank));
+        blocks[static_cast<size_t>(rank)] = block.data();
+    }
+    Request separate = r;
+    separate.in = Blocks{nullptr, 0, blocks.data()};
+    exchange(separate);
+}
+
+void Collectives::check_pair(int peer, int from, int to, int64_t sent, int64_t expected) {
+    if (sent == expected) return;
+    members_.report(FaultKind::Mismatch, *facts_, [&](Fault& fault) {
+        fault.rank = peer;
+        fault.theirs = segment_.control(peer).facts[sequence_ % kEntrySlots];
+        fault.pair = {from, to, sent, expected};
+    });
+    throw Unfinished{Outcome::Faulted};
+}
+
+void Collectives::exchange(const Request& r) {
+    const auto row = [this](int rank) { return reinterpret_cast<const Row*>(payload(rank)); };
+    const bool eager = announce_row(r);
+    int64_t largest = row(rank_)->largest_streamed;
+    for (int i = 1; i < size_; ++i) {
+        const int peer = (rank_ + i) % size_;
+        meet(peer);
+        check_pair(peer, peer, rank_, row(peer)->to(rank_), r.bytes_from(peer));
+        check_pair(peer, rank_, peer, r.bytes_to(peer), row(peer)->from(rank_, size_));
+        largest = std::max(largest, row(peer)->largest_streamed);
+        const int64_t bytes = r.bytes_from(peer);
+        if (row(peer)->largest_streamed == 0) move_bytes(r.out.at(peer), eager_block(peer, bytes), bytes);
+    }
+    move_bytes(r.out.at(rank_), r.in.at(rank_), r.bytes_to(rank_));
+    if (largest == 0) return;
+
+    const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
+    const auto size_at = [&](int64_t block, int64_t turn) {
+        return std::clamp(block - turn * part, int64_t{0}, part);
+    };
+    stream(
+        ceil_div(largest, part), {},
+        [&](int64_t turn, uint64_t step) {
+            for (int rank = 0; rank < size_ && !eager; ++rank)
+                if (rank != rank_)
+                    move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part,
+                               size_at(r.bytes_to(rank), turn));
+        },
+        [&](int64_t turn, uint64_t step) {
+            for (int i = 1; i < size_; ++i) {
+                const int peer = (rank_ + i) % size_;
+                if (row(peer)->largest_streamed == 0) continue;
+                reach(peer, &RankControl::produced, step + 1);
+                move_bytes(r.out.at(peer) + turn * part, segment_.in_cell(peer, step) + rank_ * part,
+                           size_at(r.bytes_from(peer), turn));
+            }
+        },
+        [](int64_t, uint64_t) {});
+}
+
+}  // namespace ringway::shm

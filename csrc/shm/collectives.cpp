@@ -1,0 +1,156 @@
+// Entries, waiting, and the flow of steps; the ops themselves are in algorithms.cpp.
+#include "shm/collectives.h"
+
+#include <cstring>
+#include <new>
+
+namespace ringway::shm {
+namespace {
+
+constexpr int kCountBits = 40;
+
+// Everything on which the ranks have to agree, in one word: 5 bits op, 5 dtype, 4 reduction, 10 root, 40 count.
+// A count of all_to_all's is checked pair by pair instead.
+uint64_t signature_of(const Request& r) {
+    const bool paired = r.op == Op::AllToAll || r.op == Op::AllToAllSingle;
+    const uint64_t count = paired ? 0 : static_cast<uint64_t>(r.count) & ((uint64_t{1} << kCountBits) - 1);
+    const uint64_t dtype = static_cast<uint64_t>(r.dtype) & 31;
+    return (static_cast<uint64_t>(r.op) << 59) | (dtype << 54) | (static_cast<uint64_t>(r.reduce) << 50) |
+           (static_cast<uint64_t>(r.root + 1) << kCountBits) | count;
+}
+
+}  // namespace
+
+Collectives::Collectives(Membership& members)
+    : members_(members),
+      segment_(members.segment()),
+      rank_(members.rank()),
+      size_(members.size()),
+      waiter_(segment_.header().waiting, rank_, size_, members.ranks_fit_cpus(), *this),
+      facts_(&segment_.control(rank_).facts[0]),
+      met_(static_cast<size_t>(size_)),
+      sources_(static_cast<size_t>(size_)),
+      factors_(static_cast<size_t>(size_)) {}
+
+Outcome Collectives::run(const Request& request, Host& host) {
+    Patience patience(request.timeout_s, host);
+    try {
+        members_.check();
+        patience_ = &patience;
+        settle_previous();
+        ++sequence_;
+        describe(request);
+        dispatch(request);
+        return Outcome::Done;
+    } catch (const Unfinished& unfinished) {
+        return unfinished.outcome;
+    } catch (const OutOfMemory& error) {
+        members_.report_memory(*facts_, error.bytes);
+        return Outcome::Faulted;
+    } catch (const std::bad_alloc&) {
+        members_.report_memory(*facts_, request.count * request.element);
+        return Outcome::Faulted;
+    }
+}
+
+// Before a rank posts a call, everybody has come to the one before, and had called the same. So what nobody had to
+// wait for (a broadcast's root waits for nobody) is compared one call later at the latest, and an entry slot
+// that is used again has been read by all: who came to the call after it is done with it.
+void Collectives::settle_previous() {
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
+}
+
+void Collectives::describe(const Request& r) {
+    facts_ = &own().facts[sequence_ % kEntrySlots];
+    facts_->number = r.number;
+    facts_->count = r.count;
+    facts_->factor = r.factor;
+    facts_->root = r.root;
+    facts_->op = r.op;
+    facts_->dtype = r.dtype;
+    facts_->reduce = r.reduce;
+    if (facts_->site != r.site) {
+        facts_->site = r.site;
+        std::strncpy(facts_->place, r.place, kTextBytes - 1);
+    }
+    signature_ = signature_of(r);
+    if (reduces(r.op)) reducer_ = find_reducer(r.dtype, r.reduce);
+}
+
+// Posts that this rank has come. Small data has been put into the entry before.
+void Collectives::announce() {
+    Entry& entry = segment_.entry(rank_, sequence_);
+    entry.signature = signature_;
+    post(entry.sequence, sequence_);
+}
+
+// Waits until the peer has come to this call, and compares what it called.
+void Collectives::meet(int peer) {
+    const Entry& entry = segment_.entry(peer, sequence_);
+    wait(peer, [&] { return entry.sequence.load(kObserveEntry) >= sequence_; });
+    if (entry.signature != signature_) mismatch(peer);
+    met_[static_cast<size_t>(peer)] = sequence_;
+}
+
+void Collectives::meet_everybody() {
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_) meet(peer);
+}
+
+void Collectives::mismatch(int peer) {
+    members_.report(FaultKind::Mismatch, *facts_, [&](Fault& fault) {
+        fault.rank = peer;
+        fault.theirs = segment_.control(peer).facts[sequence_ % kEntrySlots];
+    });
+    throw Unfinished{Outcome::Faulted};
+}
+
+void Collectives::give_up(Waking why, int peer) {
+    if (why == Waking::Interrupted) {
+        members_.report(FaultKind::Interrupted, *facts_, [&](Fault& fault) { fault.rank = rank_; });
+        throw Unfinished{Outcome::Interrupted};
+    }
+    if (why == Waking::TimedOut) {
+        members_.report_timeout(*facts_, patience_->waited_s(), late(peer));
+        throw Unfinished{Outcome::Faulted};
+    }
+    throw Unfinished{members_.faulted() ? Outcome::Faulted : Outcome::Closed};
+}
+
+// Whose fault it is that `peer` is waited for in vain: those that have not come to the call; or, where all have, the
+// one that the peer waits for itself, or that one in its turn.
+std::vector<int> Collectives::late(int peer) const {
+    std::vector<int> missing;
+    for (int other = 0; other < size_; ++other)
+        if (other != rank_ && segment_.entry(other, sequence_).sequence.load(kObserve) < sequence_)
+            missing.push_back(other);
+    if (!missing.empty()) return missing;
+    for (int hop = 0; hop < size_; ++hop) {
+        const uint32_t awaited = segment_.header().waiting[peer].load(std::memory_order_seq_cst);
+        if (awaited == 0 || awaited > static_cast<uint32_t>(size_) || static_cast<int>(awaited) - 1 == rank_) break;
+        peer = static_cast<int>(awaited) - 1;
+    }
+    return {peer};
+}
+
+void Collectives::post(Counter& counter, uint64_t value) {
+    counter.store(value, kPublish);
+    waiter_.tell();
+}
+
+// Steps beyond `base_` belong to this call, so the peer must have made the same call for them to mean the same.
+void Collectives::reach(int peer, Counter RankControl::*counter, uint64_t target) {
+    if (peer == rank_) return;
+    const Counter& value = segment_.control(peer).*counter;
+    if (target > base_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
+    wait(peer, [&] { return value.load(kObserve) >= target; });
+}
+
+void Collectives::reach_all(int role, Counter RankControl::*counter, uint64_t target) {
+    if (role == kNobody) return;
+    if (role != kEverybody) return reach(role, counter, target);
+    for (int turn = 1; turn < size_; ++turn) reach((rank_ + turn) % size_, counter, target);
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,156 @@
+// The collectives of one group over its segment.
+//
+// Every call begins with an entry: the rank posts its sequence number, the signature of what it called and, if
+// the data is small, the data. Whoever waits for another rank sees its signature first; a rank that called
+// something else is found there. Small calls end there. Large ones stream through the cells in steps:
+//
+//   produce(k)   lay out the input parts of step k that other ranks take        -> `produced`
+//   combine(k)   take one's own parts from all of them, copying or reducing      -> `combined`
+//   collect(k)   take the results that the others have reduced (all_reduce)     -> `collected`
+//
+// with produce one step ahead of combine and combine one ahead of collect, so that a rank finds what it needs
+// already there while it works in step with the others. The counters only grow, over all calls: step k of a
+// call is step base + k of the group, and uses cell (base + k) % kCells.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shm/membership.h"
+#include "reduce/reduce.h"
+
+namespace ringway::shm {
+
+// One block of memory a rank: at equal distances, or by a list.
+struct Blocks {
+    std::byte* base = nullptr;
+    int64_t stride = 0;
+    std::byte* const* list = nullptr;
+
+    std::byte* at(int rank) const { return list != nullptr ? list[rank] : base + stride * rank; }
+};
+
+inline bool reduces(Op op) {
+    return op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter || op == Op::ReduceScatterSingle;
+}
+
+struct Request {
+    Op op = Op::Barrier;
+    DType dtype = DType::U8;
+    Reduce reduce = Reduce::Sum;
+    int root = -1;
+    double factor = 1;      // PREMUL_SUM
+    int64_t count = 0;      // elements that one rank contributes or gets: those of one block
+    int64_t element = 1;    // bytes of one
+    Blocks in;
+    Blocks out;
+    const int64_t* send_bytes = nullptr;  // all_to_all with blocks of different sizes: to and from each rank
+    const int64_t* recv_bytes = nullptr;
+    double timeout_s = 1800;
+    uint64_t number = 0;
+    uint32_t site = 0;
+    const char* place = "";
+
+    // all_to_all's blocks.
+    int64_t bytes_to(int rank) const { return send_bytes != nullptr ? send_bytes[rank] : count * element; }
+    int64_t bytes_from(int rank) const { return recv_bytes != nullptr ? recv_bytes[rank] : count * element; }
+};
+
+class Collectives final : public Guard {
+  public:
+    explicit Collectives(Membership& members);
+
+    // Runs one collective to its end. One at a time.
+    Outcome run(const Request& request, Host& host);
+
+    bool stop(int peer, bool look_for_dead, const Look& ready) override {
+        return members_.stop(peer, look_for_dead, *facts_, ready);
+    }
+
+  private:
+    static constexpr int kEverybody = -1;
+    static constexpr int kNobody = -2;
+
+    // Who takes which part in the steps of a large call: everybody, nobody, or one rank.
+    struct Roles {
+        int producer = kEverybody;
+        int combiner = kEverybody;
+        int collector = kNobody;
+    };
+    // How all_reduce's and reduce's elements are dealt to steps, and a step's to the ranks.
+    struct Deal {
+        int64_t elements, element, ranks, most, per_step, steps;
+        struct Part {
+            int64_t at, bytes;
+        };
+        Part part(int64_t step, int rank) const;
+    };
+
+    void dispatch(const Request& r);
+    void alone(const Request& r);
+    void barrier();
+    void broadcast(const Request& r);
+    void all_reduce(const Request& r);
+    void reduce(const Request& r);
+    void reduce_flat(const Request& r);
+    void reduce_in_steps(const Request& r, int collector);
+    void all_gather(const Request& r);
+    void gather(const Request& r);
+    void scatter(const Request& r);
+    void reduce_scatter(const Request& r);
+    void all_to_all(const Request& r);
+    void exchange(const Request& r);
+    bool announce_row(const Request& r);
+    bool shares_memory(const Request& r) const;
+    const std::byte* eager_block(int from, int64_t bytes);
+    void check_pair(int peer, int from, int to, int64_t sent, int64_t expected);
+    void gather_in_steps(const Request& r, int taker);
+
+    void describe(const Request& r);
+    void settle_previous();
+    void announce();
+    void announce_with(const void* data, int64_t bytes);
+    void announce_with_blocks(const Request& r, int64_t block);
+    void meet(int peer);
+    void meet_everybody();
+    [[noreturn]] void mismatch(int peer);
+
+    template <class Produce, class Combine, class Collect>
+    void stream(int64_t steps, Roles roles, const Produce& produce, const Combine& combine, const Collect& collect);
+    void reach(int peer, Counter RankControl::*counter, uint64_t target);
+    void reach_all(int role, Counter RankControl::*counter, uint64_t target);
+    void post(Counter& counter, uint64_t value);
+    template <class Ready>
+    void wait(int peer, const Ready& ready) {
+        const Waking waking = waiter_.until(peer, *patience_, ready);
+        if (waking != Waking::Ready) give_up(waking, peer);
+    }
+    [[noreturn]] void give_up(Waking why, int peer);
+    std::vector<int> late(int peer) const;
+
+    Deal deal(const Request& r) const;
+    bool fits_entry(int64_t bytes) const;
+    bool reduces_flat(int64_t bytes) const;
+    void reduce_sources(const Request& r, void* result, void* copy, int64_t bytes);
+    const double* factors(const Request& r);
+    const std::byte* payload(int rank) const { return members_.segment().entry(rank, sequence_).payload; }
+    std::byte* own_payload() { return members_.segment().entry(rank_, sequence_).payload; }
+    RankControl& own() { return members_.segment().control(rank_); }
+
+    Membership& members_;
+    Segment& segment_;
+    const int rank_;
+    const int size_;
+    Waiter waiter_;
+    uint64_t sequence_ = 0;
+    uint64_t base_ = 0;      // steps of all calls before this one
+    uint64_t signature_ = 0;
+    Patience* patience_ = nullptr;
+    CallFacts* facts_;
+    Reducer reducer_ = nullptr;
+    std::vector<uint64_t> met_;  // the latest call in which each peer's signature was seen
+    std::vector<const void*> sources_;
+    std::vector<double> factors_;
+};
+
+}  // namespace ringway::shm

@@ -1,0 +1,223 @@
+#include "shm/membership.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+
+namespace ringway::shm {
+namespace {
+
+// A forked child has the mapping and the descriptors of its parent, but no membership. The count of forks that
+// lead to this process tells; asking for the pid would cost a system call each time.
+std::atomic<uint32_t> forks{0};
+
+uint32_t generation() {
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+    (void)registered;
+    return forks.load(std::memory_order_relaxed);
+}
+
+// A child that was killed and not yet reaped shows its exit code at the end of its stat line.
+int signal_of_zombie(int pid) {
+    char path[64];
+    std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    std::FILE* file = std::fopen(path, "re");
+    if (file == nullptr) return 0;
+    char text[1024];
+    const size_t size = std::fread(text, 1, sizeof text - 1, file);
+    std::fclose(file);
+    text[size] = '\0';
+    const char* name_end = std::strrchr(text, ')');
+    const char* last = std::strrchr(text, ' ');
+    if (name_end == nullptr || last == nullptr || name_end[1] != ' ' || name_end[2] != 'Z') return 0;
+    int code = 0;
+    if (std::sscanf(last, "%d", &code) != 1) return 0;
+    return code & 0x7f;
+}
+
+// The kernel's struct pidfd_info, as far as its first version goes (Linux 6.13; the exit code since 6.15).
+struct PidfdInfo {
+    uint64_t mask;
+    uint64_t cgroup;
+    uint32_t ids[11];
+    int32_t exit_code;
+};
+constexpr uint64_t kInfoExit = 1 << 3;
+
+int signal_of_reaped(int pidfd) {
+    PidfdInfo info{};
+    info.mask = kInfoExit;
+    if (ioctl(pidfd, _IOWR(0xFF, 11, PidfdInfo), &info) != 0 || (info.mask & kInfoExit) == 0) return 0;
+    return info.exit_code & 0x7f;
+}
+
+// 0 where the kernel does not tell, or where the process ended by itself.
+int signal_that_ended(const Peer& peer) {
+    for (int tries = 0; tries < 5; ++tries) {
+        int number = signal_of_zombie(peer.pid);
+        if (number == 0 && peer.pidfd >= 0) number = signal_of_reaped(peer.pidfd);
+        if (number != 0) return number;
+        usleep(1000);  // it may be between the two
+    }
+    return 0;
+}
+
+}  // namespace
+
+Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus)
+    : rank_(rank),
+      size_(mapping->size),
+      cpus_(cpus),
+      born_in_(generation()),
+      segment_(std::move(mapping), rank),
+      peers_(std::move(peers)) {
+    hold_lock();
+    segment_.header().joined[rank_].store(1, std::memory_order_seq_cst);
+}
+
+Membership::~Membership() {
+    for (const Peer& peer : peers_)
+        if (peer.pidfd >= 0) close(peer.pidfd);
+}
+
+// Where the kernel has no pidfds: a byte of the memfd, locked by each member. The kernel drops the lock with the
+// process, however it ends, and a forked child does not inherit it.
+void Membership::hold_lock() {
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = rank_;
+    lock.l_len = 1;
+    fcntl(segment_.fd(), F_SETLK, &lock);
+}
+
+bool Membership::dead(int peer) {
+    const Peer& other = peers_[static_cast<size_t>(peer)];
+    if (other.pid == getpid()) return false;
+    if (other.pidfd >= 0) {
+        pollfd probe{other.pidfd, POLLIN, 0};
+        return poll(&probe, 1, 0) == 1 && (probe.revents & POLLIN) != 0;
+    }
+    if (segment_.header().joined[peer].load(std::memory_order_seq_cst) == 0) return false;
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = peer;
+    lock.l_len = 1;
+    return fcntl(segment_.fd(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
+    const Peer& other = peers_[static_cast<size_t>(peer)];
+    if (segment_.header().left[peer].load(std::memory_order_seq_cst) != 0) {
+        if (ready()) return false;
+        report(FaultKind::PeerLeft, own, [&](Fault& fault) {
+            fault.rank = peer;
+            fault.pid = other.pid;
+        });
+        return true;
+    }
+    if (!look_for_dead || !dead(peer) || ready()) return false;
+    const int signal = signal_that_ended(other);
+    report(FaultKind::PeerLost, own, [&](Fault& fault) {
+        fault.rank = peer;
+        fault.pid = other.pid;
+        fault.signal = signal;
+    });
+    return true;
+}
+
+bool Membership::stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
+    if (leaving_.load(std::memory_order_seq_cst) || faulted()) return true;
+    if (peer != kAnyone) return gone(peer, look_for_dead, own, ready);
+    // From anyone: one that has left can still be missed by nobody, as long as there are others.
+    int there = 0;
+    int last = rank_;
+    for (int other = 0; other < size_; ++other) {
+        if (other == rank_) continue;
+        last = other;
+        const bool has_left = segment_.header().left[other].load(std::memory_order_seq_cst) != 0;
+        if (!has_left && gone(other, look_for_dead, own, ready)) return true;
+        there += has_left ? 0 : 1;
+    }
+    return there == 0 && size_ > 1 && gone(last, look_for_dead, own, ready);
+}
+
+bool Membership::forked() const { return generation() != born_in_; }
+
+void Membership::check() {
+    if (forked()) throw Unfinished{Outcome::Forked};
+    if (leaving_.load(std::memory_order_relaxed)) throw Unfinished{Outcome::Closed};
+    if (faulted()) throw Unfinished{Outcome::Faulted};
+}
+
+const Fault* Membership::fault() const {
+    const Fault& fault = segment_.header().fault;
+    // Whoever writes it needs some milliseconds at most, unless it is killed just then.
+    for (int tries = 0; tries < 200 && fault.state.load(std::memory_order_seq_cst) == 1; ++tries) usleep(1000);
+    return fault.state.load(std::memory_order_seq_cst) == 2 ? &fault : nullptr;
+}
+
+Fault* Membership::claim(FaultKind kind, const CallFacts& own) {
+    Fault& fault = segment_.header().fault;
+    uint32_t none = 0;
+    if (!fault.state.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) return nullptr;
+    fault.kind = kind;
+    fault.reporter = rank_;
+    fault.rank = -1;
+    fault.own = own;
+    return &fault;
+}
+
+void Membership::publish(Fault& fault) {
+    fault.state.store(2, std::memory_order_seq_cst);
+    wake_everybody();
+}
+
+void Membership::wake_everybody() {
+    Header& header = segment_.header();
+    for (int peer = 0; peer < size_; ++peer) {
+        wake(header.waiting[peer]);
+        wake(header.waiting_p2p[peer]);
+    }
+}
+
+void Membership::report_memory(const CallFacts& own, int64_t bytes) {
+    report(FaultKind::Memory, own, [&](Fault& fault) {
+        fault.rank = rank_;
+        fault.bytes = bytes;
+    });
+}
+
+void Membership::report_timeout(const CallFacts& own, double waited, const std::vector<int>& missing) {
+    report(FaultKind::Timeout, own, [&](Fault& fault) {
+        fault.waited = waited;
+        for (const int rank : missing) fault.missing[rank / 64] |= uint64_t{1} << (rank % 64);
+    });
+}
+
+void Membership::report_corrupt(const CallFacts& own, int peer) {
+    report(FaultKind::Corrupt, own, [&](Fault& fault) { fault.rank = peer; });
+}
+
+void Membership::report_interrupted() {
+    report(FaultKind::Interrupted, CallFacts{}, [&](Fault& fault) { fault.rank = rank_; });
+}
+
+void Membership::abort() {
+    report(FaultKind::Aborted, CallFacts{}, [&](Fault& fault) { fault.rank = rank_; });
+}
+
+void Membership::leave() {
+    if (forked() || leaving_.exchange(true)) return;
+    segment_.header().left[rank_].store(1, std::memory_order_seq_cst);
+    wake_everybody();
+}
+
+}  // namespace ringway::shm

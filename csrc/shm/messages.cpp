@@ -1,0 +1,296 @@
+#include "shm/messages.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <system_error>
+
+namespace ringway::shm {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(20);
+
+}  // namespace
+
+PointToPoint::PointToPoint(Membership& members)
+    : members_(members),
+      segment_(members.segment()),
+      rank_(members.rank()),
+      size_(members.size()),
+      ring_bytes_(segment_.geometry().ring_bytes),
+      waiter_(segment_.header().waiting_p2p, rank_, size_, members.ranks_fit_cpus(), *this),
+      outbox_(static_cast<size_t>(size_)),
+      ring_reserved_(static_cast<size_t>(size_)),
+      inbox_(static_cast<size_t>(size_)),
+      seen_(2 * static_cast<size_t>(size_)) {}
+
+PointToPoint::~PointToPoint() {
+    stop();
+    join();
+    if (thread_.joinable()) thread_.detach();
+}
+
+void PointToPoint::join() {
+    if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+}
+
+// In a forked child nobody takes the lock: a thread of the parent may have held it.
+void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_background) {
+    if (members_.forked()) return message->finish(Outcome::Forked);
+    Messages finished;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        message->issued_ns = now_ns();
+        try {
+            members_.check();
+            if (message->sends) reserve(message->peer);
+            if (message->sends)
+                outbox_[static_cast<size_t>(message->peer)].push_back(message);
+            else
+                receives_.push_back(message);
+            advance(finished);
+        } catch (const Unfinished& unfinished) {
+            end(message, unfinished.outcome, finished);
+        } catch (const OutOfMemory& error) {
+            members_.report_memory(message->facts, error.bytes);
+            end(message, Outcome::Faulted, finished);
+        }
+        const bool needs_thread = in_background && !idle() && !stopping_;
+        if (needs_thread && !thread_.joinable()) start_thread(*message, finished);
+        if (needs_thread) wanted_.notify_one();
+    }
+    tell(finished);
+    look_again();
+}
+
+void PointToPoint::reserve(int to) {
+    if (ring_reserved_[static_cast<size_t>(to)]) return;
+    segment_.reserve_ring(to);
+    ring_reserved_[static_cast<size_t>(to)] = true;
+}
+
+// Ends what is finished, without the lock.
+void PointToPoint::tell(const Messages& finished) {
+    for (const auto& done : finished) done->finish(done->verdict);
+    if (finished.empty()) return;
+    look_again();
+    changed_.notify_all();
+}
+
+void PointToPoint::start_thread(const Message& message, Messages& finished) {
+    try {
+        thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+        members_.report_memory(message.facts, 0);
+        end_all(Outcome::Faulted, finished);
+    }
+}
+
+// Makes the thread that sleeps for all messages of this rank look at them: there is a new one, one is done, or
+// another thread wants its place.
+void PointToPoint::look_again() {
+    nudged_.store(true, std::memory_order_seq_cst);
+    waiter_.nudge();
+}
+
+bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
+    if (members_.forked()) return message.done();
+    const int64_t start = now_ns();
+    std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
+    if (!guard.owns_lock()) {
+        host.block();
+        guard.lock();
+    }
+    ++waiters_;
+    awaited_sends_ += message.sends ? 1 : 0;
+    bool in_time = true;
+    while (!message.done() && in_time) {
+        const double left = timeout_s - static_cast<double>(now_ns() - start) / 1e9;
+        in_time = left > 0 && step(guard, &message, left, host);
+    }
+    --waiters_;
+    awaited_sends_ -= message.sends ? 1 : 0;
+    const bool rest = !idle();
+    guard.unlock();
+    if (rest) {  // somebody has to go on with it
+        changed_.notify_all();
+        wanted_.notify_one();
+    }
+    return message.done();
+}
+
+bool PointToPoint::withdraw(const Message& message) {
+    Messages finished;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        const auto is_it = [&message](const auto& other) { return other.get() == &message; };
+        const auto receive = std::find_if(receives_.begin(), receives_.end(), is_it);
+        if (receive != receives_.end()) {
+            end(*receive, Outcome::Interrupted, finished);
+            receives_.erase(receive);
+        } else if (message.sends && !message.framed) {
+            auto& box = outbox_[static_cast<size_t>(message.peer)];
+            const auto send = std::find_if(box.begin(), box.end(), is_it);
+            if (send != box.end()) {
+                end(*send, Outcome::Interrupted, finished);
+                box.erase(send);
+            }
+        }
+    }
+    tell(finished);
+    return !finished.empty();
+}
+
+// Moves what can be moved, or sleeps until something can, or until `awaited` is done: the thread that ended it may
+// be telling so only now. False when interrupted.
+bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host) {
+    if (driving_) return give_way(guard, host);
+    Messages finished;
+    Waking waking = Waking::Ready;
+    snapshot();
+    if (!advance(finished) && finished.empty()) {
+        driving_ = true;
+        thread_drives_ = thread_.get_id() == std::this_thread::get_id();
+        nudged_.store(false, std::memory_order_seq_cst);
+        const double until_deadline = static_cast<double>(next_deadline() - now_ns()) / 1e9;
+        Patience patience(std::max(0.0, std::min(limit_s, until_deadline)), host);
+        guard.unlock();
+        waking = waiter_.until(kAnyone, patience,
+                               [&] { return changed() || (awaited != nullptr && awaited->done()); });
+        guard.lock();
+        driving_ = false;
+        if (waking == Waking::Stopped) end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
+        if (waking == Waking::TimedOut) expire(finished);
+    }
+    guard.unlock();
+    tell(finished);
+    if (awaited == nullptr) changed_.notify_all();  // it was the background thread, which gives way
+    finished.clear();  // the last to hold a message may need the GIL, whose holder may need the lock
+    guard.lock();
+    return waking != Waking::Interrupted;
+}
+
+// Another thread moves the messages of all. The background thread leaves that to one that waits.
+bool PointToPoint::give_way(std::unique_lock<std::mutex>& guard, Host& host) {
+    if (thread_drives_) look_again();
+    guard.unlock();
+    host.block();
+    guard.lock();
+    if (driving_) changed_.wait_for(guard, kSlice);
+    guard.unlock();
+    const bool go_on = !host.interrupted();
+    guard.lock();
+    return go_on;
+}
+
+void PointToPoint::work() {
+    Host host;
+    std::unique_lock<std::mutex> guard(lock_);
+    for (;;) {
+        wanted_.wait(guard, [this] { return stopping_ || (!idle() && !driving_ && waiters_ == 0); });
+        if (stopping_) return;
+        step(guard, nullptr, full_ ? kStuck / 1e9 : 1e9, host);
+    }
+}
+
+void PointToPoint::end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished) {
+    message->verdict = outcome;
+    spent_.push_back(message);
+    finished.push_back(std::move(message));
+}
+
+void PointToPoint::end_all(Outcome outcome, Messages& finished) {
+    for (auto& box : outbox_) {
+        for (auto& message : box) end(message, outcome, finished);
+        box.clear();
+    }
+    for (auto& box : inbox_)
+        if (box.into != nullptr) end(std::move(box.into), outcome, finished);
+    for (auto& message : receives_) end(message, outcome, finished);
+    receives_.clear();
+}
+
+bool PointToPoint::idle() const {
+    return receives_.empty() &&
+           std::all_of(outbox_.begin(), outbox_.end(), [](const auto& box) { return box.empty(); }) &&
+           std::all_of(inbox_.begin(), inbox_.end(), [](const auto& box) { return box.into == nullptr; });
+}
+
+void PointToPoint::for_each_pending(const std::function<void(const Message&)>& look) const {
+    for (const auto& box : outbox_)
+        for (const auto& message : box) look(*message);
+    for (const auto& box : inbox_)
+        if (box.into != nullptr) look(*box.into);
+    for (const auto& message : receives_) look(*message);
+}
+
+int64_t PointToPoint::next_deadline() const {
+    int64_t next = INT64_MAX;
+    for_each_pending([&next](const Message& message) { next = std::min(next, message.deadline_ns()); });
+    return next;
+}
+
+// A message whose time is over ends the group, as a collective does.
+void PointToPoint::expire(Messages& finished) {
+    const int64_t now = now_ns();
+    const Message* late = nullptr;
+    for_each_pending([&](const Message& message) {
+        if (message.deadline_ns() <= now) late = &message;
+    });
+    if (late == nullptr) return;
+    std::vector<int> missing;
+    for (int peer = 0; peer < size_; ++peer)
+        if (late->peer == peer || (late->peer == kAnyone && peer != rank_)) missing.push_back(peer);
+    members_.report_timeout(late->facts, static_cast<double>(now - late->issued_ns) / 1e9, missing);
+    end_all(Outcome::Faulted, finished);
+}
+
+bool PointToPoint::stop(int peer, bool look_for_dead, const Look& ready) {
+    (void)peer;
+    std::lock_guard<std::mutex> guard(lock_);
+    bool stopped = false;
+    bool any = false;
+    for_each_pending([&](const Message& message) {
+        any = true;
+        if (!stopped) stopped = members_.stop(message.peer, look_for_dead, message.facts, ready);
+    });
+    return stopped || (!any && members_.left());
+}
+
+void PointToPoint::snapshot() {
+    for (int peer = 0; peer < size_; ++peer) {
+        seen_[static_cast<size_t>(2 * peer)] = segment_.ring(rank_, peer).tail.load(kObserve);
+        seen_[static_cast<size_t>(2 * peer + 1)] = segment_.ring(peer, rank_).head.load(kObserve);
+    }
+}
+
+bool PointToPoint::changed() const {
+    if (nudged_.load(std::memory_order_seq_cst)) return true;
+    for (int peer = 0; peer < size_; ++peer)
+        if (seen_[static_cast<size_t>(2 * peer)] != segment_.ring(rank_, peer).tail.load(kObserve) ||
+            seen_[static_cast<size_t>(2 * peer + 1)] != segment_.ring(peer, rank_).head.load(kObserve))
+            return true;
+    return false;
+}
+
+void PointToPoint::stop() {
+    Messages finished;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        stopping_ = true;
+        if (!driving_) end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
+    }
+    tell(finished);
+    look_again();
+    changed_.notify_all();
+    wanted_.notify_all();
+}
+
+void PointToPoint::sweep() {
+    if (members_.forked()) return;
+    Messages spent;
+    std::lock_guard<std::mutex> guard(lock_);
+    spent.swap(spent_);
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,156 @@
+// Point-to-point messages of one group: a byte ring for each ordered pair of ranks.
+//
+// A message is a frame (what was sent, how long, which tag) and its bytes, which go through the ring in pieces, so
+// that a large message is copied in at one end while it is copied out at the other. A receive takes the oldest
+// message from its source (or from anyone) with its tag. Messages that stand before it with another tag are set
+// aside; so are those that arrive while this rank waits for a send that finds the other side's ring full, so that
+// two ranks that both send first get on.
+//
+// Whoever waits moves all messages of the rank; while messages are under way and nobody waits, a thread does.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "shm/task.h"
+
+namespace ringway::shm {
+
+class Message : public Task {
+  public:
+    bool sends = false;
+    int peer = -1;  // kAnyone: a receive from whoever sent
+    int tag = 0;
+    std::byte* data = nullptr;
+    int64_t bytes = 0;
+    double timeout_s = 1800;
+    CallFacts facts{};
+    int source = -1;  // of a receive, once it has begun to arrive
+
+  private:
+    friend class PointToPoint;
+    int64_t deadline_ns() const {
+        return timeout_s < 9e9 ? issued_ns + static_cast<int64_t>(timeout_s * 1e9) : INT64_MAX;
+    }
+
+    int64_t issued_ns = 0;
+    int64_t moved = 0;
+    bool framed = false;
+    Outcome verdict = Outcome::Done;
+};
+
+class PointToPoint final : public Guard {
+  public:
+    explicit PointToPoint(Membership& members);
+    ~PointToPoint() override;
+
+    // Sends a message, if all of it may leave now: no other waits before it, and the ring has room. If not, nothing
+    // has been sent. Never blocks.
+    bool send_now(const Message& message);
+    // Takes the message up and moves what can be moved now. Never blocks. A thread goes on with it if
+    // `in_background`; else the caller is about to wait for it.
+    void start(const std::shared_ptr<Message>& message, bool in_background);
+    // True once the message is done; false when `timeout_s` has passed or the host was interrupted.
+    bool wait(const Message& message, double timeout_s, Host& host);
+    // Takes back a message of which nothing has been sent or received, and says whether it could: else it goes on.
+    bool withdraw(const Message& message);
+    // Ends all messages. The membership has been left before.
+    void stop();
+    // After `stop`: returns when the thread has ended, unless this is it.
+    void join();
+    // Drops the messages that are done, as Progress::sweep does.
+    void sweep();
+
+    bool stop(int peer, bool look_for_dead, const Look& ready) override;
+
+  private:
+    // A send that has not moved for so many nanoseconds is stuck, though nobody waits for it.
+    static constexpr int64_t kStuck = 20'000'000;
+
+    using Messages = std::vector<std::shared_ptr<Message>>;
+
+    struct Frame {
+        CallFacts facts;
+        int64_t bytes;
+        int32_t tag;
+    };
+    // A message that no receive has asked for yet.
+    struct Aside {
+        Frame frame;
+        std::unique_ptr<std::byte[]> data;
+        int64_t arrived = 0;
+        bool whole() const { return arrived == frame.bytes; }
+    };
+    // What arrives from one rank: the message in the middle of which its ring stands, if any.
+    struct Inbox {
+        std::shared_ptr<Message> into;  // a receive, or
+        Aside* aside = nullptr;         // the last of `waiting`
+        Frame frame{};
+        int64_t left = 0;
+        std::list<Aside> waiting;
+    };
+
+    bool advance(Messages& finished);
+    bool push(int peer, Messages& finished);
+    bool pull(int peer, Messages& finished);
+    uint64_t under_way(int peer, uint64_t bytes, const CallFacts& facts);
+    [[noreturn]] void corrupt(int peer, const CallFacts& facts);
+    bool open_frame(int peer, Messages& finished);
+    bool match_aside(int peer, Messages& finished);
+    bool sets_aside(int peer) const;
+    std::shared_ptr<Message> match(int source, int tag);
+    void check_fits(const std::shared_ptr<Message>& receive, int source, const Frame& frame, Messages& finished);
+
+    void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
+    void end_all(Outcome outcome, Messages& finished);
+    void expire(Messages& finished);
+    void for_each_pending(const std::function<void(const Message&)>& look) const;
+    bool idle() const;
+    int64_t next_deadline() const;
+
+    void snapshot();
+    bool changed() const;
+    void look_again();
+    void tell(const Messages& finished);
+    bool step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host);
+    bool give_way(std::unique_lock<std::mutex>& guard, Host& host);
+    void work();
+    void start_thread(const Message& message, Messages& finished);
+
+    void reserve(int to);
+    void write_ring(int to, uint64_t at, const void* from, int64_t bytes);
+    void read_ring(int from, uint64_t at, void* to, int64_t bytes) const;
+
+    Membership& members_;
+    Segment& segment_;
+    const int rank_;
+    const int size_;
+    const uint64_t ring_bytes_;
+    Waiter waiter_;
+    std::mutex lock_;
+    std::condition_variable changed_;  // for threads that wait while another moves the messages of all
+    std::condition_variable wanted_;   // for the background thread
+    std::vector<std::deque<std::shared_ptr<Message>>> outbox_;  // by destination
+    std::vector<bool> ring_reserved_;
+    std::list<std::shared_ptr<Message>> receives_;  // not yet matched, oldest first
+    std::vector<Inbox> inbox_;                      // by source
+    Messages spent_;
+    std::vector<uint64_t> seen_;  // ring positions of the others, when there was nothing more to do
+    std::atomic<bool> nudged_{false};
+    bool full_ = false;      // a send waits for room,
+    int64_t pushed_ns_ = 0;  // and since when
+    int awaited_sends_ = 0;  // sends that somebody waits for
+    bool driving_ = false;  // somebody sleeps for all of this rank's messages
+    bool thread_drives_ = false;
+    int waiters_ = 0;
+    bool stopping_ = false;
+    std::thread thread_;
+};
+
+}  // namespace ringway::shm

@@ -1,0 +1,130 @@
+#include "shm/progress.h"
+
+#include <chrono>
+#include <system_error>
+
+namespace ringway::shm {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(20);  // between two looks for Ctrl-C
+
+}  // namespace
+
+Progress::Progress(Membership& members, Collectives& collectives) : members_(members), collectives_(collectives) {}
+
+Progress::~Progress() {
+    stop();
+    join();
+    if (thread_.joinable()) thread_.detach();
+}
+
+void Progress::join() {
+    if (thread_.joinable() && worker_.load() != std::this_thread::get_id()) thread_.join();
+}
+
+// In a forked child nobody takes the lock: a thread of the parent may have held it.
+bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
+    if (members_.forked()) {
+        outcome = Outcome::Forked;
+        return true;
+    }
+    if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+        outcome = collectives_.run(request, host);
+        return true;
+    }
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        if (busy_ || !queue_.empty()) return false;
+        busy_ = true;
+    }
+    outcome = collectives_.run(request, host);
+    bool more;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        busy_ = false;
+        more = !queue_.empty();
+    }
+    if (more) changed_.notify_all();
+    return true;
+}
+
+void Progress::submit(std::shared_ptr<Collective> task) {
+    if (members_.forked()) return task->finish(Outcome::Forked);
+    Host host;
+    if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id())
+        return task->finish(collectives_.run(task->request, host));
+    bool ends;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        ends = stopping_ || !has_thread();
+        if (!ends) queue_.push_back(task);
+    }
+    if (ends) return task->finish(members_.faulted() ? Outcome::Faulted : Outcome::Closed);
+    changed_.notify_all();
+}
+
+// Starts the thread if there is none. Where none can be had the group is over: the other ranks would wait for ever.
+bool Progress::has_thread() {
+    if (thread_.joinable()) return true;
+    try {
+        thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+        members_.report_memory(CallFacts{}, 0);
+    }
+    return thread_.joinable();
+}
+
+bool Progress::wait(const Task& task, double timeout_s, Host& host) {
+    if (task.done()) return true;
+    host.block();
+    const int64_t start = now_ns();
+    std::unique_lock<std::mutex> guard(lock_);
+    while (!task.done()) {
+        changed_.wait_for(guard, kSlice, [&] { return task.done(); });
+        if (task.done()) break;
+        if (static_cast<double>(now_ns() - start) / 1e9 > timeout_s) return false;
+        guard.unlock();
+        if (host.interrupted()) return false;
+        guard.lock();
+    }
+    return true;
+}
+
+void Progress::work() {
+    worker_.store(std::this_thread::get_id());
+    Host host;
+    std::unique_lock<std::mutex> guard(lock_);
+    for (;;) {
+        changed_.wait(guard, [this] { return stopping_ || (!queue_.empty() && !busy_); });
+        if (stopping_) return;
+        std::shared_ptr<Collective> task = std::move(queue_.front());
+        queue_.pop_front();
+        busy_ = true;
+        guard.unlock();
+        task->finish(collectives_.run(task->request, host));
+        guard.lock();
+        busy_ = false;
+        spent_.push_back(std::move(task));
+        changed_.notify_all();
+    }
+}
+
+void Progress::sweep() {
+    if (members_.forked()) return;
+    std::vector<std::shared_ptr<Collective>> spent;
+    std::lock_guard<std::mutex> guard(lock_);
+    spent.swap(spent_);
+}
+
+void Progress::stop() {
+    std::deque<std::shared_ptr<Collective>> rest;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        stopping_ = true;
+        rest.swap(queue_);
+    }
+    changed_.notify_all();
+    for (const auto& task : rest) task->finish(members_.faulted() ? Outcome::Faulted : Outcome::Closed);
+}
+
+}  // namespace ringway::shm

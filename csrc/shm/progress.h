@@ -1,0 +1,61 @@
+// The order of a group's collectives, and the thread that runs those that nobody waits for.
+//
+// A synchronous call runs on its caller's thread when nothing is before it. Else it queues up behind what was
+// issued earlier. A collective that is issued on the progress thread itself, by what runs when a task is done,
+// runs there at once: before the next one in the queue.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "shm/collectives.h"
+#include "shm/task.h"
+
+namespace ringway::shm {
+
+class Collective : public Task {
+  public:
+    Request request;
+};
+
+class Progress {
+  public:
+    Progress(Membership& members, Collectives& collectives);
+    ~Progress();
+
+    // Runs the request on this thread, if nothing is before it, and says so; else does nothing.
+    bool run_now(const Request& request, Host& host, Outcome& outcome);
+    // Queues the task; it is kept until it is done.
+    void submit(std::shared_ptr<Collective> task);
+    // Returns true once the task is done; false when `timeout_s` has passed or the host was interrupted.
+    bool wait(const Task& task, double timeout_s, Host& host);
+
+    // Drops the tasks that are done. They may hold what only certain threads may release, so never the
+    // progress thread.
+    void sweep();
+    // Ends the queue; what was in it ends too. The membership has been left before.
+    void stop();
+    // After `stop`: returns when the thread has ended, unless this is it.
+    void join();
+
+  private:
+    bool has_thread();
+    void work();
+
+    Membership& members_;
+    Collectives& collectives_;
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::deque<std::shared_ptr<Collective>> queue_;
+    std::vector<std::shared_ptr<Collective>> spent_;
+    bool busy_ = false;
+    bool stopping_ = false;
+    std::thread thread_;
+    std::atomic<std::thread::id> worker_{};
+};
+
+}  // namespace ringway::shm

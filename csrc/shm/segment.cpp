@@ -1,0 +1,125 @@
+#include "shm/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace ringway::shm {
+namespace {
+
+constexpr uint64_t kMagic = 0x79617767'6e697200;  // "\0ringway" in memory
+constexpr size_t kPage = 4096;
+constexpr size_t kEntryBytes = 64 << 10;
+constexpr size_t kCellBytes = 512 << 10;
+constexpr size_t kLeastPart = 32 << 10;  // of a cell, for each rank
+constexpr size_t kMostRing = 1024 << 10;
+constexpr size_t kLeastRing = 16 << 10;
+constexpr size_t kAllRings = 64 << 20;
+
+size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+size_t ring_size(size_t pairs) {
+    size_t bytes = kMostRing;
+    while (bytes > kLeastRing && bytes * pairs > kAllRings) bytes /= 2;
+    return bytes;
+}
+
+std::string why(int error) { return std::strerror(error); }
+
+// Makes the pages real now, so that a later write cannot fail.
+void allocate(int fd, size_t offset, size_t bytes, const std::string& purpose) {
+    int error;
+    do {
+        error = posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+    } while (error == EINTR);
+    if (error != 0)
+        throw OutOfMemory("could not reserve " + std::to_string(bytes) + " bytes of shared memory for " + purpose +
+                              ": " + why(error),
+                          static_cast<int64_t>(bytes));
+}
+
+}  // namespace
+
+Geometry::Geometry(int size) {
+    const auto ranks = static_cast<size_t>(size);
+    entry_bytes = kEntryBytes;
+    cell_bytes = round_up(std::max(kCellBytes, kLeastPart * ranks), kPage);
+    out_bytes = round_up(cell_bytes / ranks, kPage);
+    ring_bytes = ring_size(ranks * ranks);
+    rings_at = round_up(sizeof(Header), kPage);
+    fronts_at = round_up(rings_at + ranks * ranks * sizeof(RingControl), kPage);
+    front_bytes = Segment::kEntriesAt + kEntrySlots * entry_bytes;
+    cells_at = fronts_at + ranks * front_bytes;
+    cells_bytes = kCells * (cell_bytes + out_bytes);
+    ring_data_at = cells_at + ranks * cells_bytes;
+    total = ring_data_at + ranks * ranks * ring_bytes;
+}
+
+int Segment::create(int size) {
+    if (size < 1 || size > kMaxRanks)
+        throw std::invalid_argument("a segment holds 1 to " + std::to_string(kMaxRanks) + " ranks, not " +
+                                    std::to_string(size));
+    const Geometry geometry(size);
+    const int fd = memfd_create("ringway", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) throw OutOfMemory("memfd_create failed: " + why(errno), static_cast<int64_t>(geometry.total));
+    try {
+        if (ftruncate(fd, static_cast<off_t>(geometry.total)) != 0)
+            throw OutOfMemory("could not size a shared segment of " + std::to_string(geometry.total) +
+                                  " bytes: " + why(errno),
+                              static_cast<int64_t>(geometry.total));
+        allocate(fd, 0, geometry.cells_at, "a group of " + std::to_string(size) + " ranks");
+        Header header{};
+        header.magic = kMagic;
+        header.layout = geometry.total;
+        header.size = size;
+        if (pwrite(fd, static_cast<const void*>(&header), offsetof(Header, fault), 0) < 0)
+            throw OutOfMemory("could not write the segment's header: " + why(errno), 0);
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);  // who cut it would kill all with SIGBUS
+    } catch (...) {
+        close(fd);
+        throw;
+    }
+    return fd;
+}
+
+Mapping::Mapping(int fd, int size) : fd(fd), size(size), geometry(size) {
+    void* mapped = mmap(nullptr, geometry.total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (mapped == MAP_FAILED)
+        throw OutOfMemory("could not map a shared segment of " + std::to_string(geometry.total) + " bytes: " +
+                              why(errno),
+                          static_cast<int64_t>(geometry.total));
+    base = static_cast<std::byte*>(mapped);
+    const auto* header = reinterpret_cast<const Header*>(base);
+    if (header->magic == kMagic && header->layout == geometry.total && header->size == size) return;
+    munmap(base, geometry.total);
+    throw std::invalid_argument("the shared segment was made by another version or for another group size");
+}
+
+Mapping::~Mapping() {
+    munmap(base, geometry.total);
+    close(fd);
+}
+
+Segment::Segment(std::shared_ptr<Mapping> mapping, int rank)
+    : mapping_(std::move(mapping)),
+      rank_(rank),
+      size_(mapping_->size),
+      geometry_(mapping_->geometry),
+      base_(mapping_->base) {}
+
+void Segment::reserve_cells() {
+    if (cells_reserved_) return;
+    allocate(fd(), geometry_.cells_at + geometry_.cells_bytes * rank_, geometry_.cells_bytes, "the cells of large calls");
+    cells_reserved_ = true;
+}
+
+void Segment::reserve_ring(int to) {
+    allocate(fd(), geometry_.ring_data_at + geometry_.ring_bytes * pair(rank_, to), geometry_.ring_bytes,
+             "a point-to-point ring");
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,104 @@
+#include "shm/wait.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace ringway::shm {
+namespace {
+
+// A spin is longer than it takes to wake a sleeper, else two ranks that wake each other would never find back to
+// spinning. It ends in vain where others need the CPUs too; after a few of those, most waits do without.
+constexpr int64_t kSpin = 100'000;
+constexpr int kMissesBorne = 4;
+constexpr int kOneIn = 16;
+constexpr int64_t kHoldGil = 2'000;       // a wait this short does not give the GIL away
+constexpr int64_t kSleepSlice = 20'000'000;  // between two looks for dead peers and signals
+constexpr int kLooksPerClock = 16;
+
+// tests/native makes this long, for others to do in between what they normally do at another time.
+void dawdle() {
+#ifdef RINGWAY_DAWDLE
+    usleep(300);
+#endif
+}
+
+long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+Waiter::Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guard& guard)
+    : words_(words),
+      rank_(rank),
+      size_(size),
+      own_(static_cast<uint32_t>(rank) + 1),
+      guard_(guard),
+      may_spin_(spin) {}
+
+void wake(std::atomic<uint32_t>& word) {
+    if (word.exchange(0, std::memory_order_seq_cst) != 0) futex(&word, FUTEX_WAKE, 1, nullptr);
+}
+
+Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
+    const bool hopeful = misses_ < kMissesBorne || ++waits_ % kOneIn == 0;
+    if (may_spin_ && hopeful && spin(patience, ready)) return Waking::Ready;
+    patience.host.block();
+    const Waking waking = sleep(peer, patience, ready);
+    // Another that gives up at the same moment must still be able to read whom this rank has waited for.
+    if (waking != Waking::TimedOut) words_[rank_].store(0, std::memory_order_relaxed);
+    return waking;
+}
+
+bool Waiter::spin(Patience& patience, const Look& ready) {
+    const int64_t start = now_ns();
+    patience.deadline_ns(start);
+    for (;;) {
+        for (int i = 0; i < kLooksPerClock; ++i) {
+            if (ready()) {
+                misses_ = 0;
+                return true;
+            }
+            relax();
+        }
+        const int64_t spent = now_ns() - start;
+        if (spent > kHoldGil) patience.host.block();
+        if (spent > kSpin) {
+            ++misses_;
+            return false;
+        }
+    }
+}
+
+Waking Waiter::sleep(int peer, Patience& patience, const Look& ready) {
+    const uint32_t announced = peer == kAnyone ? kForAnyone : static_cast<uint32_t>(peer) + 1;
+    bool look_for_dead = false;
+    for (;;) {
+        words_[rank_].store(announced, std::memory_order_seq_cst);
+        if (ready()) return Waking::Ready;
+        dawdle();
+        if (guard_.stop(peer, look_for_dead, ready)) return ready() ? Waking::Ready : Waking::Stopped;
+        const int64_t now = now_ns();
+        const int64_t left = patience.deadline_ns(now) - now;
+        if (left <= 0) return Waking::TimedOut;
+        const int64_t slice = std::min(left, kSleepSlice);
+        const timespec timeout{slice / 1'000'000'000, slice % 1'000'000'000};
+        const long rc = futex(&words_[rank_], FUTEX_WAIT, announced, &timeout);
+        const bool slept_out = rc != 0 && errno == ETIMEDOUT;
+        if (rc != 0 && errno != EAGAIN && patience.host.interrupted()) return Waking::Interrupted;
+        look_for_dead = slept_out;
+    }
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,387 @@
+"""The collectives as functions, spelled as torch.distributed spells them.
+
+Each finds the communicator of its group and forwards. Under `torch.compile` those that the compiler knows how to
+trace forward to torch's own function instead; the others (messages, barriers, coalesced forms) are no part of a graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.call import ReduceOp
+from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
+from ringway.groups.world import NON_MEMBER, world
+from ringway.work import Work
+
+_compiling = torch.compiler.is_dynamo_compiling
+find = world.communicator
+
+Group = c10d.ProcessGroup | None
+
+
+def member_of(group: Any, op: str) -> Communicator | None:
+    """The group's communicator; None, with torch's warning, for a rank outside it."""
+    if group is not None and group == NON_MEMBER:
+        warnings.warn(
+            f"Running {op} on global rank {c10d.get_rank()} which does not belong to the given group.", stacklevel=3
+        )
+        return None
+    return find(group)
+
+
+def communicator(group: Group = None) -> Communicator:
+    """ringway's object for a group: its methods are the collectives, without `group`."""
+    return find(group)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.broadcast(tensor, src, group, async_op, group_src)
+    member = member_of(group, "broadcast")
+    return None if member is None else member.broadcast(tensor, src, async_op, group_src, log_name=log_name)
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, *, log_name: str | None = None
+) -> Work | None:
+    if _compiling():
+        return c10d.all_reduce(tensor, op, group, async_op)
+    if group is None:
+        return find(None).all_reduce(tensor, op, async_op, log_name=log_name)
+    member = member_of(group, "all_reduce")
+    return None if member is None else member.all_reduce(tensor, op, async_op, log_name=log_name)
+
+
+def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> None:
+    """The lowest-latency all_reduce there is: synchronous, nothing to hold."""
+    if _compiling():
+        c10d.all_reduce(tensor, op, group)
+        return
+    member = member_of(group, "inference_all_reduce")
+    if member is not None:
+        member.inference_all_reduce(tensor, op)
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.reduce(tensor, dst, op, group, async_op, group_dst)
+    member = member_of(group, "reduce")
+    return None if member is None else member.reduce(tensor, dst, op, async_op, group_dst, log_name=log_name)
+
+
+def all_gather(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.all_gather(tensor_list, tensor, group, async_op)
+    member = member_of(group, "all_gather")
+    return None if member is None else member.all_gather(tensor_list, tensor, async_op, log_name=log_name)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    member = member_of(group, "all_gather_into_tensor")
+    return (
+        None
+        if member is None
+        else member.all_gather_into_tensor(output_tensor, input_tensor, async_op, log_name=log_name)
+    )
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.gather(tensor, gather_list, dst, group, async_op, group_dst)
+    member = member_of(group, "gather")
+    return None if member is None else member.gather(tensor, gather_list, dst, async_op, group_dst, log_name=log_name)
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.scatter(tensor, scatter_list, src, group, async_op, group_src)
+    member = member_of(group, "scatter")
+    return None if member is None else member.scatter(tensor, scatter_list, src, async_op, group_src, log_name=log_name)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.reduce_scatter(output, input_list, op, group, async_op)
+    member = member_of(group, "reduce_scatter")
+    return None if member is None else member.reduce_scatter(output, input_list, op, async_op, log_name=log_name)
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.reduce_scatter_tensor(output, input, op, group, async_op)
+    member = member_of(group, "reduce_scatter_tensor")
+    return None if member is None else member.reduce_scatter_tensor(output, input, op, async_op, log_name=log_name)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    member = member_of(group, "all_to_all")
+    return (
+        None
+        if member is None
+        else member.all_to_all(output_tensor_list, input_tensor_list, async_op, log_name=log_name)
+    )
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    if _compiling():
+        return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    member = member_of(group, "all_to_all_single")
+    return (
+        None
+        if member is None
+        else member.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op, log_name=log_name)
+    )
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    member = member_of(group, "all_reduce_coalesced")
+    return None if member is None else member.all_reduce_coalesced(tensors, op, async_op, log_name=log_name)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    """`output_tensor_lists[r][i]` receives rank r's input i, as torch has it."""
+    member = member_of(group, "all_gather_coalesced")
+    if member is None:
+        return None
+    return member.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op, log_name=log_name)
+
+
+def reduce_scatter_coalesced(
+    tensors: Sequence[Tensor], group: Group = None, *, log_name: str | None = None
+) -> list[Tensor]:
+    """The sum of each tensor over the ranks; returns this rank's flat share of each."""
+    member = member_of(group, "reduce_scatter_coalesced")
+    return [] if member is None else member.reduce_scatter_coalesced(tensors, log_name=log_name)
+
+
+def send(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> None:
+    member = member_of(group, "send")
+    if member is not None:
+        member.send(tensor, dst, tag, group_dst, log_name=log_name)
+
+
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> int:
+    """Returns the global rank of the sender; -1 on a rank outside the group."""
+    member = member_of(group, "recv")
+    return -1 if member is None else member.recv(tensor, src, tag, group_src, log_name=log_name)
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    member = member_of(group, "isend")
+    return None if member is None else member.isend(tensor, dst, tag, group_dst, log_name=log_name)
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    member = member_of(group, "irecv")
+    return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
+
+
+_TORCH_MESSAGES = {isend: c10d.isend, irecv: c10d.irecv}
+
+
+class P2POp(c10d.P2POp):
+    """torch's P2POp; `op` may be ringway's isend or irecv, or torch's."""
+
+    def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:
+        made: P2POp = super().__new__(cls, _TORCH_MESSAGES.get(op, op), *args, **kwargs)
+        return made
+
+    def __init__(
+        self,
+        op: Any,
+        tensor: Tensor,
+        peer: int | None = None,
+        group: Group = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        super().__init__(_TORCH_MESSAGES.get(op, op), tensor, peer, group, tag, group_peer)
+
+
+def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Work]:
+    """Starts every message of the list; none blocks another."""
+    if not p2p_op_list or not all(isinstance(entry, c10d.P2POp) for entry in p2p_op_list):
+        raise UsageError("batch_isend_irecv takes a non-empty list of P2POp")
+    works = []
+    for entry in p2p_op_list:
+        start = isend if entry.op is c10d.isend else irecv
+        work = start(entry.tensor, None, entry.group, entry.tag, entry.group_peer)
+        if work is not None:
+            works.append(work)
+    return works
+
+
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    *,
+    log_name: str | None = None,
+) -> Work | None:
+    member = member_of(group, "barrier")
+    return None if member is None else member.barrier(async_op, device_ids, timeout, log_name=log_name)
+
+
+def monitored_barrier(
+    group: Group = None, timeout: Any = None, wait_all_ranks: bool = False, *, log_name: str | None = None
+) -> None:
+    """A barrier on any backend that names the ranks which did not come."""
+    member = member_of(group, "monitored_barrier")
+    if member is not None:
+        member.monitored_barrier(timeout, wait_all_ranks, log_name=log_name)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    return hasattr(c10d, "_coalescing_manager")

@@ -1,0 +1,232 @@
+"""The life of groups as functions: init_process_group and what follows from it, spelled as torch spells it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringway.backends import registry
+from ringway.backends.base import Backend
+from ringway.backends.select import select
+from ringway.errors import UsageError
+from ringway.groups.world import NON_MEMBER, counted_apart, register_with_torch, world
+from ringway.launch.info import LaunchInfo
+
+
+def is_available() -> bool:
+    return c10d.is_available()
+
+
+def is_initialized() -> bool:
+    return c10d.is_initialized()
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: c10d.Store | None = None,
+    group_name: str = "",
+    pg_options: Any | None = None,
+    device_id: torch.device | int | None = None,
+    _ranks: list[int] | None = None,
+) -> None:
+    """torch's function; the group it makes is ringway's own where ringway has the backend. Without a backend the
+    ranks find out together which fits: `shm` where all of them share a host."""
+    extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
+    name = backend or world.next_backend
+    if name is None and not c10d.is_initialized():
+        limit = c10d.default_pg_timeout if timeout is None else timeout
+        if store is None:
+            met, rank, world_size = next(c10d.rendezvous(init_method or "env://", rank, world_size, timeout=limit))
+            met.set_timeout(limit)
+            store, init_method = c10d.PrefixStore("ringway", met), None
+        here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
+        choice = select(None, "", here, store, limit.total_seconds())
+        name, world.backend_reason = choice.backend, choice.reason
+    try:
+        c10d.init_process_group(
+            registry.torch_spelling(name or "gloo"),
+            init_method,
+            timeout,
+            world_size,
+            rank,
+            store,
+            group_name,
+            pg_options,
+            device_id,
+            **extra,
+        )
+    except BaseException:
+        # torch has counted a group that is not there: the next start would name its groups otherwise than other ranks.
+        if not c10d.is_initialized():
+            c10d.distributed_c10d._world.group_count = 0
+        raise
+
+
+def _named(backend: str | None) -> str | None:
+    get_world_group()  # refuses by name where there is no world to make a group beside
+    name = backend or world.next_backend
+    return None if name is None else registry.torch_spelling(name)
+
+
+def new_group(
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: Any = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """torch's function; without a backend the new group uses the world's, or what `set_backend` said."""
+    extra = {} if sort_ranks else {"sort_ranks": False}
+    name = _named(backend)
+    members = None if ranks is None else list(ranks)
+    apart = range(get_world_size()) if members is None else members
+    with counted_apart(apart) if use_local_synchronization else nullcontext():
+        return c10d.new_group(
+            members, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
+        )
+
+
+def new_subgroups(
+    group_size: Any = None,
+    group: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    group_desc: Any = None,
+) -> Any:
+    return c10d.new_subgroups(group_size, group, timeout, _named(backend), pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Any,
+    timeout: Any = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    group_desc: Any = None,
+) -> Any:
+    return c10d.new_subgroups_by_enumeration(ranks_per_subgroup_list, timeout, _named(backend), pg_options, group_desc)
+
+
+def _outside(group: Any) -> bool:
+    return bool(group == NON_MEMBER)
+
+
+def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
+    """Ends a group, or with None all of them. Bounded, and may be called again."""
+    if not c10d.is_initialized() or _outside(group):
+        return
+    if group is not None and group not in c10d.distributed_c10d._world.pg_map:
+        return
+    for communicator in world.adopted(group):
+        communicator.close()
+    c10d.destroy_process_group(group)
+    if not c10d.is_initialized():
+        world.forget_default()
+
+
+def set_backend(name: str | None) -> None:
+    """Which backend the next groups use, unless they name one; None goes back to the default."""
+    if name is not None:
+        registry.parse(name)
+    world.next_backend = name
+
+
+def get_backend(group: c10d.ProcessGroup | None = None) -> str:
+    """The backend's name as the user writes it."""
+    _require_world()
+    return registry.user_spelling(str(c10d.get_backend(group)))
+
+
+def register_backend(name: str, backend: Any, devices: tuple[str, ...] | None = None) -> None:
+    """Adds a backend of your own: a subclass of `Backend`, or a function from a GroupInfo to one. From then on
+    `init_process_group(name)` makes groups on it, here and in torch."""
+    if isinstance(backend, type) and not issubclass(backend, Backend):
+        raise UsageError(f"{backend.__name__} is not a ringway.Backend")
+    register_with_torch(registry.register(name, backend, devices))
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: dict[Any, Any] | None = None,
+) -> DeviceMesh:
+    """torch's function, over groups of the world's backend."""
+    if not c10d.is_initialized():
+        init_process_group()
+    extra = {} if backend_override is None else {"backend_override": backend_override}
+    return c10d.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **extra)
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A device mesh on the accelerator where there is one, else on the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=mesh_dim_names)
+
+
+def get_world_group() -> c10d.ProcessGroup:
+    group = c10d.group.WORLD
+    if group is None:
+        raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
+    return group
+
+
+def _require_world() -> None:
+    """torch says it as a ValueError without a remedy. Under torch.compile there is a world, and no need to ask."""
+    if not torch.compiler.is_dynamo_compiling() and not c10d.is_initialized():
+        get_world_group()
+
+
+def get_world_size(group: c10d.ProcessGroup | None = None) -> int:
+    _require_world()
+    return c10d.get_world_size(group)
+
+
+def get_rank(group: c10d.ProcessGroup | None = None) -> int:
+    _require_world()
+    return c10d.get_rank(group)
+
+
+def get_local_rank() -> int:
+    """This rank's place among the ranks of its host, as the launcher says it."""
+    if world.local_rank is not None:
+        return world.local_rank
+    said = os.environ.get("LOCAL_RANK")
+    if said is None or not said.isdigit():
+        raise UsageError(
+            "the local rank is not known: LOCAL_RANK is "
+            + ("not set" if said is None else f"{said!r}, not a number")
+            + "; start with torchrun or ringway run, or call ringway.init_distributed()"
+        )
+    return int(said)
+
+
+def get_global_rank(group: c10d.ProcessGroup, group_rank: int) -> int:
+    return c10d.get_global_rank(group, group_rank)
+
+
+def get_group_rank(group: c10d.ProcessGroup, global_rank: int) -> int:
+    return c10d.get_group_rank(group, global_rank)
+
+
+def get_process_group_ranks(group: c10d.ProcessGroup | None) -> list[int]:
+    return c10d.get_process_group_ranks(group)
+
+
+def get_all_ranks_from_group(group: c10d.ProcessGroup | None = None) -> list[int]:
+    """The global ranks of the group's members, in the group's order."""
+    return world.communicator(group).ranks

@@ -1,0 +1,153 @@
+"""The object collectives as functions: torch's six, and three that return what they fetched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringway.api.collectives import Group, find, member_of
+from ringway.call import ReduceOp
+from ringway.errors import UsageError
+from ringway.groups.objects import ObjectChannel, reduce_objects
+from ringway.groups.world import world
+
+
+def _channel(group: Group, op: str) -> ObjectChannel | None:
+    member = member_of(group, op)
+    return None if member is None else ObjectChannel(member, world.max_object_bytes)
+
+
+def _places(op: str, name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f"{op}: {name} is a list, not {type(value).__name__}")
+    return value
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    channel = _channel(group, "all_gather_object")
+    if channel is None:
+        return
+    size = find(group).size
+    if len(_places("all_gather_object", "object_list", object_list)) < size:
+        raise UsageError(f"all_gather_object: object_list has {len(object_list)} places for {size} ranks")
+    for place, value in enumerate(channel.all_gather(obj)):
+        object_list[place] = value
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> None:
+    channel = _channel(group, "gather_object")
+    if channel is None:
+        return
+    member = find(group)
+    root = member.place("dst", dst, group_dst, default=0)
+    if member.rank == root and (object_gather_list is None or len(object_gather_list) < member.size):
+        raise UsageError(f"gather_object: the destination needs an object_gather_list of {member.size} places")
+    if member.rank != root and object_gather_list is not None:
+        raise UsageError("gather_object: only the destination passes object_gather_list")
+    gathered = channel.gather(obj, root)
+    if gathered is not None and object_gather_list is not None:
+        object_gather_list[: member.size] = gathered
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """`device` is accepted as torch has it; objects always travel on the CPU."""
+    channel = _channel(group, "broadcast_object_list")
+    if channel is None:
+        return
+    root = find(group).place("src", src, group_src, default=0)
+    _places("broadcast_object_list", "object_list", object_list)
+    _fill("broadcast_object_list", object_list, channel.broadcast(object_list, root))
+
+
+def _fill(op: str, places: list[Any], values: list[Any]) -> None:
+    if len(values) != len(places):
+        raise UsageError(f"{op}: the sender's list has {len(values)} objects, and this rank's {len(places)} places")
+    places[:] = values
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> None:
+    channel = _channel(group, "scatter_object_list")
+    if channel is None:
+        return
+    member = find(group)
+    root = member.place("src", src, group_src, default=0)
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise UsageError("scatter_object_list: scatter_object_output_list must be a list with at least one place")
+    if member.rank == root and (scatter_object_input_list is None or len(scatter_object_input_list) != member.size):
+        raise UsageError(f"scatter_object_list: the source needs {member.size} objects, one for each rank")
+    scatter_object_output_list[0] = channel.scatter(scatter_object_input_list, root)
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """`device` and `use_batch` are accepted as torch has them; objects always travel on the CPU."""
+    channel = _channel(group, "send_object_list")
+    if channel is not None:
+        channel.send(_places("send_object_list", "object_list", object_list), find(group).place("dst", dst, group_dst))
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Returns the global rank of the sender; -1 on a rank outside the group."""
+    channel = _channel(group, "recv_object_list")
+    if channel is None:
+        return -1
+    member = find(group)
+    anyone = src is None and group_src is None
+    _places("recv_object_list", "object_list", object_list)
+    values, sender = channel.recv(None if anyone else member.place("src", src, group_src))
+    _fill("recv_object_list", object_list, values)
+    return member.ranks[sender]
+
+
+def allgather_object(obj: Any, group: Group = None) -> list[Any]:
+    """Everybody's object, in rank order."""
+    channel = _channel(group, "allgather_object")
+    return [] if channel is None else channel.all_gather(obj)
+
+
+def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
+    """The object of rank `src` (a global rank)."""
+    channel = _channel(group, "broadcast_object")
+    return obj if channel is None else channel.broadcast(obj, find(group).place("src", src, None))
+
+
+def reduce_object(obj: Any, op: Any = ReduceOp.SUM, group: Group = None) -> Any:
+    """Everybody's objects reduced in rank order, on every rank: numbers, tensors, arrays, and dicts, lists and
+    tuples of them; `op` may be a function of two objects."""
+    member = member_of(group, "reduce_object")
+    if member is None:
+        return obj
+    gathered = ObjectChannel(member, world.max_object_bytes).all_gather(obj)
+    return reduce_objects(gathered, member.ranks, op)

@@ -1,0 +1,293 @@
+"""oneCCL on CPU tensors, through its C API.
+
+A call of oneCCL on host memory blocks until its part is done and cannot be interrupted, so each runs on the
+group's thread (`ordered.py`), and whoever waits does so elsewhere, until its deadline and with an ear for Ctrl-C.
+
+oneCCL has no gather, no barrier and no bitwise reductions: they are made here of what it has. Its messages know
+neither tags nor "from anyone" and two ranks that both send first block each other, so messages go through gloo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.ccl import library as ccl_library
+from ringway.backends.ccl.library import BYTES, DATATYPES, REDUCTIONS, UniqueId
+from ringway.backends.compose import reduce_rows
+from ringway.backends.queue import Ordered
+from ringway.backends.several.hosts import announced, exchange, host_identity
+from ringway.backends.tensors import even_splits, overlap, row_bytes
+from ringway.backends.torch.backend import GlooBackend
+from ringway.call import BARRIER, Call, Reduce, reduces
+from ringway.errors import BackendUnavailable, RingwayError
+from ringway.work import Handle
+
+_LEAVE_SECONDS = 10.0
+_BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
+
+
+def obstacle() -> str | None:
+    """What keeps this process from using oneCCL, if anything."""
+    try:
+        ccl_library.load()
+    except BackendUnavailable as error:
+        return error.reason
+    return None
+
+
+def configure(hosts: Sequence[str], rank: int) -> None:
+    """oneCCL takes its settings from the environment only, and its defaults expect Intel MPI's launcher. What
+    the user has set stays."""
+    neighbours = [place for place, host in enumerate(hosts) if host == hosts[rank]]
+    settings = {
+        "CCL_ATL_TRANSPORT": "ofi",
+        "CCL_PROCESS_LAUNCHER": "none",
+        "CCL_LOCAL_RANK": str(neighbours.index(rank)),
+        "CCL_LOCAL_SIZE": str(len(neighbours)),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+class CclBackend(Backend):
+    """One communicator of oneCCL."""
+
+    name = "ccl"
+    origins: ClassVar[Mapping[str, str]] = {"send": "through gloo", "recv": "through gloo"}
+
+    def __init__(self, info: GroupInfo) -> None:
+        super().__init__(info)
+        self._library = ccl_library.load()
+        hosts = [said.decode() for said in exchange(info, "ccl", host_identity().encode())]
+        configure(hosts, info.rank)
+        self._comm = ctypes.c_void_p()
+        self._closed = False
+        self._ordered = Ordered(f"ccl-{info.name}", info.timeout, inline=False)
+        self._ordered.submit(Call(BARRIER, async_op=True, group=info.name), self._connect).wait()
+        corner = replace(info, store=c10d.PrefixStore("ringway/messages", info.store))
+        self._messages = GlooBackend(corner)
+        self.torch_group = self._messages.torch_group
+
+    def _connect(self) -> None:
+        unique = UniqueId()
+        if self.rank == 0:
+            self._checked("onecclGetUniqueId", ctypes.byref(unique))
+        told = announced(self.group, "ccl/id", bytes(unique) if self.rank == 0 else None)
+        unique = UniqueId.from_buffer_copy(told)
+        self._checked("onecclCommInitRank", ctypes.byref(self._comm), self.size, unique, self.rank)
+
+    def _checked(self, function: str, *arguments: Any) -> None:
+        result = getattr(self._library, function)(*arguments)
+        if result != ccl_library.SUCCESS:
+            words = self._library.onecclGetErrorString(result)
+            last = self._library.onecclGetLastError(self._comm) if self._comm else None
+            said = b": ".join(text for text in (words, last) if text).decode(errors="replace")
+            raise RingwayError(f"{function} of group {self.group.name} failed with {result} ({said})")
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        if reduce in _BITWISE:
+            return dtype is not torch.bool and reduces(dtype, reduce)
+        return dtype in DATATYPES and reduce in REDUCTIONS
+
+    def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
+        return self._ordered.submit(call, lambda: body(call))
+
+    def _run(self, function: str, *arguments: Any) -> None:
+        """A collective on host memory: communicator and no stream come last."""
+        self._checked(function, *arguments, self._comm, None)
+
+    # Collectives
+
+    def barrier(self, call: Call) -> Handle:
+        token = torch.ones(1)
+        return self._submit(call, lambda _: self._sum(token, token))
+
+    def _sum(self, source: Tensor, target: Tensor) -> None:
+        count, datatype = source.numel(), DATATYPES[source.dtype]
+        self._run("onecclAllReduce", source.data_ptr(), target.data_ptr(), count, datatype, REDUCTIONS[Reduce.SUM])
+
+    def broadcast(self, call: Call) -> Handle:
+        return self._submit(call, self._broadcast)
+
+    def _broadcast(self, call: Call) -> None:
+        tensor = call.outputs[0]
+        if tensor.nbytes:
+            self._run("onecclBroadcast", tensor.data_ptr(), tensor.data_ptr(), tensor.nbytes, BYTES, call.peer)
+
+    def all_reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._all_reduce)
+
+    def _all_reduce(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if not source.numel():
+            return
+        if call.reduce in _BITWISE:
+            share = self._reduced_share(call)
+            gathered = share.new_empty(share.numel() * self.size)
+            self._gather_all(share, gathered)
+            target.copy_(gathered[: target.numel()].view(target.shape))
+            return
+        self._run(
+            "onecclAllReduce",
+            source.data_ptr(),
+            target.data_ptr(),
+            source.numel(),
+            DATATYPES[source.dtype],
+            REDUCTIONS[call.reduce],
+        )
+
+    def _reduced_share(self, call: Call) -> Tensor:
+        """This rank's share of a reduction that oneCCL does not have: exchanged, and reduced here."""
+        flat = call.inputs[0].reshape(-1)
+        short = -flat.numel() % self.size
+        if short:
+            flat = torch.cat([flat, flat.new_zeros(short)])
+        received = torch.empty_like(flat)
+        shares = [flat.nbytes // self.size] * self.size
+        self._exchange(flat, shares, received, shares)
+        return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
+
+    def _exchange(self, source: Tensor, given: Sequence[int], target: Tensor, taken: Sequence[int]) -> None:
+        """Bytes for every rank from `source`, bytes from every rank into `target`."""
+        counts = ctypes.c_size_t * self.size
+        self._run("onecclAllToAllV", source.data_ptr(), counts(*given), target.data_ptr(), counts(*taken), BYTES)
+
+    def _gather_all(self, source: Tensor, target: Tensor) -> None:
+        self._run("onecclAllGather", source.data_ptr(), target.data_ptr(), source.nbytes, BYTES)
+
+    def reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce)
+
+    def _reduce(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if not source.numel():
+            return
+        if call.reduce in _BITWISE:
+            whole = replace(call, outputs=[target if self.rank == call.peer else torch.empty_like(target)])
+            self._all_reduce(whole)
+            return
+        # What oneCCL leaves in the buffer of a rank that is not the root is its own business, not the user's.
+        into = torch.empty_like(target)
+        self._run(
+            "onecclReduce",
+            source.data_ptr(),
+            into.data_ptr(),
+            source.numel(),
+            DATATYPES[source.dtype],
+            REDUCTIONS[call.reduce],
+            call.peer,
+        )
+        if self.rank == call.peer:
+            target.copy_(into)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce_scatter_tensor)
+
+    def _reduce_scatter_tensor(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if not source.numel():
+            return
+        if call.reduce in _BITWISE:
+            target.copy_(self._reduced_share(call).view(target.shape))
+            return
+        into = torch.empty_like(target) if overlap(source, target) else target
+        self._run(
+            "onecclReduceScatter",
+            source.data_ptr(),
+            into.data_ptr(),
+            target.numel(),
+            DATATYPES[source.dtype],
+            REDUCTIONS[call.reduce],
+        )
+        if into is not target:
+            target.copy_(into)
+
+    def all_gather_into_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._all_gather_into_tensor)
+
+    def _all_gather_into_tensor(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.nbytes:
+            self._gather_all(source.clone() if overlap(source, target) else source, target)
+
+    def gather(self, call: Call) -> Handle:
+        return self._submit(call, self._gather)
+
+    def _gather(self, call: Call) -> None:
+        """Everybody sends to the root, and nobody else receives."""
+        source, at_root = call.inputs[0], self.rank == call.peer
+        if not source.nbytes:
+            return
+        gathered = source.new_empty((self.size, source.numel()) if at_root else 1)
+        to_root = [source.nbytes if rank == call.peer else 0 for rank in range(self.size)]
+        from_all = [source.nbytes if at_root else 0] * self.size
+        self._exchange(source, to_root, gathered, from_all)
+        for output, row in zip(call.outputs, gathered if at_root else (), strict=True):
+            output.copy_(row.view(output.shape))
+
+    def scatter(self, call: Call) -> Handle:
+        return self._submit(call, self._scatter)
+
+    def _scatter(self, call: Call) -> None:
+        target, at_root = call.outputs[0], self.rank == call.peer
+        if not target.nbytes:
+            return
+        parts = torch.cat([t.reshape(-1) for t in call.inputs]) if at_root else torch.empty_like(target)
+        given = [target.nbytes if at_root else 0] * self.size
+        taken = [target.nbytes if rank == call.peer else 0 for rank in range(self.size)]
+        self._exchange(parts, given, target, taken)
+
+    def all_to_all_single(self, call: Call) -> Handle:
+        return self._submit(call, self._all_to_all_single)
+
+    def _all_to_all_single(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        given = [rows * row_bytes(source) for rows in call.input_splits or even_splits(source, self.size)]
+        taken = [rows * row_bytes(target) for rows in call.output_splits or even_splits(target, self.size)]
+        self._exchange(source.clone() if overlap(source, target) else source, given, target, taken)
+
+    # Messages
+
+    def send(self, call: Call) -> Handle:
+        return self._messages.send(replace(call, inputs=[_as_bytes(call.inputs[0])]))
+
+    def recv(self, call: Call) -> Handle:
+        return self._messages.recv(replace(call, outputs=[_as_bytes(call.outputs[0])]))
+
+    # The end
+
+    def close(self) -> None:
+        self._end(wait=True)
+
+    def abort(self) -> None:
+        self._end(wait=False)
+
+    def _end(self, wait: bool) -> None:
+        """A communicator that is in use, or that a rank may still be waiting on, is left to the process's end:
+        destroying it would crash or block."""
+        if self._closed:
+            return
+        self._closed = True
+        if wait and not self._ordered.failed:
+            last = Call(BARRIER, async_op=True, group=self.group.name)
+            with suppress(RingwayError):  # others may have left without a word; the process's end will do
+                self._ordered.submit(last, self._destroy).wait(_LEAVE_SECONDS)
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
+        self._messages.close()
+
+    def _destroy(self) -> None:
+        self._checked("onecclCommDestroy", self._comm)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

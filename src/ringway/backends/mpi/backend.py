@@ -1,0 +1,358 @@
+"""MPI through mpi4py, on any wheel of torch.
+
+Collectives are MPI's non-blocking ones, waited for by polling (so that a wait ends at its deadline and on
+Ctrl-C); `ordered.py` keeps their order and makes the asynchronous ones overlap with the program. fp16 and bf16
+are exchanged, summed in fp32 in rank order, rounded once, and gathered: an MPI_Op would round at each step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+import ringway._core as _core
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import reduce_rows
+from ringway.backends.mpi import world as mpi_world
+from ringway.backends.mpi.buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
+from ringway.backends.mpi.messages import Message
+from ringway.backends.mpi.world import LOCK, MPI, mapped
+from ringway.backends.queue import Ordered
+from ringway.backends.tensors import even_splits, overlap
+from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Reduce, dtype_bits, reduces
+from ringway.errors import RingwayError, UsageError
+from ringway.work import Finishing, Handle
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_OPERATIONS: dict[Reduce, Any] = {
+    Reduce.SUM: MPI.SUM,
+    Reduce.PRODUCT: MPI.PROD,
+    Reduce.MIN: MPI.MIN,
+    Reduce.MAX: MPI.MAX,
+    Reduce.BAND: MPI.BAND,
+    Reduce.BOR: MPI.BOR,
+    Reduce.BXOR: MPI.BXOR,
+}
+
+
+def _nothing() -> None:
+    """Before or after a call that needs no copies."""
+
+
+class _MpiQuick:
+    """The short way of an all_reduce in place that MPI does as it is."""
+
+    def __init__(self, backend: MpiBackend, comm: Any, ordered: Ordered, lane: _core.Lane) -> None:
+        self._backend = backend
+        self._start = comm.Iallreduce
+        self._ordered = ordered
+        self._lane = lane
+        self._begin = lane.begin_plain
+        self._end = lane.end
+        self._operations = {int(reduce): operation for reduce, operation in _OPERATIONS.items()}
+        self._dtypes = {
+            int(reduce): dtype_bits(dtype for dtype in DATATYPES if reduces(dtype, reduce)) for reduce in _OPERATIONS
+        }
+
+    def all_reduce(self, tensor: Tensor, reduce: int) -> int:
+        operation = self._operations.get(reduce)
+        if operation is None or not self._ordered.take():
+            return 1
+        try:
+            token = self._begin(ALL_REDUCE.code, tensor, reduce, -1, self._dtypes[reduce])
+            if token == 0:
+                return 1
+            ok = False
+            try:
+                self._run(tensor, reduce, operation)
+                ok = True
+            finally:
+                self._end(token, ok)
+        finally:
+            self._ordered.give_back()
+        return 0
+
+    def _run(self, tensor: Tensor, reduce: int, operation: Any) -> None:
+        for part in countable(tensor):
+            try:
+                with LOCK:
+                    request = self._start(MPI.IN_PLACE, as_numbers(part), op=operation)
+                    if request.Test():
+                        continue
+                failure = None
+            except MPI.Exception as error:
+                failure = error
+            call = Call(
+                ALL_REDUCE,
+                (tensor,),
+                (tensor,),
+                Reduce(reduce),
+                sequence=self._lane.collectives - 1,
+                group=self._backend.group.name,
+                check=self._lane.check,
+            )
+            if failure is not None:
+                raise mapped(failure, call)
+            self._backend.finish(request, call)
+
+
+class MpiBackend(Backend):
+    """One MPI communicator."""
+
+    name = "mpi"
+    devices = ("cpu", "cuda")
+
+    def __init__(self, info: GroupInfo, *, part: bool = False) -> None:
+        super().__init__(info)
+        self.closed = False
+        # The first group that torch makes is its world, which must be MPI's; `part` of it may come before.
+        self._comm = mpi_world.connect(info, whole_world=not part and not c10d.is_initialized())
+        self.departures = mpi_world.Departures(info)
+        self._ordered = Ordered(f"mpi-{info.name}", info.timeout, inline=True)
+        self._takes_cuda: bool | None = None
+        self._most_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.group.ranks
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        if dtype in _HALVES:
+            return reduces(dtype, reduce)
+        return dtype in DATATYPES and reduce in _OPERATIONS
+
+    def quick(self, lane: _core.Lane) -> _MpiQuick:
+        return _MpiQuick(self, self._comm, self._ordered, lane)
+
+    def set_timeout(self, seconds: float) -> None:
+        self.group = replace(self.group, timeout=seconds)
+
+    # The way of every collective
+
+    def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
+        host, before, after = self._hosted(call)
+
+        def run() -> None:
+            before()
+            body(host)
+            after()
+
+        return self._ordered.submit(call, run)
+
+    def finish(self, request: Any, call: Call, *keep: Tensor) -> None:
+        limit = self.group.timeout if call.timeout is None else call.timeout
+        buffers = (call.inputs, call.outputs, keep)
+        mpi_world.finish(request, call, time.monotonic() + limit, lambda: self.closed, self.departures, buffers)
+
+    def _start(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> Any:
+        try:
+            with LOCK:
+                return start(*arguments, **named)
+        except MPI.Exception as error:
+            raise mapped(error, call) from None
+
+    def _do(self, start: Callable[..., Any], call: Call, *arguments: Any, **named: Any) -> None:
+        self.finish(self._start(start, call, *arguments, **named), call)
+
+    def _hosted(self, call: Call) -> tuple[Call, Callable[[], None], Callable[[], None]]:
+        """The call with its CUDA tensors in pinned memory, and the copies before and after it; a CUDA-aware MPI
+        takes them as they are, once the work that makes them is done."""
+        tensors = [*call.inputs, *call.outputs]
+        if not tensors or not tensors[0].is_cuda:
+            return call, _nothing, _nothing
+        made = torch.cuda.current_stream(tensors[0].device).record_event()
+        if self._takes_cuda is None:
+            self._takes_cuda = mpi_world.cuda_aware()
+        if self._takes_cuda:
+            return call, made.synchronize, _nothing
+        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors}
+
+        def before() -> None:
+            made.synchronize()
+            for tensor in call.inputs:
+                pinned[id(tensor)].copy_(tensor)
+
+        def after() -> None:
+            for tensor in call.outputs:
+                tensor.copy_(pinned[id(tensor)])
+
+        host = replace(call, inputs=[pinned[id(t)] for t in call.inputs], outputs=[pinned[id(t)] for t in call.outputs])
+        return host, before, after
+
+    # Collectives
+
+    def broadcast(self, call: Call) -> Handle:
+        return self._submit(call, lambda c: self._do(self._comm.Ibcast, c, as_bytes(c.outputs[0]), root=c.peer))
+
+    def barrier(self, call: Call) -> Handle:
+        return self._submit(call, lambda c: self._do(self._comm.Ibarrier, c))
+
+    def all_reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._all_reduce)
+
+    def _all_reduce(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.dtype in _HALVES:
+            share = self._reduced_share(call)
+            gathered = share.new_empty(share.numel() * self.size)
+            request = self._start(self._comm.Iallgather, call, as_bytes(share), as_bytes(gathered, self.size))
+            self.finish(request, call, share, gathered)
+            target.copy_(gathered[: target.numel()].view(target.shape))
+            return
+        in_place = source.data_ptr() == target.data_ptr()
+        for part, into in zip(countable(source), countable(target), strict=True):
+            given = MPI.IN_PLACE if in_place else as_numbers(part)
+            self._do(self._comm.Iallreduce, call, given, as_numbers(into), op=_OPERATIONS[call.reduce])
+
+    def _reduced_share(self, call: Call) -> Tensor:
+        """This rank's share of a half-precision reduction: exchanged, and summed here in rank order."""
+        flat = call.inputs[0].reshape(-1)
+        short = -flat.numel() % self.size
+        if short:
+            flat = torch.cat([flat, flat.new_zeros(short)])
+        received = torch.empty_like(flat)
+        request = self._start(self._comm.Ialltoall, call, as_bytes(flat, self.size), as_bytes(received, self.size))
+        self.finish(request, call, flat, received)
+        return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
+
+    def reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce)
+
+    def _reduce(self, call: Call) -> None:
+        at_root = self.rank == call.peer
+        source, target = call.inputs[0], call.outputs[0]
+        if source.dtype in _HALVES:
+            share = self._reduced_share(call)
+            gathered = share.new_empty(share.numel() * self.size if at_root else 0)
+            into = as_bytes(gathered, self.size) if at_root else None
+            request = self._start(self._comm.Igather, call, as_bytes(share), into, root=call.peer)
+            self.finish(request, call, share, gathered)
+            if at_root:
+                target.copy_(gathered[: target.numel()].view(target.shape))
+            return
+        in_place = at_root and source.data_ptr() == target.data_ptr()
+        for part, total in zip(countable(source), countable(target), strict=True):
+            given = MPI.IN_PLACE if in_place else as_numbers(part)
+            into = as_numbers(total) if at_root else None
+            self._do(self._comm.Ireduce, call, given, into, op=_OPERATIONS[call.reduce], root=call.peer)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce_scatter_tensor)
+
+    def _reduce_scatter_tensor(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.dtype in _HALVES or target.numel() > MOST:
+            target.copy_(self._reduced_share(call).view(target.shape))
+            return
+        into = torch.empty_like(target) if overlap(source, target) else target
+        request = self._start(
+            self._comm.Ireduce_scatter_block,
+            call,
+            as_numbers(source, self.size),
+            as_numbers(into),
+            op=_OPERATIONS[call.reduce],
+        )
+        self.finish(request, call, into)
+        if into is not target:
+            target.copy_(into)
+
+    def all_gather_into_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._all_gather_into_tensor)
+
+    def _all_gather_into_tensor(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.data_ptr() == target.data_ptr() + self.rank * source.nbytes:
+            given: Any = MPI.IN_PLACE
+        else:
+            source = source.clone() if overlap(source, target) else source
+            given = as_bytes(source)
+        request = self._start(self._comm.Iallgather, call, given, as_bytes(target, self.size))
+        self.finish(request, call, source)
+
+    def gather(self, call: Call) -> Handle:
+        return self._submit(call, self._gather)
+
+    def _gather(self, call: Call) -> None:
+        at_root, source = self.rank == call.peer, call.inputs[0]
+        gathered = source.new_empty((self.size, source.numel()) if at_root else 0)
+        into = as_bytes(gathered, self.size) if at_root else None
+        request = self._start(self._comm.Igather, call, as_bytes(source), into, root=call.peer)
+        self.finish(request, call, gathered)
+        for output, row in zip(call.outputs, gathered, strict=True):
+            output.copy_(row.view(output.shape))
+
+    def scatter(self, call: Call) -> Handle:
+        return self._submit(call, self._scatter)
+
+    def _scatter(self, call: Call) -> None:
+        at_root, target = self.rank == call.peer, call.outputs[0]
+        parts = torch.cat([t.reshape(-1) for t in call.inputs]) if at_root else target.new_empty(0)
+        given = as_bytes(parts, self.size) if at_root else None
+        request = self._start(self._comm.Iscatter, call, given, as_bytes(target), root=call.peer)
+        self.finish(request, call, parts)
+
+    def all_to_all_single(self, call: Call) -> Handle:
+        return self._submit(call, self._all_to_all_single)
+
+    def _all_to_all_single(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        source = source.clone() if overlap(source, target) else source
+        given = as_vector(source, call.input_splits or even_splits(source, self.size))
+        into = as_vector(target, call.output_splits or even_splits(target, self.size))
+        request = self._start(self._comm.Ialltoallw, call, given, into)
+        self.finish(request, call, source)
+
+    # Messages
+
+    def send(self, call: Call) -> Handle:
+        host, before, _ = self._hosted(call)
+        before()
+        start = self._comm.Isend
+        request = self._start(start, call, as_bytes(host.inputs[0]), dest=call.peer, tag=self._tag(call))
+        return self._message(request, call, host)
+
+    def recv(self, call: Call) -> Handle:
+        host, before, after = self._hosted(call)
+        before()
+        source = MPI.ANY_SOURCE if call.peer == ANY_SOURCE else call.peer
+        start = self._comm.Irecv
+        request = self._start(start, call, as_bytes(host.outputs[0]), source=source, tag=self._tag(call))
+        message = self._message(request, call, host)
+        return message if after is _nothing else Finishing(message, after)
+
+    def _message(self, request: Any, call: Call, host: Call) -> Message:
+        limit = self.group.timeout if call.timeout is None else call.timeout
+        return Message(request, call, time.monotonic() + limit, self, host)
+
+    def _tag(self, call: Call) -> int:
+        if not 0 <= call.tag <= self._most_tag:
+            raise UsageError(f"{call.describe()}: this MPI takes tags from 0 to {self._most_tag}")
+        return call.tag
+
+    # The end
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.departures.forget()
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
+        with LOCK:
+            if not mpi_world.anything_abandoned() and not MPI.Is_finalized():
+                self._comm.Free()
+
+    def abort(self) -> None:
+        self.closed = True
+        self.departures.forget()
+        self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))
+
+
+def part_of_world(info: GroupInfo) -> MpiBackend:
+    """A backend between some ranks of a group that is itself being made."""
+    return MpiBackend(info, part=True)

@@ -1,0 +1,163 @@
+"""nccl: torch's own group, with what its users miss.
+
+torch runs it, on its own streams; here its calls get their names, their errors and an end. What NCCL cannot
+reduce is exchanged and reduced on the device. A wait only orders the stream, as torch's does; that a collective
+has finished is learnt from the device by a thread that looks, so nothing is synchronized. With torch's blocking
+wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits and can be caught there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import ringway._core as _core
+from ringway.backends.base import GroupInfo
+from ringway.backends.compose import reduce_rows
+from ringway.backends.nccl.fast_path import NcclQuick
+from ringway.backends.nccl.handles import NcclHandle, Works, cuda_device, way
+from ringway.backends.torch.backend import TorchBackend
+from ringway.backends.torch.handles import mapped
+from ringway.call import Call, Reduce
+from ringway.errors import RingwayError
+from ringway.work import DONE, Handle
+
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
+_MOVED = _REDUCED | {torch.bool}
+_BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
+_LEAVE_SECONDS = 10.0
+
+
+class NcclBackend(TorchBackend):
+    """One group of torch's ProcessGroupNCCL."""
+
+    name = "nccl"
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def __init__(
+        self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False, ours: bool = False
+    ) -> None:
+        """`destroyed` tells whether torch has ended the group behind our back; one of `ours` it never ends."""
+        super().__init__(info, group)
+        self._works = Works()
+        self._closed = False
+        self._quick: NcclQuick | None = None
+        self._limit: float | None = None
+        self._destroyed = destroyed
+        self._ours = ours
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        if reduce in _BITWISE:
+            return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        if reduce is Reduce.AVG:
+            return dtype in _FLOATS
+        # NCCL's own PREMUL_SUM leaves bfloat16 as it is in a group of one, so inputs are multiplied here.
+        return dtype in _REDUCED and reduce is not Reduce.PREMUL_SUM
+
+    def can_move(self, dtype: torch.dtype) -> bool:
+        return dtype in _MOVED
+
+    def quick(self, lane: _core.Lane) -> NcclQuick:
+        summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
+        self._quick = NcclQuick(self.group, self._works, self._group, lane, summed, _MOVED, self._limit)
+        return self._quick
+
+    def set_timeout(self, seconds: float) -> None:
+        self._limit = seconds
+        if self._quick is not None:
+            self._quick.set_timeout(seconds)
+
+    def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
+        try:
+            work = method(*arguments)
+        except RuntimeError as error:
+            raise mapped(error, call, 0.0) from error
+        captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+        # What was written down into a graph can be asked nothing.
+        number = -1 if captured else self._works.issued(way(call), work)
+        return NcclHandle(work, call, self._works, number, captured)
+
+    # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
+
+    def _shares(self, call: Call) -> Tensor:
+        flat = call.inputs[0].reshape(-1)
+        short = -flat.numel() % self.size
+        if short:
+            flat = torch.cat([flat, flat.new_zeros(short)])
+        received = torch.empty_like(flat)
+        plain = replace(call, input_splits=None, output_splits=None)
+        super().all_to_all_single(replace(plain, inputs=[_bytes(flat)], outputs=[_bytes(received)])).wait()
+        return reduce_rows(list(received.view(self.size, -1)), call.reduce)
+
+    def _reduced(self, call: Call) -> Tensor:
+        share = self._shares(call)
+        whole = share.new_empty(share.numel() * self.size)
+        super().all_gather_into_tensor(replace(call, inputs=[_bytes(share)], outputs=[_bytes(whole)])).wait()
+        return whole[: call.inputs[0].numel()].view(call.inputs[0].shape)
+
+    def all_reduce(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().all_reduce(call)
+        call.outputs[0].copy_(self._reduced(call))
+        return DONE
+
+    def reduce(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().reduce(call)
+        total = self._reduced(call)
+        if self.rank == call.peer:
+            call.outputs[0].copy_(total)
+        return DONE
+
+    def reduce_scatter(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().reduce_scatter(call)
+        joined = replace(call, inputs=[torch.cat([t.reshape(-1) for t in call.inputs])])
+        return self.reduce_scatter_tensor(joined)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        if call.reduce not in _BITWISE:
+            return super().reduce_scatter_tensor(call)
+        call.outputs[0].copy_(self._shares(call).view(call.outputs[0].shape))
+        return DONE
+
+    # The end
+
+    def close(self) -> None:
+        """torch's shutdown waits for what is under way, for ever if a rank is gone: what has not finished after a
+        while is aborted instead."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while not self._works.all_ended() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if not self._works.all_ended():
+            self._abort_group()
+        elif self._ours:  # its destructor would complain that nobody has destroyed it
+            with suppress(RuntimeError):
+                self._group.shutdown()
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._abort_group()
+
+    def _abort_group(self) -> None:
+        if self._destroyed():  # by torch, behind our back: NCCL frees a communicator twice that is aborted after that
+            return
+        if not self._works.all_ended():
+            self._works.abortion = RingwayError("the group was aborted")
+        with suppress(RuntimeError):  # a group that never connected has nothing to abort
+            self._group.abort()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)

@@ -1,0 +1,248 @@
+"""Groups that span hosts with several ranks each: shared memory inside a host, gloo or MPI between hosts.
+
+Rank i of every host owns slice i: it is reduced inside each host, then between the hosts by the ranks that own
+it, then gathered inside each host. So of every host's data only one copy crosses the wire, spread over as many
+connections as the host has ranks. Large tensors go in chunks, so that a host works on one while another is on
+the wire. What gains nothing from this goes through one flat gloo of the whole group: the other ops, and small
+calls of those whose flat way has few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import Plan, plan
+from ringway.backends.queue import Ordered
+from ringway.backends.several.call_order import Order
+from ringway.backends.several.hosts import Layout, exchange, host_identity
+from ringway.backends.shm.backend import ShmBackend
+from ringway.backends.torch.backend import GlooBackend
+from ringway.call import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    Call,
+    Reduce,
+    reduces,
+)
+from ringway.errors import BackendUnavailable, RingwayError
+from ringway.work import Handle
+
+_CHUNK_BYTES = 8 << 20
+_FLAT = "flat"
+_BY_HOSTS = "by hosts"
+_FLAT_UP_TO = {"broadcast": 64 << 10, "reduce_scatter_tensor": 64 << 10}
+"""Bytes up to which the flat way is no slower: there these ops cross the wire as often, and have fewer steps."""
+
+
+def _part(info: GroupInfo, name: str, members: Sequence[int]) -> GroupInfo:
+    return replace(
+        info,
+        rank=members.index(info.rank),
+        size=len(members),
+        ranks=[info.ranks[member] for member in members],
+        store=c10d.PrefixStore(f"ringway/{name}", info.store),
+        name=f"{info.name}/{name}",
+    )
+
+
+def over_gloo(info: GroupInfo) -> Backend:
+    return _fitting(info, "hierarchical", GlooBackend)
+
+
+def over_mpi(info: GroupInfo) -> Backend:
+    from ringway.backends.mpi.backend import part_of_world
+
+    return _fitting(info, "hierarchical_mpi", part_of_world)
+
+
+def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend]) -> Backend:
+    """The world must fit. A group made later may have ranks of one host only, or unequally many: those get
+    shared memory, or what runs between the hosts, alone."""
+    identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
+    try:
+        layout = Layout.of(identities, info.rank)
+    except BackendUnavailable:
+        if not c10d.is_initialized():
+            raise
+        return ShmBackend(info) if len(set(identities)) == 1 else across(info)
+    return HierarchicalBackend(info, layout, name, across)
+
+
+class HierarchicalBackend(Backend):
+    """Shared memory inside, something else between; `across` makes the backend between the hosts."""
+
+    name = "hierarchical"
+    origins: ClassVar[Mapping[str, str]] = {
+        "all_reduce": "reduced inside the host, between hosts by slices, gathered inside",
+        "all_gather_into_tensor": "gathered between hosts by slices, then inside",
+        "reduce_scatter_tensor": f"through gloo up to {_FLAT_UP_TO['reduce_scatter_tensor']} B, else reduced inside "
+        "the host by slices, then between hosts",
+        "broadcast": f"through gloo up to {_FLAT_UP_TO['broadcast']} B, else by slices between hosts, gathered inside",
+        **dict.fromkeys(
+            ("reduce", "gather", "scatter", "all_to_all_single", "barrier", "send", "recv"), "through gloo"
+        ),
+    }
+
+    def __init__(self, info: GroupInfo, layout: Layout, name: str, across: Callable[[GroupInfo], Backend]) -> None:
+        super().__init__(info)
+        self.name = name  # type: ignore[misc]
+        self._layout = layout
+        self._flat = GlooBackend(replace(info, store=c10d.PrefixStore("ringway/flat", info.store)))
+        self.torch_group = self._flat.torch_group
+        self._local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
+        self._across = across(_part(info, f"slice{layout.place}", layout.counterparts))
+        self._local_plan, self._across_plan, self._flat_plan = map(plan, (self._local, self._across, self._flat))
+        self._order = Order(info.name, info.timeout)
+        self._by_hosts = Ordered(f"hierarchical-{info.name}", info.timeout, inline=True)
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        # A mean of means would round twice, and a factor would be applied twice.
+        return reduces(dtype, reduce) and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
+
+    def set_timeout(self, seconds: float) -> None:
+        for part in (self._local, self._across, self._flat):
+            part.set_timeout(seconds)
+
+    @property
+    def abandoned(self) -> bool:
+        return any(part.abandoned for part in (self._local, self._across, self._flat))
+
+    @abandoned.setter
+    def abandoned(self, given_up: bool) -> None:
+        for part in (self._local, self._across, self._flat):
+            part.abandoned = given_up
+
+    def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
+        if call.nbytes <= _FLAT_UP_TO.get(call.op.name, -1):
+            return self._flatly(call)
+        return self._order.start(_BY_HOSTS, lambda c: self._by_hosts.submit(c, lambda: body(c)), call)
+
+    def _flatly(self, call: Call) -> Handle:
+        return self._order.start(_FLAT, self._flat_plan.runners[call.op.name], call)
+
+    def _inside(self, call: Call, **changes: object) -> Handle:
+        return self._step(self._local_plan, self._layout.width, call, **changes)
+
+    def _between(self, call: Call, **changes: object) -> Handle:
+        return self._step(self._across_plan, len(self._layout.hosts), call, **changes)
+
+    @staticmethod
+    def _step(made: Plan, size: int, call: Call, **changes: object) -> Handle:
+        step = replace(call, size=size, async_op=True, input_splits=None, output_splits=None, **changes)  # type: ignore[arg-type]
+        return made.runners[step.op.name](step)
+
+    def _chunks(self, tensor: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Flat pieces that divide by the ranks of a host; the last may be padded, and then says what it pads."""
+        flat, width = tensor.view(-1), self._layout.width
+        length = max(_CHUNK_BYTES // tensor.element_size() // width, 1) * width
+        pieces: list[tuple[Tensor, Tensor | None]] = []
+        for piece in flat.split(length) if flat.numel() else ():
+            short = -piece.numel() % width
+            pieces.append((torch.cat([piece, piece.new_zeros(short)]), piece) if short else (piece, None))
+        return pieces
+
+    def all_reduce(self, call: Call) -> Handle:
+        return self._submit(call, self._all_reduce)
+
+    def _all_reduce(self, call: Call) -> None:
+        source, target = call.inputs[0], call.outputs[0]
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        under_way = []
+        for piece, pads in self._chunks(target):
+            own = piece.new_empty(piece.numel() // self._layout.width)
+            self._inside(call, op=REDUCE_SCATTER_SINGLE, inputs=[piece], outputs=[own]).wait()
+            under_way.append((piece, pads, own, self._between(call, op=ALL_REDUCE, inputs=[own], outputs=[own])))
+        for piece, pads, own, handle in under_way:
+            handle.wait()
+            self._inside(call, op=ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
+            if pads is not None:
+                pads.copy_(piece[: pads.numel()])
+
+    def broadcast(self, call: Call) -> Handle:
+        return self._submit(call, self._broadcast)
+
+    def _broadcast(self, call: Call) -> None:
+        layout = self._layout
+        root_host = next(host for host, members in enumerate(layout.hosts) if call.peer in members)
+        under_way = []
+        for piece, pads in self._chunks(call.outputs[0]):
+            own = piece.new_empty(piece.numel() // layout.width)
+            if layout.host == root_host:
+                root = layout.neighbours.index(call.peer)
+                slices = list(piece.chunk(layout.width)) if layout.place == root else []
+                self._inside(call, op=SCATTER, inputs=slices, outputs=[own], peer=root).wait()
+            step = self._between(call, op=BROADCAST, inputs=[own], outputs=[own], peer=root_host)
+            under_way.append((piece, pads, own, step))
+        for piece, pads, own, handle in under_way:
+            handle.wait()
+            self._inside(call, op=ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
+            if pads is not None:
+                pads.copy_(piece[: pads.numel()])
+
+    def all_gather_into_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._all_gather_into_tensor)
+
+    def _all_gather_into_tensor(self, call: Call) -> None:
+        layout, source, target = self._layout, call.inputs[0].reshape(-1), call.outputs[0]
+        if not source.numel():
+            return
+        counterparts = source.new_empty(len(layout.hosts) * source.numel())
+        self._between(call, op=ALL_GATHER_SINGLE, inputs=[source], outputs=[counterparts]).wait()
+        everybody = source.new_empty(self.size * source.numel())
+        self._inside(call, op=ALL_GATHER_SINGLE, inputs=[counterparts], outputs=[everybody]).wait()
+        rows = target.view(self.size, -1)
+        for rank, row in zip(layout.by_place(), everybody.view(self.size, -1), strict=True):
+            rows[rank].copy_(row)
+
+    def reduce_scatter_tensor(self, call: Call) -> Handle:
+        return self._submit(call, self._reduce_scatter_tensor)
+
+    def _reduce_scatter_tensor(self, call: Call) -> None:
+        layout, source, target = self._layout, call.inputs[0], call.outputs[0]
+        if not source.numel():
+            return
+        rows = source.view(self.size, -1)
+        by_place = rows[torch.tensor(layout.by_place())].view(-1)
+        counterparts = by_place.new_empty(by_place.numel() // layout.width)
+        self._inside(call, op=REDUCE_SCATTER_SINGLE, inputs=[by_place], outputs=[counterparts]).wait()
+        share = counterparts.new_empty(target.numel())
+        self._between(call, op=REDUCE_SCATTER_SINGLE, inputs=[counterparts], outputs=[share]).wait()
+        target.copy_(share.view(target.shape))
+
+    # Through the flat backend
+
+    reduce = gather = scatter = all_to_all_single = barrier = _flatly
+
+    def send(self, call: Call) -> Handle:
+        return self._flat_plan.runners["send"](call)
+
+    def recv(self, call: Call) -> Handle:
+        return self._flat_plan.runners["recv"](call)
+
+    # The end
+
+    def close(self) -> None:
+        self._end([part.close for part in (self._local, self._across, self._flat)], "destroyed")
+
+    def abort(self) -> None:
+        self._end([part.abort for part in (self._local, self._across, self._flat)], "aborted")
+
+    def _end(self, ends: Sequence[Callable[[], None]], how: str) -> None:
+        error = RingwayError(f"the group {self.group.name} was {how}")
+        with ExitStack() as all_of_them:
+            for end in ends:
+                all_of_them.callback(end)
+            self._order.stop(error)
+            self._by_hosts.stop(error)

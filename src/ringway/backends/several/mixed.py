@@ -1,0 +1,234 @@
+"""Several backends of one group as one: each call goes where the policy says (`policy.py`), in one order
+(`in_turn.py`). Where only the size decides, the choice is one look into a sorted list, and calls that shared
+memory takes a short cut for still take it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+
+import ringway._core as _core
+from ringway.backends import registry
+from ringway.backends.base import Backend, GroupInfo, either
+from ringway.backends.compose import Plan, plan
+from ringway.backends.select import obstacle
+from ringway.backends.several.call_order import Order
+from ringway.backends.several.hosts import exchange
+from ringway.backends.several.policy import ANY, Policy, Rule
+from ringway.call import ALL_TO_ALL_SINGLE, OPS, REDUCE_SCATTER_SINGLE, Call, Op
+from ringway.errors import BackendUnavailable, ConfigError, RingwayError
+from ringway.work import Handle
+
+_EVERY_SIZE = (1 << 63) - 1
+
+
+def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
+    """The group's backend, or where rules of the policy are about groups like it, several as one."""
+    rules = policy.rules_for(info.size) if policy is not None else []
+    if policy is None or not rules:
+        return backend
+    _compare(policy, {rule.backend for rule in rules}, info)
+    return MixedBackend(info, backend, rules)
+
+
+def mixes(policy: Policy | None, own: str, size: int) -> bool:
+    """Whether a group of this size, made on the backend `own`, uses others too."""
+    return policy is not None and any(rule.backend != own for rule in policy.rules_for(size))
+
+
+def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
+    """All ranks have the same table and every backend in it; else all of them are told."""
+    lacking = {name: what.reason for name in sorted(names) if (what := obstacle(name)) is not None}
+    mine = json.dumps({"digest": policy.digest, "lacking": lacking})
+    said = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
+    different = [info.ranks[rank] for rank, told in enumerate(said) if told["digest"] != said[0]["digest"]]
+    if different:
+        raise ConfigError(
+            f"rank {', '.join(map(str, different))} loaded another policy than rank {info.ranks[0]} "
+            f"(this rank has {policy.source}); all ranks must decide alike",
+            key="policy",
+            source=policy.source,
+        )
+    for rank, told in enumerate(said):
+        for name, reason in told["lacking"].items():
+            raise BackendUnavailable(
+                name,
+                f"{reason} (rank {info.ranks[rank]})",
+                remedy=f"The policy in {policy.source} uses it; make one for this job with ringway tune",
+            )
+
+
+class _Quick:
+    """The short cuts of the backends that the rules give plain calls to, by op."""
+
+
+class _Bounded:
+    """One short cut for the calls of some sizes, while nothing holds it."""
+
+    def __init__(self, short_cut: Callable[..., int], op: Op, least: int, most: int) -> None:
+        self._short_cut = short_cut
+        self._counted = 1 if op in (REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE) else 0  # their input comes second
+        self._least = least
+        self._most = most
+        self._held = 0
+
+    def hold(self, change: int) -> None:
+        self._held += change
+
+    def __call__(self, *arguments: Any) -> int:
+        nbytes = getattr(arguments[self._counted], "nbytes", -1) if arguments else 0
+        return 1 if self._held or not self._least <= nbytes <= self._most else self._short_cut(*arguments)
+
+
+class MixedBackend(Backend):
+    """Several backends of one group, chosen call by call. Each converts what it does not take, by its own plan."""
+
+    def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
+        super().__init__(info)
+        self.name = own.name  # type: ignore[misc]
+        self.devices = own.devices  # type: ignore[misc]
+        self.torch_group = own.torch_group
+        self._own = own
+        here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
+        self._rules = [told for rule in rules for told in _on_devices(rule, here)]
+        self._backends = {own.name: own}
+        self._order = Order(info.name, info.timeout)
+        with ExitStack() as unless_all_are_made:
+            unless_all_are_made.callback(self.close)
+            for name in sorted({rule.backend for rule in self._rules} - {own.name}):
+                registration = registry.own(name)
+                assert registration is not None
+                corner = replace(info, store=c10d.PrefixStore(f"ringway/policy/{name}", info.store))
+                self._backends[name] = registry.make(registration, corner)
+            plans = {name: plan(backend) for name, backend in self._backends.items()}
+            unless_all_are_made.pop_all()
+        self.own_plan = Plan(
+            {op.name: self._runner(op, plans) for op in OPS}, {op.name: self._in_words(op) for op in OPS}
+        )
+
+    @property
+    def abandoned(self) -> bool:
+        return any(backend.abandoned for backend in self._backends.values())
+
+    @abandoned.setter
+    def abandoned(self, given_up: bool) -> None:
+        for backend in self._backends.values():
+            backend.abandoned = given_up
+            if given_up and backend.name == "shm":
+                backend.abort()  # a rank may wait inside it for one whose call went elsewhere
+
+    def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
+        """The name of the backend of such a call."""
+        if not op.collective:
+            return self._own.name
+        return next((rule.backend for rule in self._rules if rule.fits(op, nbytes, dtype, device)), self._own.name)
+
+    def _runner(self, op: Op, plans: Mapping[str, Plan]) -> Callable[[Call], Handle]:
+        if not op.collective:  # messages have an order of their own
+            return plans[self._own.name].runners[op.name]
+        runners = {name: made.runners[op.name] for name, made in plans.items()}
+        start = self._order.start
+        by_size = self._by_size(op)
+        if by_size is None:
+
+            def by_rule(call: Call) -> Handle:
+                tensors = call.inputs or call.outputs
+                device = tensors[0].device.type if tensors else self.devices[0]
+                name = self.choose(op, call.nbytes, call.dtype, device)
+                return start(name, runners[name], call)
+
+            return by_rule
+        limits = [limit for limit, _ in by_size]
+        choices = [(name, runners[name]) for _, name in by_size]
+
+        def run(call: Call) -> Handle:
+            name, runner = choices[0] if len(choices) == 1 else choices[bisect_left(limits, call.nbytes)]
+            return start(name, runner, call)
+
+        return run
+
+    def _about(self, op: Op) -> list[Rule]:
+        return [rule for rule in self._rules if op.collective and rule.op in (ANY, op.name)]
+
+    def _by_size(self, op: Op) -> list[tuple[int, str]] | None:
+        """Up to which size who does the op, in ascending order; None where more than the size decides."""
+        found: list[tuple[int, str]] = []
+        for rule in [*self._about(op), Rule(self._own.name)]:
+            if rule.dtype is not None or rule.device is not None:
+                return None
+            limit = _EVERY_SIZE if rule.up_to is None else rule.up_to
+            if found and limit <= found[-1][0]:
+                continue
+            if found and found[-1][1] == rule.backend:
+                found.pop()
+            found.append((limit, rule.backend))
+            if limit == _EVERY_SIZE:
+                break
+        return found
+
+    def _in_words(self, op: Op) -> str:
+        if not op.collective:
+            return self._own.name
+        about = self._about(op)
+        certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
+        return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
+
+    def set_timeout(self, seconds: float) -> None:
+        for backend in self._backends.values():
+            backend.set_timeout(seconds)
+
+    def quick(self, lane: _core.Lane) -> Any:
+        """The backends' own short cuts, each for the sizes that it does."""
+        found = _Quick()
+        for op in OPS:
+            cuts: list[Callable[..., int]] = []
+            least = 0
+            for most, name in self._by_size(op) or ():
+                cuts += self._short_cut(lane, op, name, least, most)
+                least = most + 1
+            if cuts:  # first those that look at the size themselves, which costs them nothing
+                setattr(found, op.name, reduce(either, sorted(cuts, key=lambda cut: isinstance(cut, _Bounded))))
+        return found
+
+    def _short_cut(self, lane: _core.Lane, op: Op, name: str, least: int, most: int) -> list[Callable[..., int]]:
+        offered = self._backends[name].quick(lane)
+        if not hasattr(offered, op.name):
+            return []
+        if isinstance(offered, _core.ShmQuick):  # looks at the size itself
+            offered.serve(op.code, least, most)
+            self._order.holding(name, offered.hold)
+            return [getattr(offered, op.name)]
+        bounded = _Bounded(getattr(offered, op.name), op, least, most)
+        self._order.holding(name, bounded.hold)
+        return [bounded]
+
+    def close(self) -> None:
+        self._end([backend.close for backend in self._backends.values()], "destroyed")
+
+    def abort(self) -> None:
+        self._end([backend.abort for backend in self._backends.values()], "aborted")
+
+    def _end(self, ends: Sequence[Callable[[], None]], how: str) -> None:
+        """All of them end, whatever one of them raises. The queue ends first: nothing new is to reach them."""
+        with ExitStack() as stack:
+            for end in ends:
+                stack.callback(end)
+            self._order.stop(RingwayError(f"the group {self.group.name} was {how}"))
+
+
+def _on_devices(rule: Rule, devices: Sequence[str]) -> list[Rule]:
+    """The rule as it is for a group with tensors on these devices: its backend may take some of them only, and a
+    rule for all that there are need not look."""
+    registration = registry.own(rule.backend)
+    assert registration is not None
+    taken = [device for device in devices if device in registration.devices and rule.device in (None, device)]
+    return [replace(rule, device=None)] if taken == devices else [replace(rule, device=device) for device in taken]

@@ -1,0 +1,201 @@
+"""`shm`: ranks of one host over shared memory. The engine is native (csrc/shm/engine.h); this file meets the other
+ranks, hands calls over, and turns the engine's faults into ringway's errors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+import ringway._core as _core
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.shm.errors import Faults
+from ringway.backends.shm.join import SharedSegment, meet
+from ringway.backends.shm.profiler import profiled
+from ringway.call import DTYPE_CODE, UNKNOWN_DTYPE, Call, Reduce
+from ringway.errors import UsageError
+from ringway.work import DONE, Completion, Handle
+
+_FOREVER = 1e9
+_DONE = 0
+
+_open: weakref.WeakSet[ShmBackend] = weakref.WeakSet()
+
+
+class _Handle(Handle):
+    """A call that the engine's own threads are at."""
+
+    def __init__(self, task: _core.ShmTask, call: Call, faults: Faults) -> None:
+        self._task = task
+        self._call = call
+        self._faults = faults
+
+    @property
+    def source(self) -> int:  # type: ignore[override]
+        return self._task.source()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._task.wait(_FOREVER if timeout is None else timeout):
+            raise self._call.not_done(timeout)
+        error = self._error()
+        if error is not None:
+            raise error
+
+    def done(self) -> bool:
+        return self._task.done()
+
+    def withdraw(self) -> bool:
+        """Whether a message could be taken back, because nothing of it has moved."""
+        return self._task.withdraw()
+
+    def when_done(self, completion: Completion) -> None:
+        self._task.when_done(lambda: completion(self._error()))
+
+    def _error(self) -> BaseException | None:
+        outcome = self._task.outcome()
+        return None if outcome == _DONE else self._faults.error(outcome, self._task.fault())
+
+
+class ShmBackend(Backend):
+    """One rank of a group whose ranks share a host."""
+
+    name: ClassVar[str] = "shm"
+    needs_contiguous: ClassVar[bool] = True
+
+    def __init__(self, group: GroupInfo) -> None:
+        super().__init__(group)
+        self._faults = Faults(group)
+        self._limit = _finite(group.timeout)
+        self._native = meet(group.store, group.rank, group.size, group.timeout, self._attach)
+        _open.add(self)
+
+    def _attach(self, segment: SharedSegment) -> _core.ShmGroup:
+        return _core.ShmGroup(
+            segment.fd,
+            self.rank,
+            self.size,
+            segment.pids,
+            segment.pidfds,
+            len(segment.cpus),
+            self._limit,
+            self._faults.throw,
+        )
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        return _core.shm_can_reduce(DTYPE_CODE.get(dtype, UNKNOWN_DTYPE), int(reduce))
+
+    def quick(self, lane: _core.Lane) -> _core.ShmQuick:
+        return _core.ShmQuick(self._native, lane, vars(profiler))
+
+    def set_timeout(self, seconds: float) -> None:
+        self._limit = _finite(seconds)
+        self._native.set_timeout(self._limit)
+
+    def _collective(self, call: Call) -> Handle:
+        return profiled(call, self._start) if profiler._is_profiler_enabled else self._start(call)
+
+    def _start(self, call: Call) -> Handle:
+        dtype = call.dtype
+        task = self._native.collective(
+            _as_they_are(call.inputs),
+            _writable(call.outputs),
+            call.op.code,
+            UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
+            1 if dtype is None else dtype.itemsize,
+            int(call.reduce),
+            1.0 if call.factor is None else float(call.factor),
+            call.peer,
+            _split_bytes(call.inputs, call.input_splits),
+            _split_bytes(call.outputs, call.output_splits),
+            self._timeout(call),
+            max(call.sequence, 0),
+            call.async_op,
+        )
+        return DONE if task is None else _Handle(task, call, self._faults)
+
+    broadcast = all_reduce = reduce = all_gather = all_gather_into_tensor = gather = scatter = _collective
+    reduce_scatter = reduce_scatter_tensor = all_to_all = all_to_all_single = barrier = _collective
+
+    def _message(self, call: Call) -> Handle:
+        return profiled(call, self._start_message) if profiler._is_profiler_enabled else self._start_message(call)
+
+    def _start_message(self, call: Call) -> Handle:
+        tensor = _as_they_are(call.inputs)[0] if call.inputs else _writable(call.outputs)[0]
+        task = self._native.message(
+            tensor,
+            call.op.code,
+            DTYPE_CODE.get(tensor.dtype, UNKNOWN_DTYPE),
+            tensor.element_size(),
+            call.peer,
+            call.tag,
+            self._timeout(call),
+            max(call.sequence, 0),
+            call.async_op,
+        )
+        handle = _Handle(task, call, self._faults)
+        if not call.async_op:
+            self._wait_for(handle)
+        return handle
+
+    send = recv = _message
+
+    def _wait_for(self, handle: _Handle) -> None:
+        """For a message that is sent or received synchronously. One that is interrupted is taken back, or would take
+        what is meant for the next; where it has begun to move, the group is over."""
+        try:
+            handle.wait()
+        finally:
+            if not handle.done() and not handle.withdraw():
+                self._native.interrupted()
+
+    def _timeout(self, call: Call) -> float:
+        return self._limit if call.timeout is None else _finite(call.timeout)
+
+    def close(self) -> None:
+        self._native.close()
+
+    def abort(self) -> None:
+        self._native.abort()
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else _FOREVER
+
+
+def _as_they_are(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Inputs whose memory holds their values: a lazy conjugation or negation is carried out."""
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+        return [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+    return tensors
+
+
+def _writable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    for tensor in tensors:
+        if tensor.is_conj() or tensor.is_neg():
+            raise UsageError("an output is a lazy conjugate or negation of another tensor; pass the tensor itself")
+    return tensors
+
+
+def _split_bytes(tensors: Sequence[Tensor], splits: Sequence[int] | None) -> list[int] | None:
+    """Splits count rows of the first dimension."""
+    if splits is None:
+        return None
+    rows = tensors[0].shape[0]
+    row = tensors[0].nbytes // rows if rows else 0
+    return [int(split) * row for split in splits]
+
+
+def _close_all(*_: Any) -> None:
+    """The engine's threads end while the interpreter still stands."""
+    for backend in list(_open):
+        backend.close()
+
+
+atexit.register(_close_all)

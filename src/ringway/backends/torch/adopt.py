@@ -1,0 +1,21 @@
+"""The backends of groups that torch made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ringway.backends.base import GroupInfo
+from ringway.backends.nccl.backend import NcclBackend
+from ringway.backends.torch.backend import C10dBackend, GlooBackend, TorchBackend
+
+
+def adopt(info: GroupInfo, group: Any, backend: str, destroyed: Callable[[], bool] = lambda: False) -> C10dBackend:
+    """From torch's backend object for a device; nothing is sent. `destroyed` tells whether torch has ended it."""
+    if backend == "gloo":
+        return GlooBackend(info, group)
+    if backend == "nccl":
+        return NcclBackend(info, group, destroyed)
+    adopted = TorchBackend(info, group)
+    adopted.name = backend  # type: ignore[misc]
+    return adopted

@@ -1,0 +1,152 @@
+"""Where asynchronous compressed collectives run.
+
+A compressed all-reduce is several steps, and the next step needs the last one's data, so somebody must be
+there when data arrives. On the CPU that is a thread, with a group of its own: collectives of a group run in
+the order they were issued, and what a thread issues would come between the caller's own calls, here sooner
+and there later. On a GPU it is a stream: all steps are enqueued at once, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.backends.device_watch import device_watch
+from ringway.errors import CommTimeout
+from ringway.groups.communicator import Communicator
+from ringway.groups.world import counted_apart, world
+from ringway.work import Completion, Handle, Work
+
+
+class Lane(abc.ABC):
+    """Runs jobs one after the other, in the order they came."""
+
+    @staticmethod
+    def on(device: torch.device, communicator: Communicator, group: c10d.ProcessGroup | None) -> Lane:
+        """A lane for tensors of this device. Every rank of the group must make one at the same point."""
+        if device.type == "cuda":
+            return StreamLane(communicator, device)
+        return ThreadLane(communicator, group)
+
+    @abc.abstractmethod
+    def submit(self, job: Callable[[Communicator], None], result: Sequence[Tensor]) -> Work:
+        """Start `job(communicator)` when those before it are done."""
+
+    def close(self) -> None:
+        """Wait for what is under way. May be called again."""
+        return
+
+
+class _FutureHandle(Handle):
+    """A job of a thread, as a handle."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> None:
+        done, _ = wait([self._future], timeout)
+        if not done:
+            raise CommTimeout(
+                f"compressed all_reduce: not done after waiting {timeout} s; it goes on",
+                op="compressed_all_reduce",
+                waited=timeout,
+            )
+        self._future.result()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def when_done(self, completion: Completion) -> None:
+        self._future.add_done_callback(lambda future: completion(future.exception()))
+
+
+def _same(error: BaseException | None) -> BaseException | None:
+    return error
+
+
+class ThreadLane(Lane):
+    """One thread and one group, made when the first asynchronous call comes."""
+
+    def __init__(self, communicator: Communicator, group: c10d.ProcessGroup | None) -> None:
+        with counted_apart(communicator.ranks):
+            own = c10d.new_group(
+                ranks=communicator.ranks,
+                backend=c10d.get_backend(group),
+                use_local_synchronization=True,
+                group_desc="ringway.compress",
+            )
+        self._communicator = world.communicator(own)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringway-compress")
+        self._threads = torch.get_num_threads()
+
+    def submit(self, job: Callable[[Communicator], None], result: Sequence[Tensor]) -> Work:
+        def run() -> None:
+            torch.set_num_threads(self._threads)
+            with torch.inference_mode():
+                job(self._communicator)
+
+        return Work(_FutureHandle(self._executor.submit(run)), result, _same)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+
+class _EventHandle(Handle):
+    """What was enqueued on a stream up to an event. Waiting makes the current stream wait, not the caller."""
+
+    notifies = False
+    on_device = True
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self, timeout: float | None = None) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def when_done(self, completion: Completion) -> None:
+        device_watch.add(self, self, completion, soon=True)
+
+
+class _StreamWork(Work):
+    """A Work whose future carries the stream's event, so that its callbacks see finished data."""
+
+    def __init__(self, handle: Handle, result: Sequence[Tensor], future: torch.futures.Future[Any]) -> None:
+        super().__init__(handle, result, _same)
+        self._on_stream = future
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._on_stream
+
+
+class StreamLane(Lane):
+    """One CUDA stream beside the caller's."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator = communicator
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._lock = threading.Lock()
+
+    def submit(self, job: Callable[[Communicator], None], result: Sequence[Tensor]) -> Work:
+        with self._lock:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._device])
+            with torch.cuda.stream(self._stream), torch.inference_mode():
+                job(self._communicator)
+                for tensor in result:
+                    tensor.record_stream(self._stream)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+                future.set_result(list(result))
+            return _StreamWork(_EventHandle(event, self._device), result, future)

@@ -1,0 +1,194 @@
+"""The steps of a compressed collective in fused Triton, for CUDA tensors and the built-in codecs.
+
+With TRITON_INTERPRET=1 Triton interprets the same kernels on the CPU: slow, and how they are tested where
+there is no GPU. Kernels are enqueued on the current stream; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringway.compress.codecs.codec import Codec
+from ringway.compress.codecs.scaled import RoundingCodec, ScaledCodec
+from ringway.compress.kernels.kernels import Kernels
+from ringway.compress.windows import Window
+
+TILE = 2048
+"""Elements that one program encodes or decodes."""
+MEAN_TILE = 1024
+"""Elements of an average that one program encodes, with fewer threads: the best of what was tried on an H200."""
+MEASURE_TILE = 8192
+"""Elements that one program sums up: it keeps nothing, so it may take more."""
+LARGEST_BLOCK = 16384
+"""A block is held in the registers of one program."""
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _device_code() -> ModuleType:
+    from ringway.compress.kernels import triton_kernels
+
+    return triton_kernels
+
+
+def _statistics_code() -> ModuleType:
+    from ringway.compress.kernels import triton_statistics
+
+    return triton_statistics
+
+
+def _views(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return frames, frames.view(torch.float32), frames.view(torch.int32)
+
+
+def _tiled(block: int | None, least: int) -> tuple[int, dict[str, Any]]:
+    """How many elements one program takes, at `least` so many, and how they are cut into blocks."""
+    length = block or least
+    tile = max(length, least)
+    return tile, {"GROUPS": tile // length, "BLOCK": length, "SHARED": block is None}
+
+
+class TritonKernels(Kernels):
+    """One pass over memory a step, enqueued on the current stream."""
+
+    name = "triton"
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__(codec)
+        assert isinstance(codec, ScaledCodec)
+        loss = {"LARGEST_INVERSE": 1.0 / codec.largest if isinstance(codec, RoundingCodec) else 0.0}
+        self._kind: dict[str, Any] = {"KIND": codec.code}
+        self._tile, shape = _tiled(codec.block, TILE)
+        self._shape: dict[str, Any] = {**self._kind, **shape}
+        self._lossy: dict[str, Any] = {**self._shape, **loss}
+        self._mean_tile, mean_shape = _tiled(codec.block, MEAN_TILE)
+        warps = 2 if self._mean_tile == MEAN_TILE else 4
+        self._lossy_mean: dict[str, Any] = {**self._kind, **mean_shape, **loss, "num_warps": warps}
+
+    @staticmethod
+    def unfit(codec: Codec, device: torch.device) -> str | None:
+        """Why these kernels cannot serve this codec on this device; None if they can."""
+        if device.type != "cuda" and not interpreted():
+            return "they are for CUDA tensors"
+        if not isinstance(codec, ScaledCodec):
+            return "they know the built-in codecs only"
+        block = codec.block or TILE
+        if block & (block - 1) or block > LARGEST_BLOCK:
+            return f"a block must be a power of two of at most {LARGEST_BLOCK} elements"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        return None
+
+    def measure(self, values: Tensor, residual: Tensor | None) -> Tensor:
+        programs = -(-values.numel() // MEASURE_TILE)
+        statistics = torch.empty(programs, dtype=torch.float32, device=values.device)
+        _statistics_code().measure[(programs,)](
+            values,
+            residual,
+            statistics,
+            values.numel(),
+            **self._kind,
+            GROUPS=1,
+            BLOCK=MEASURE_TILE,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=8,
+        )
+        return self._merged(statistics)
+
+    def encode(
+        self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, scale: Tensor | None
+    ) -> None:
+        _device_code().encode[self._grid(window.columns, frames.shape[0])](
+            values,
+            residual,
+            *_views(frames),
+            scale,
+            frames.stride(0),
+            window.numel,
+            window.shard,
+            window.start,
+            window.stop,
+            **self._lossy,
+            HAS_RESIDUAL=residual is not None,
+        )
+
+    def measure_mean(self, frames: Tensor, residual: Tensor | None, count: int) -> Tensor:
+        programs = -(-count // MEASURE_TILE)
+        statistics = torch.empty(programs, dtype=torch.float32, device=frames.device)
+        _statistics_code().measure_mean[(programs,)](
+            *_views(frames),
+            residual,
+            statistics,
+            frames.shape[0],
+            1.0 / frames.shape[0],
+            frames.stride(0),
+            count,
+            **self._kind,
+            GROUPS=1,
+            BLOCK=MEASURE_TILE,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=8,
+        )
+        return self._merged(statistics)
+
+    def encode_mean(
+        self, frames: Tensor, residual: Tensor | None, count: int, frame: Tensor, scale: Tensor | None
+    ) -> None:
+        if count == 0:
+            return
+        _device_code().encode_mean[(-(-count // self._mean_tile),)](
+            *_views(frames),
+            residual,
+            *_views(frame),
+            scale,
+            frames.shape[0],
+            1.0 / frames.shape[0],
+            frames.stride(0),
+            count,
+            **self._lossy_mean,
+            HAS_RESIDUAL=residual is not None,
+        )
+
+    def decode(self, frames: Tensor, window: Window, values: Tensor) -> None:
+        _device_code().decode[self._grid(window.columns, frames.shape[0])](
+            *_views(frames),
+            values,
+            frames.stride(0),
+            window.numel,
+            window.shard,
+            window.start,
+            window.stop,
+            **self._shape,
+        )
+
+    def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
+        if count == 0:
+            return
+        _device_code().decode_mean[self._grid(count)](
+            *_views(frames),
+            values,
+            frames.shape[0],
+            1.0 / frames.shape[0],
+            frames.stride(0),
+            count,
+            **self._shape,
+        )
+
+    def _grid(self, columns: int, rows: int = 1) -> tuple[int, int]:
+        return -(-columns // self._tile), rows
+
+    def _merged(self, statistics: Tensor) -> Tensor:
+        if isinstance(self.codec, RoundingCodec):
+            # By their bits: NaN and infinity are above every number, and are not lost on the way.
+            peak = statistics.view(torch.int32).amax()
+            return peak.reshape(1).view(torch.float32).reshape(())
+        return statistics.sum().sqrt()

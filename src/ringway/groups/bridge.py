@@ -1,0 +1,222 @@
+"""The bridge: a communicator shown to torch as a ProcessGroup.
+
+So `torch.distributed`'s functions, DDP, FSDP, DTensor and functional collectives on a group of ringway's pass
+through the same room as the user's own calls. Old and new names of torch's methods are both here: which of a
+pair torch calls depends on its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from ringway.backends.torch.backend import Gloo
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    ANY_SOURCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
+    Call,
+    Reduce,
+    parse_reduce,
+)
+from ringway.groups.communicator import Communicator
+from ringway.groups.sparse import all_reduce_sparse
+from ringway.references import weakly
+from ringway.work import DONE, Together, Work, WorkHandle, seconds
+
+
+class Bridge(c10d.ProcessGroup):
+    """One group of ringway's, for torch."""
+
+    def __init__(self, name: str, communicator: Communicator, inner: Any, devices: dict[str, Any]) -> None:
+        """`name` is torch's name for the backend; `inner` is a backend of torch's own, for calls that torch makes in
+        C++ past this class; `devices` are backends of torch's own for other devices, such as nccl for cuda."""
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self.communicator = communicator
+        self._name = name
+        self._collecting: list[Work] | None = None
+        custom = c10d.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(custom)
+        self._register_backend(torch.device("cpu"), custom, inner)
+        self._torchs = (inner, *devices.values())  # torch would give out another object for `inner`, that tells nobody
+        if isinstance(inner, Gloo):
+            inner.told = weakly(communicator.set_timeout)
+        for device, backend in devices.items():
+            self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        # Not the backend's own name: torch takes a group named gloo or nccl for its own and looks inside.
+        return self._name
+
+    def _issue(self, call: Call, opts: Any) -> Work | None:
+        call.async_op = bool(getattr(opts, "asyncOp", True))
+        call.timeout = seconds(getattr(opts, "timeout", None))
+        if self._collecting is not None:
+            call.async_op = True
+        work = self.communicator.issue(call)
+        if self._collecting is not None and work is not None:
+            self._collecting.append(work)
+        return work
+
+    @staticmethod
+    def _reduction(opts: Any) -> tuple[Reduce, Any]:
+        op = getattr(opts, "reduceOp", None)
+        return (Reduce.SUM, None) if op is None else parse_reduce(op)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if len(members) > 1:
+            return self.allreduce_coalesced(members, opts)
+        reduce, factor = self._reduction(opts)
+        if members[0].layout is torch.sparse_coo:
+            return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
+        quick = self.communicator.quick_all_reduce
+        if (
+            quick is not None
+            and reduce is Reduce.SUM
+            and self._collecting is None
+            and not getattr(opts, "asyncOp", True)
+            and seconds(opts.timeout) is None
+            and self.communicator.quickly(quick, members[0], int(reduce))
+        ):
+            return None
+        return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(opts)
+        members = list(tensors)
+        return self._issue(Call(ALL_REDUCE_COALESCED, members, members, reduce, factor), opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        return self._issue(Call(BROADCAST, members, members, peer=root), opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE, members, members, reduce, factor, getattr(opts, "rootRank", 0)), opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if len(inputs) > 1:
+            return self.allgather_coalesced(outputs, inputs, opts)
+        return self._issue(Call(ALL_GATHER, list(inputs), list(outputs[0])), opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        """torch hands the outputs over rank by rank; a call has them input by input."""
+        inputs = list(inputs)
+        by_input = [row[i] for i in range(len(inputs)) for row in outputs]
+        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input), opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(ALL_GATHER_SINGLE, [input], [output]), opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        parts = [part for output in outputs for part in _chunks(output, self.size())]
+        return self._issue(Call(ALL_GATHER_COALESCED, list(inputs), parts), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        gathered = list(outputs[0]) if outputs else []
+        return self._issue(Call(GATHER, list(inputs), gathered, peer=opts.rootRank), opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        scattered = list(inputs[0]) if inputs else []
+        return self._issue(Call(SCATTER, scattered, list(outputs), peer=opts.rootRank), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        reduce, factor = self._reduction(opts)
+        return self._issue(Call(REDUCE_SCATTER_COALESCED, list(inputs), list(outputs), reduce, factor), opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(ALL_TO_ALL, list(inputs), list(outputs)), opts)
+
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Work | None:
+        splits = (list(input_splits) or None, list(output_splits) or None)
+        call = Call(ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
+        return self._issue(call, opts)
+
+    def barrier(self, opts: Any = None) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(BARRIER), opts)
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(SEND, list(tensors), (), peer=peer, tag=tag), None)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(RECV, (), list(tensors), peer=peer, tag=tag), None)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work | None:  # type: ignore[override]
+        return self._issue(Call(RECV, (), list(tensors), peer=ANY_SOURCE, tag=tag), None)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._collecting = []
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        works, self._collecting = self._collecting or [], None
+        return Work(Together([WorkHandle(work) for work in works]) if works else DONE, (), lambda error: error)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.communicator.monitored_barrier(timeout, wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From 2.15 on torch tells the group, before that its backends."""
+        for backend in self._torchs:
+            backend._set_default_timeout(timeout)
+        self.communicator.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+
+    def abort(self) -> None:
+        self.communicator.close(wait=False)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def _chunks(output: Tensor, size: int) -> list[Tensor]:
+    """One gathered tensor as a view for each rank."""
+    flat = output.view(-1)
+    width = flat.numel() // size
+    return [flat[i * width : (i + 1) * width] for i in range(size)]

@@ -1,0 +1,411 @@
+"""A communicator: ringway's object for one group. Its methods are the collectives, as torch spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    ANY_SOURCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
+    Call,
+    ReduceOp,
+    parse_reduce,
+)
+from ringway.errors import UsageError
+from ringway.groups.barrier import monitored_barrier
+from ringway.groups.call_path import Issuer
+from ringway.groups.checks import listed
+from ringway.groups.sparse import all_reduce_sparse
+from ringway.work import Sent, Work, seconds
+
+_SUM = ReduceOp.SUM
+_MOST_TAG = 2**31 - 1
+
+
+class Communicator(Issuer):
+    """The collectives of one group. Ranks in `src` and `dst` are global, in `group_src` and `group_dst` the
+    group's own, as torch has them. A synchronous call that succeeded returns None."""
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("src", src, group_src)
+        if self.shortly(BROADCAST, async_op, log_name, tensor, root):
+            return None
+        return self.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
+    ) -> Work | None:
+        if (
+            op is _SUM
+            and self.quick_all_reduce is not None
+            and not async_op
+            and log_name is None
+            and self.quickly(self.quick_all_reduce, tensor, 0)
+        ):
+            return None
+        reduce, factor = parse_reduce(op)
+        if getattr(tensor, "layout", None) is torch.sparse_coo:
+            return all_reduce_sparse(self, tensor, reduce, async_op)
+        return self.issue(Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name))
+
+    def inference_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> None:
+        """The lowest latency there is: nothing to hold, nothing to wait for afterwards."""
+        self.all_reduce(tensor, op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("dst", dst, group_dst)
+        if op is _SUM and self.shortly(REDUCE, async_op, log_name, tensor, root, 0):
+            return None
+        reduce, factor = parse_reduce(op)
+        return self.issue(
+            Call(REDUCE, (tensor,), (tensor,), reduce, factor, peer=root, async_op=async_op, label=log_name)
+        )
+
+    def all_gather(
+        self,
+        tensor_list: Sequence[Tensor],
+        tensor: Tensor,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        if self.shortly(ALL_GATHER, async_op, log_name, tensor_list, tensor):
+            return None
+        return self.issue(
+            Call(
+                ALL_GATHER, (tensor,), listed(ALL_GATHER, "tensor_list", tensor_list), async_op=async_op, label=log_name
+            )
+        )
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
+    ) -> Work | None:
+        if self.shortly(ALL_GATHER_SINGLE, async_op, log_name, output_tensor, input_tensor):
+            return None
+        return self.issue(Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name))
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: Sequence[Tensor] | None = None,
+        dst: int | None = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("dst", dst, group_dst, default=0)
+        if self.shortly(GATHER, async_op, log_name, tensor, gather_list, root):
+            return None
+        outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
+        return self.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: Sequence[Tensor] | None = None,
+        src: int | None = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        root = self.place("src", src, group_src, default=0)
+        if self.shortly(SCATTER, async_op, log_name, tensor, scatter_list, root):
+            return None
+        inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
+        return self.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        if op is _SUM and self.shortly(REDUCE_SCATTER, async_op, log_name, output, input_list, 0):
+            return None
+        reduce, factor = parse_reduce(op)
+        inputs = listed(REDUCE_SCATTER, "input_list", input_list)
+        return self.issue(Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name))
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        if op is _SUM and self.shortly(REDUCE_SCATTER_SINGLE, async_op, log_name, output, input, 0):
+            return None
+        reduce, factor = parse_reduce(op)
+        return self.issue(
+            Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
+        )
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[Tensor],
+        input_tensor_list: Sequence[Tensor],
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        outputs = listed(ALL_TO_ALL, "output_tensor_list", output_tensor_list)
+        inputs = listed(ALL_TO_ALL, "input_tensor_list", input_tensor_list)
+        return self.issue(Call(ALL_TO_ALL, inputs, outputs, async_op=async_op, label=log_name))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        if (
+            not output_split_sizes
+            and not input_split_sizes
+            and self.shortly(ALL_TO_ALL_SINGLE, async_op, log_name, output, input)
+        ):
+            return None
+        return self.issue(
+            Call(
+                ALL_TO_ALL_SINGLE,
+                (input,),
+                (output,),
+                input_splits=_splits("input", input_split_sizes),
+                output_splits=_splits("output", output_split_sizes),
+                async_op=async_op,
+                label=log_name,
+            )
+        )
+
+    # Coalesced forms
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        reduce, factor = parse_reduce(op)
+        members = listed(ALL_REDUCE_COALESCED, "tensors", tensors)
+        return self.issue(
+            Call(ALL_REDUCE_COALESCED, members, members, reduce, factor, async_op=async_op, label=log_name)
+        )
+
+    def all_gather_coalesced(
+        self,
+        output_tensor_lists: Sequence[Sequence[Tensor]],
+        input_tensor_list: Sequence[Tensor],
+        async_op: bool = False,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        """`output_tensor_lists[r][i]` receives rank r's input i, as torch has it."""
+        inputs = listed(ALL_GATHER_COALESCED, "input_tensor_list", input_tensor_list)
+        rows = [
+            listed(ALL_GATHER_COALESCED, f"output_tensor_lists[{rank}]", row)
+            for rank, row in enumerate(listed(ALL_GATHER_COALESCED, "output_tensor_lists", output_tensor_lists))
+        ]
+        if len(rows) != self.size:
+            raise UsageError(
+                f"all_gather_coalesced: output_tensor_lists has {len(rows)} lists, one for each of the group's "
+                f"{self.size} ranks is needed"
+            )
+        for rank, row in enumerate(rows):
+            if len(row) != len(inputs):
+                raise UsageError(
+                    f"all_gather_coalesced: output_tensor_lists[{rank}] has {len(row)} tensors for {len(inputs)} inputs"
+                )
+        by_input = [row[i] for i in range(len(inputs)) for row in rows]
+        return self.issue(Call(ALL_GATHER_COALESCED, inputs, by_input, async_op=async_op, label=log_name))
+
+    def reduce_scatter_coalesced(
+        self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, *, log_name: str | None = None
+    ) -> list[Tensor]:
+        """Reduces each tensor and returns this rank's share of each, flat; the last share is shorter, or
+        empty, where a tensor's size does not divide by the group's."""
+        reduce, factor = parse_reduce(op)
+        members = listed(REDUCE_SCATTER_COALESCED, "tensors", tensors)
+        padded = [_padded(tensor, self.size) for tensor in members]
+        shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in padded]
+        self.issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
+        return [
+            share[: max(0, min(share.numel(), tensor.numel() - self.rank * share.numel()))]
+            for tensor, share in zip(members, shares, strict=True)
+        ]
+
+    # Point-to-point
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> None:
+        self._send(tensor, dst, tag, group_dst, log_name, async_op=False)
+
+    def isend(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        return self._send(tensor, dst, tag, group_dst, log_name, async_op=True)
+
+    def _send(
+        self, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None, label: str | None, async_op: bool
+    ) -> Work | None:
+        peer = self.place("dst", dst, group_dst)
+        if peer == self.rank:
+            raise UsageError("a rank cannot send to itself")
+        tag = _tag(tag)
+        if self.shortly(SEND, False, label, tensor, peer, tag, async_op):
+            return Sent() if async_op else None
+        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> int:
+        """Returns the global rank that the message came from."""
+        peer, tag = self._source(src, group_src), _tag(tag)
+        if self.shortly(RECV, False, log_name, tensor, peer, tag):
+            return self.ranks[peer]
+        call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
+        self.issue(call)
+        return self.ranks[call.peer]
+
+    def irecv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        group_src: int | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        peer = self._source(src, group_src)
+        return self.issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
+
+    def _source(self, src: int | None, group_src: int | None) -> int:
+        peer = ANY_SOURCE if src is None and group_src is None else self.place("src", src, group_src)
+        if peer == self.rank:
+            raise UsageError("a rank cannot receive from itself")
+        return peer
+
+    # Meeting
+
+    def barrier(
+        self,
+        async_op: bool = False,
+        device_ids: Sequence[int] | None = None,
+        timeout: timedelta | float | None = None,
+        *,
+        log_name: str | None = None,
+    ) -> Work | None:
+        if timeout is None and self.shortly(BARRIER, async_op, log_name):
+            return None
+        return self.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False, *, log_name: str | None = None
+    ) -> None:
+        """A barrier through the store, on any backend, whose error names the ranks that did not come."""
+        self.require_health()
+        at_once = timeout in (0, timedelta(0))
+        limit = 0.0 if at_once else seconds(timeout) or self.info.timeout
+        with self.recorded(BARRIER, log_name or "monitored_barrier"):
+            monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
+
+
+def _splits(what: str, sizes: Sequence[int] | None) -> list[int] | None:
+    """None, or nothing, for equal shares, as torch has it."""
+    try:
+        return None if sizes is None else [index(size) for size in sizes] or None
+    except TypeError:
+        raise UsageError(f"all_to_all_single: {what}_split_sizes is a list of integers, not {sizes!r}") from None
+
+
+def _tag(tag: int) -> int:
+    try:
+        number = index(tag)
+    except TypeError:
+        raise UsageError(f"tag={tag!r} is not an integer") from None
+    if not -_MOST_TAG <= number <= _MOST_TAG:
+        raise UsageError(f"tag={tag} is not between -{_MOST_TAG} and {_MOST_TAG}")
+    return number
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"reduce_scatter_coalesced takes tensors, not {type(tensor).__name__}")
+    flat = tensor.detach().reshape(-1)
+    short = -flat.numel() % size
+    return flat if not short else _extended(flat, short)
+
+
+def _extended(flat: Tensor, by: int) -> Tensor:
+    longer = flat.new_zeros(flat.numel() + by)
+    longer[: flat.numel()] = flat
+    return longer

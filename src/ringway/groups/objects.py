@@ -1,0 +1,314 @@
+"""Python objects between ranks.
+
+An object travels on the CPU as a header and a body. The header says how long the body is and what its checksum
+must be, and it can also say that the sender could not send: so a sender's failure is an error on every rank
+instead of a hang. Bodies are pickles (protocol 5) with the large buffers behind them, copied once.
+
+Whoever may join the job may run code in it, because objects are pickled; joining is what is guarded.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import ringway._core as _core
+from ringway.call import Reduce, ReduceOp, parse_reduce
+from ringway.errors import ObjectError, UsageError
+from ringway.groups.communicator import Communicator
+
+_MAGIC = 0x52574F31
+_HEADER = struct.Struct("<IIQIQI")
+_HEADER_BYTES = _HEADER.size
+_CHUNK = 64 << 20
+_SENT, _TOO_LARGE, _NOT_PICKLED = 0, 1, 2
+
+_FOREIGN_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class _Header:
+    state: int
+    nbytes: int
+    checksum: int
+    limit: int
+    """What the sender accepts from others."""
+
+    def pack(self) -> Tensor:
+        plain = _HEADER.pack(_MAGIC, self.state, self.nbytes, self.checksum, self.limit, 0)[:-4]
+        return torch.frombuffer(bytearray(plain + struct.pack("<I", _core.crc32c(plain))), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(tensor: Tensor, sender: int) -> _Header:
+        raw = tensor.numpy().tobytes()
+        magic, state, nbytes, checksum, limit, own = _HEADER.unpack(raw)
+        if magic != _MAGIC or own != _core.crc32c(raw[:-4]) or nbytes > _FOREIGN_LIMIT:
+            raise ObjectError(f"the object message of rank {sender} is corrupt: its header is not one", sender=sender)
+        return _Header(state, nbytes, checksum, limit)
+
+
+def _encode(obj: Any, limit: int) -> tuple[_Header, Tensor, BaseException | None]:
+    """The object's header and body; a body that cannot be sent is empty, and the reason comes along."""
+    nothing = torch.empty(0, dtype=torch.uint8)
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    except Exception as error:
+        return _Header(_NOT_PICKLED, 0, 0, limit), nothing, error
+    views = [buffer.raw() for buffer in buffers]
+    lengths = struct.pack(f"<I{len(views) + 1}Q", len(views), len(head), *(view.nbytes for view in views))
+    total = len(lengths) + len(head) + sum(view.nbytes for view in views)
+    if total > limit:
+        return _Header(_TOO_LARGE, total, 0, limit), nothing, None
+    body = bytearray(total)
+    place = 0
+    for piece in (lengths, head, *views):
+        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+        body[place : place + size] = piece
+        place += size
+    return _Header(_SENT, total, _core.crc32c(body), limit), torch.frombuffer(body, dtype=torch.uint8), None
+
+
+def _decode(header: _Header, body: Tensor, sender: int) -> Any:
+    view = memoryview(body.numpy())  # type: ignore[arg-type]
+    if _core.crc32c(view) != header.checksum:
+        raise ObjectError(f"the object of rank {sender} arrived damaged: its checksum does not match", sender=sender)
+    try:
+        count, first = struct.unpack_from("<IQ", view)
+        lengths = struct.unpack_from(f"<{count}Q", view, 12)
+        place = 12 + 8 * count
+        head = view[place : place + first]
+        place += first
+        buffers = []
+        for length in lengths:
+            buffers.append(view[place : place + length])
+            place += length
+        return pickle.loads(head, buffers=buffers)
+    except Exception as error:
+        raise ObjectError(
+            f"the object of rank {sender} cannot be unpickled here: {type(error).__name__}: {error}", sender=sender
+        ) from error
+
+
+def _check(header: _Header, sender: int, limit: int, cause: BaseException | None = None) -> None:
+    if header.state == _NOT_PICKLED:
+        raise ObjectError(f"rank {sender} could not pickle its object" + (f": {cause}" if cause else ""), sender=sender)
+    if header.state == _TOO_LARGE or header.nbytes > limit:
+        raise ObjectError(
+            f"the object of rank {sender} has {header.nbytes} bytes, and the limit is {limit}; "
+            "raise RINGWAY_MAX_OBJECT_BYTES if this is meant",
+            sender=sender,
+        )
+
+
+class ObjectChannel:
+    """The object collectives of one communicator. Ranks here are the group's own."""
+
+    def __init__(self, communicator: Communicator, limit: int) -> None:
+        self._communicator = communicator
+        self._limit = limit
+
+    def _global(self, rank: int) -> int:
+        return self._communicator.ranks[rank]
+
+    def _headers(self, mine: _Header, cause: BaseException | None) -> list[_Header]:
+        """Everybody's header. All ranks see the same ones and go by the smallest limit, so all raise, or none, and the
+        group stays usable."""
+        size = self._communicator.size
+        gathered = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
+        self._communicator.all_gather_into_tensor(gathered, mine.pack(), log_name="object header")
+        headers = [_Header.unpack(row, self._global(i)) for i, row in enumerate(gathered.view(size, -1))]
+        limit = min(header.limit for header in headers)
+        for i, header in enumerate(headers):
+            _check(header, self._global(i), limit, cause if i == self._communicator.rank else None)
+        return headers
+
+    def _decoded(self, headers: list[_Header], bodies: list[Tensor]) -> list[Any]:
+        pairs = zip(headers, bodies, strict=True)
+        return [_decode(header, body[: header.nbytes], self._global(i)) for i, (header, body) in enumerate(pairs)]
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        header, body, cause = _encode(obj, self._limit)
+        headers = self._headers(header, cause)
+        bodies = [torch.empty(h.nbytes, dtype=torch.uint8) for h in headers]
+        self._communicator.all_gather(bodies, body, log_name="object")
+        return self._decoded(headers, bodies)
+
+    def gather(self, obj: Any, root: int) -> list[Any] | None:
+        header, body, cause = _encode(obj, self._limit)
+        headers = self._headers(header, cause)
+        longest = max(h.nbytes for h in headers)
+        bodies = None
+        if self._communicator.rank == root:
+            bodies = [torch.empty(longest, dtype=torch.uint8) for _ in headers]
+        self._communicator.gather(_stretched(body, longest), bodies, group_dst=root, log_name="object")
+        if bodies is None:
+            return None
+        return [
+            _decode(h, b[: h.nbytes], self._global(i)) for i, (h, b) in enumerate(zip(headers, bodies, strict=True))
+        ]
+
+    def broadcast(self, obj: Any, root: int) -> Any:
+        if self._communicator.rank == root:
+            header, body, cause = _encode(obj, self._limit)
+            self._communicator.broadcast(header.pack(), group_src=root, log_name="object header")
+            _check(header, self._global(root), self._limit, cause)
+            self._in_chunks(header, body, lambda piece: self._broadcast_piece(piece, root))
+            return obj
+        received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._communicator.broadcast(received, group_src=root, log_name="object header")
+        return self._take(received, root, lambda piece: self._broadcast_piece(piece, root))
+
+    def _broadcast_piece(self, piece: Tensor, root: int) -> None:
+        self._communicator.broadcast(piece, group_src=root, log_name="object")
+
+    def send(self, obj: Any, peer: int) -> None:
+        header, body, cause = _encode(obj, self._limit)
+        self._communicator.send(header.pack(), group_dst=peer, log_name="object header")
+        _check(header, self._global(self._communicator.rank), self._limit, cause)
+        self._in_chunks(header, body, lambda piece: self._communicator.send(piece, group_dst=peer, log_name="object"))
+
+    def recv(self, peer: int | None) -> tuple[Any, int]:
+        """The object and the group's rank that sent it."""
+        received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        source = self._communicator.recv(received, group_src=peer, log_name="object header")
+        sender = self._communicator.ranks.index(source)
+
+        def piece_from(piece: Tensor) -> None:
+            self._communicator.recv(piece, group_src=sender, log_name="object")
+
+        return self._take(received, sender, piece_from), sender
+
+    def _take(self, received: Tensor, sender: int, receive: Callable[[Tensor], None]) -> Any:
+        """A body that is larger than this rank's limit is still received, piece by piece into nothing, so that
+        the group stays in step; then it is refused."""
+        header = _Header.unpack(received, self._global(sender))
+        if header.state != _SENT:
+            _check(header, self._global(sender), self._limit)
+        body = torch.empty(header.nbytes if header.nbytes <= self._limit else 0, dtype=torch.uint8)
+        self._in_chunks(header, body, receive)
+        _check(header, self._global(sender), self._limit)
+        return _decode(header, body, self._global(sender))
+
+    @staticmethod
+    def _in_chunks(header: _Header, body: Tensor, move: Callable[[Tensor], None]) -> None:
+        scrap = torch.empty(min(_CHUNK, header.nbytes) if body.numel() == 0 else 0, dtype=torch.uint8)
+        for start in range(0, header.nbytes, _CHUNK):
+            stop = min(start + _CHUNK, header.nbytes)
+            move(body[start:stop] if body.numel() else scrap[: stop - start])
+
+    def scatter(self, objects: Sequence[Any] | None, root: int) -> Any:
+        size = self._communicator.size
+        headers = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
+        bodies: list[Tensor] = []
+        cause: BaseException | None = None
+        if self._communicator.rank == root:
+            assert objects is not None
+            packed = []
+            for obj in objects:
+                header, body, error = _encode(obj, self._limit)
+                cause = cause or error
+                packed.append(header.pack())
+                bodies.append(body)
+            headers = torch.cat(packed)
+        self._communicator.broadcast(headers, group_src=root, log_name="object header")
+        rows = [
+            _Header.unpack(headers[i * _HEADER_BYTES : (i + 1) * _HEADER_BYTES], self._global(root))
+            for i in range(size)
+        ]
+        for row in rows:
+            _check(row, self._global(root), row.limit, cause)
+        longest = max(row.nbytes for row in rows)
+        mine = torch.empty(longest, dtype=torch.uint8)
+        stretched = [_stretched(body, longest) for body in bodies]
+        self._communicator.scatter(mine, stretched, group_src=root, log_name="object")
+        header = rows[self._communicator.rank]
+        _check(header, self._global(root), self._limit)  # after the others were served, who may accept more
+        return _decode(header, mine[: header.nbytes], self._global(root))
+
+
+def _stretched(body: Tensor, to: int) -> Tensor:
+    longer = torch.empty(to, dtype=torch.uint8)
+    longer[: body.numel()] = body
+    return longer
+
+
+# Reducing objects
+
+_NUMBERS: dict[Reduce, Callable[[Any, Any], Any]] = {
+    Reduce.SUM: lambda a, b: a + b,
+    Reduce.AVG: lambda a, b: a + b,
+    Reduce.PRODUCT: lambda a, b: a * b,
+    Reduce.BAND: lambda a, b: a & b,
+    Reduce.BOR: lambda a, b: a | b,
+    Reduce.BXOR: lambda a, b: a ^ b,
+}
+
+
+def _pair(reduce: Reduce) -> Callable[[Any, Any], Any]:
+    if reduce not in (Reduce.MIN, Reduce.MAX):
+        return _NUMBERS[reduce]
+    least = reduce is Reduce.MIN
+
+    def extreme(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor):
+            return torch.minimum(a, b) if least else torch.maximum(a, b)
+        if isinstance(a, np.ndarray):
+            return np.minimum(a, b) if least else np.maximum(a, b)
+        return min(a, b) if least else max(a, b)
+
+    return extreme
+
+
+def _combine(a: Any, b: Any, pair: Callable[[Any, Any], Any], path: str, rank: int) -> Any:
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            odd = sorted(map(str, a.keys() ^ b.keys()))
+            raise UsageError(f"reduce_object: the keys of {path} differ on rank {rank}: {', '.join(odd)}")
+        return {key: _combine(value, b[key], pair, f"{path}[{key!r}]", rank) for key, value in a.items()}
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        if len(a) != len(b):
+            raise UsageError(f"reduce_object: {path} has {len(a)} entries, and {len(b)} on rank {rank}")
+        joined = [_combine(x, y, pair, f"{path}[{i}]", rank) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+        return type(a)(*joined) if hasattr(a, "_fields") else type(a)(joined)
+    leaves = (Tensor, np.ndarray, np.generic, int, float, complex)
+    if isinstance(a, leaves) and isinstance(b, leaves):
+        return pair(a, b)
+    raise UsageError(
+        f"reduce_object: {path} is {type(a).__name__}, and {type(b).__name__} on rank {rank}; numbers, tensors, "
+        "arrays and dicts, lists and tuples of them can be reduced, or pass a callable as op"
+    )
+
+
+def _each(value: Any, apply: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _each(entry, apply) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [_each(entry, apply) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return apply(value)
+
+
+def reduce_objects(objects: Sequence[Any], ranks: Sequence[int], op: Any = ReduceOp.SUM) -> Any:
+    """Folds the ranks' objects in rank order. AVG divides the sum, as true division."""
+    if callable(op) and not isinstance(op, ReduceOp):
+        total = objects[0]
+        for obj in objects[1:]:
+            total = op(total, obj)
+        return total
+    reduce, factor = parse_reduce(op)
+    if reduce is Reduce.PREMUL_SUM:
+        objects = [_each(obj, lambda leaf: leaf * factor) for obj in objects]
+        reduce = Reduce.SUM
+    pair = _pair(reduce)
+    total = objects[0]
+    for rank, obj in zip(ranks[1:], objects[1:], strict=True):
+        total = _combine(total, obj, pair, "the object", rank)
+    return _each(total, lambda leaf: leaf / len(objects)) if reduce is Reduce.AVG else total

@@ -1,0 +1,186 @@
+"""Asking other ranks where they are.
+
+Each rank has a responder (csrc/record/responder.h) and leaves its address in the job's store. To ask it takes one short
+connection and neither the GIL nor any help of the rank that is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ringway.observe.recorder import RecordedCall, recorded
+
+ASK_SECONDS = 3.0
+"""A rank that holds the GIL answers after one second."""
+
+_MAX_REPLY = 4 << 20
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank answers, and which process it is."""
+
+    rank: int
+    host: str
+    ip: str
+    port: int
+    token: str
+    pid: int
+    namespace: str = field(default_factory=_namespace)
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpack(text: str) -> Address:
+        return Address(**json.loads(text))
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def seems_gone(self) -> bool:
+        """Whether this host's table of processes says so: nothing is sent."""
+        return _process_state(self)[0] in ("Z", "X", "gone")
+
+    @property
+    def is_neighbour(self) -> bool:
+        """Whether the pid means the same process here."""
+        return self.host == socket.gethostname() and self.namespace == _namespace()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of asking a rank: it is 'here', it is 'leaving', its process is 'gone', or it is 'silent'."""
+
+    rank: int
+    state: str
+    address: Address | None = None
+    calls: tuple[RecordedCall, ...] = ()
+    now_ns: int = 0
+    stacks: str = ""
+    detail: str = ""
+    signal: int | None = None
+    total: int = 0
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}" if self.address is None else self.address.who
+
+    def of_group(self, group: str) -> dict[int, RecordedCall]:
+        """The collectives of a group by number."""
+        return {call.sequence: call for call in self.calls if call.group == group and call.op not in ("send", "recv")}
+
+    def under_way(self) -> list[RecordedCall]:
+        return [call for call in self.calls if call.state == "issued"]
+
+
+def request(connection: socket.socket, token: str, kind: str, group: str) -> dict[str, Any] | None:
+    """One question on a connection; None where the other side closed it without an answer."""
+    name = group.encode()[:65535]
+    connection.sendall(token.encode() + kind.encode() + len(name).to_bytes(2, "little") + name)
+    parts: list[bytes] = []
+    total = 0
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+        total += len(part)
+        if total > _MAX_REPLY:
+            raise ConnectionError("the reply is too long")
+    if not parts:
+        return None
+    reply: dict[str, Any] = json.loads(b"".join(parts).decode("utf-8", "replace"))
+    return reply
+
+
+def ask(address: Address, group: str = "", *, stacks: bool = True, timeout: float = ASK_SECONDS) -> Answer:
+    """Where the rank at `address` is. Never raises, and ends within about twice `timeout`."""
+    for attempt in range(2):
+        try:
+            with socket.create_connection((address.ip, address.port), timeout) as connection:
+                connection.settimeout(timeout)
+                reply = request(connection, address.token, "S" if stacks else "C", group)
+        except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+            reply = None
+        except (OSError, ValueError) as error:
+            return _silent(address, str(error) or type(error).__name__)
+        if reply is not None:
+            return _answer(address, reply)
+        if attempt == 0:  # a process that is being torn down loses its sockets one by one
+            time.sleep(0.1)
+    return _gone(address)
+
+
+def _answer(address: Address, reply: Mapping[str, Any]) -> Answer:
+    return Answer(
+        address.rank,
+        "leaving" if reply["leaving"] else "here",
+        address,
+        tuple(recorded(row) for row in reply["calls"]),
+        reply["now"],
+        reply["stacks"],
+        reply["leaving"],
+        total=reply["total"],
+    )
+
+
+def _silent(address: Address, why: str) -> Answer:
+    state, code = _process_state(address)
+    if state in ("Z", "X", "gone"):
+        return _gone(address)
+    if state in ("T", "t"):
+        why = "its process is stopped (SIGSTOP, or a debugger)"
+    return Answer(address.rank, "silent", address, detail=why, signal=code)
+
+
+def _gone(address: Address) -> Answer:
+    _, code = _process_state(address)
+    detail = "its process is gone"
+    if code:
+        detail += f", killed by {_signal_name(code)}"
+    return Answer(address.rank, "gone", address, detail=detail, signal=code)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _process_state(address: Address) -> tuple[str, int | None]:
+    """The letter of /proc/PID/stat, 'gone', or '' where it cannot be known; and the signal that ended a process
+    which nobody has reaped yet: the only ones of which the kernel tells."""
+    if not address.is_neighbour:
+        return "", None
+    try:
+        with open(f"/proc/{address.pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "gone", None
+    status = int(fields[49]) if len(fields) > 49 else 0
+    return fields[0], (status & 0x7F) or None if fields[0] in ("Z", "X") else None
+
+
+def ask_all(addresses: Iterable[Address], group: str, *, stacks: bool = True) -> dict[int, Answer]:
+    """All at once, so that one silent rank does not delay the others."""
+    targets = list(addresses)
+    if not targets:
+        return {}
+    with ThreadPoolExecutor(max_workers=min(len(targets), 32)) as threads:
+        answers = threads.map(lambda address: ask(address, group, stacks=stacks), targets)
+        return {answer.rank: answer for answer in answers}

@@ -1,0 +1,166 @@
+"""Who is to blame for a call that waits: out of what each rank says of itself, one verdict in words.
+
+Nothing here communicates; `stall.py` asks, this judges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ringway.call import OP_BY_NAME
+from ringway.observe.recorder import RecordedCall
+from ringway.observe.stall.peers import Answer
+
+_STACK_LINES = 14
+_NOT_THE_PROGRAMS = ("ringway-", "pytest_timeout")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`missing` are the global ranks that the call waits for, `gone` those of them whose process is no more;
+    `sides` is what ranks called instead of one another, by global rank."""
+
+    text: str
+    missing: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
+    sides: Mapping[int, str] = field(default_factory=dict)
+    parted_at: int | None = None
+
+
+def same_call(one: RecordedCall, other: RecordedCall) -> bool:
+    """Whether two ranks made the same call, as far as it must be the same."""
+    if one.op != other.op:
+        return False
+    agree = OP_BY_NAME[one.op].agree
+    return (
+        ("bytes" not in agree or one.nbytes == other.nbytes)
+        and ("dtype" not in agree or one.dtype == other.dtype)
+        and ("reduce" not in agree or one.reduce == other.reduce)
+        and ("root" not in agree or one.peer == other.peer)
+    )
+
+
+def judge(
+    call: RecordedCall, waited: float, own: Answer, ranks: Sequence[int], answers: Mapping[int, Answer]
+) -> Verdict:
+    """The verdict on this rank's `call`, which has waited so many seconds. `ranks` are the group's members by
+    global rank; `answers` are those of the others, as far as they have an address."""
+    parted = _parting(call, own, answers)
+    if parted is not None:
+        return parted
+    relevant = _awaited(call, own.rank, ranks)
+    missing: list[int] = []
+    gone: list[int] = []
+    stories: list[str] = []
+    gave_up: list[str] = []
+    for rank in relevant:
+        answer = answers.get(rank)
+        surrender = None if answer is None else _surrender(call, answer)
+        if surrender is not None:
+            gave_up.append(surrender)
+            continue
+        story = f"rank {rank} never said where it answers" if answer is None else _story(call, answer)
+        if story is not None:
+            missing.append(rank)
+            stories.append(story)
+            if answer is not None and answer.state in ("gone", "leaving"):
+                gone.append(rank)
+    head = f"{call.describe()} has waited {waited:.0f} s"
+    if not missing and gave_up:
+        text = f"{call.describe()} came too late: {'; '.join(gave_up)}, waiting for this rank {own.rank}"
+        return Verdict(text, (own.rank,))
+    if not missing:
+        return Verdict(f"{head}; every rank has come to it, so the data itself is slow or stuck on its way")
+    return Verdict(f"{head} for {named(missing)}; " + "; ".join(stories), tuple(missing), tuple(gone))
+
+
+def _awaited(call: RecordedCall, rank: int, ranks: Sequence[int]) -> list[int]:
+    """The ranks whose coming the call needs."""
+    if not OP_BY_NAME[call.op].collective and call.peer is not None and 0 <= call.peer < len(ranks):
+        return [ranks[call.peer]]
+    return [other for other in ranks if other != rank]
+
+
+def _parting(call: RecordedCall, own: Answer, answers: Mapping[int, Answer]) -> Verdict | None:
+    """The first call of the group that ranks made differently, up to the one that waits."""
+    if not OP_BY_NAME[call.op].collective:
+        return None
+    mine = {**own.of_group(call.group), call.sequence: call}
+    first: int | None = None
+    for answer in answers.values():
+        theirs = answer.of_group(call.group)
+        differ = [n for n in mine if n in theirs and not same_call(mine[n], theirs[n])]
+        if differ:
+            first = min(differ) if first is None else min(first, *differ)
+    if first is None:
+        return None
+    calls = {own.rank: mine[first]} if first in mine else {}
+    calls |= {a.rank: a.of_group(call.group)[first] for a in answers.values() if first in a.of_group(call.group)}
+    sides = {rank: calls[rank].describe() for rank in sorted(calls)}
+    lines = [f"ranks of the group {call.group} part at call #{first}"]
+    lines += [f"  rank {rank}: {side}" for rank, side in sides.items()]
+    odd = tuple(rank for rank in sides if rank != own.rank and not same_call(calls[rank], mine[first]))
+    return Verdict("\n".join(lines), odd, (), sides, first)
+
+
+def _story(call: RecordedCall, answer: Answer) -> str | None:
+    """Why the call still waits for this rank; None where the rank has come."""
+    if answer.state == "gone":
+        return f"{answer.who}: {answer.detail}"
+    if answer.state == "leaving":
+        return f"{answer.who} is leaving: {answer.detail}"
+    if answer.state == "silent":
+        return f"{answer.who} does not answer: {answer.detail}"
+    if OP_BY_NAME[call.op].collective:
+        theirs = answer.of_group(call.group)
+        if call.sequence in theirs or any(number > call.sequence for number in theirs):
+            return None
+    return whereabouts(answer)
+
+
+def _surrender(call: RecordedCall, answer: Answer) -> str | None:
+    """That a living rank came to the call and gave it up; None where it did not."""
+    if answer.state != "here" or not OP_BY_NAME[call.op].collective:
+        return None
+    same = answer.of_group(call.group).get(call.sequence)
+    if same is None or same.state != "failed":
+        return None
+    lasted = (same.completed_ns - same.issued_ns) / 1e9
+    return f"{answer.who} gave up {same.op} #{same.sequence} at {same.place} after {lasted:.0f} s"
+
+
+def whereabouts(answer: Answer) -> str:
+    """What a living rank is doing."""
+    busy = answer.under_way()
+    if busy:
+        oldest = busy[0]
+        since = (answer.now_ns - oldest.issued_ns) / 1e9
+        return f"{answer.who} is in {oldest.describe()} since {since:.0f} s"
+    if answer.calls:
+        latest = max(answer.calls, key=lambda call: call.completed_ns)
+        idle = (answer.now_ns - latest.completed_ns) / 1e9
+        text = (
+            f"{answer.who} has issued nothing for {idle:.0f} s, since {latest.op} #{latest.sequence} at {latest.place}"
+        )
+    else:
+        text = f"{answer.who} has issued nothing at all"
+    stack = own_stack(answer.stacks)
+    return text + (f"; its Python stack:\n{stack}" if stack else "; its Python stack is not to be had")
+
+
+def own_stack(stacks: str) -> str:
+    """Of all threads' stacks the main thread's, innermost frame first."""
+    threads = [part for part in re.split(r"\n(?=(?:Current t|T)hread )", stacks.strip()) if part]
+    programs = [part for part in threads if not any(name in part.splitlines()[0] for name in _NOT_THE_PROGRAMS)]
+    chosen = next((part for part in programs if "MainThread" in part.splitlines()[0]), None)
+    # The interpreter's own dump has no names; it lists the newest thread first, so the main thread is last.
+    chosen = chosen or (programs[-1] if programs else "")
+    lines = [f"    {line.strip()}" for line in chosen.splitlines()[1:]]
+    return "\n".join(lines[:_STACK_LINES] + (["    ..."] if len(lines) > _STACK_LINES else []))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """rank 3; ranks 3, 5"""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,185 @@
+"""`trace(path)`: all ranks' calls in one file that Chrome and Perfetto open.
+
+A rank is a process there and a group a track in it; calls that overlap get tracks of their own. Times are rank 0's
+clock. The file is bounded: past `limit` calls a rank only counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as c10d
+import torch.distributed.distributed_c10d as c10d_module
+
+from ringway.call import OP_BY_NAME
+from ringway.errors import UsageError
+from ringway.groups.objects import ObjectChannel
+from ringway.groups.world import world
+from ringway.observe.files import write_whole
+from ringway.observe.log.quiet import quiet
+from ringway.observe.log.summary import bus_factor
+from ringway.observe.recorder import recorded
+from ringway.observe.trace.clock import offset_from_rank_0
+
+LIMIT = 200_000
+HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+"""How the file begins. One event a line follows, then a line `],` and the rest: a reader need not hold it whole."""
+_LANES = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of a trace: rows of the recorder, and what makes its clock rank 0's."""
+
+    rank: int
+    host: str
+    pid: int
+    offset_ns: int
+    dropped: int
+    rows: Sequence[Sequence[Any]]
+
+
+_traces = 0
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Iterator[None]:
+    """Writes every call made meanwhile, of all ranks, to `path`. Every rank enters and leaves it. If the block
+    raises, or the others cannot be asked, each rank writes its own calls to `path.rankN` instead."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 < limit < 2**63:
+        raise UsageError(f"limit={limit!r} is not a number of calls")
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UsageError("a trace is being kept already: the recorder keeps one at a time")
+    try:
+        recorder = world.recorder
+        recorder.start_trace(limit)
+        try:
+            yield
+        except BaseException:
+            rows, dropped = recorder.stop_trace()
+            _write_own(path, _own_part(rows, dropped, 0))
+            raise
+        rows, dropped = recorder.stop_trace()
+        _finish(path, rows, dropped)
+    finally:
+        _one_at_a_time.release()
+
+
+def _own_part(rows: Sequence[Any], dropped: int, offset: int) -> Part:
+    rank = c10d.get_rank() if c10d.is_initialized() else 0
+    return Part(rank, socket.gethostname(), os.getpid(), offset, dropped, rows)
+
+
+def _finish(path: str | os.PathLike[str], rows: Sequence[Any], dropped: int) -> None:
+    global _traces
+    _traces += 1
+    if not c10d.is_initialized() or c10d.get_world_size() == 1:
+        write_whole(path, encoded([_own_part(rows, dropped, 0)]))
+        return
+    try:
+        group = c10d.group.WORLD
+        assert group is not None
+        store = c10d_module._world.pg_map[group][1]
+        offset = offset_from_rank_0(store, c10d.get_rank(), c10d.get_world_size(), f"trace/{_traces}")
+        with quiet():
+            channel = ObjectChannel(world.communicator(None), world.max_object_bytes)
+            parts = channel.gather(_own_part(rows, dropped, offset), 0)
+    except Exception as error:  # a group that is broken has still left a trace on every rank
+        warnings.warn(
+            f"ringway: the ranks' traces could not be gathered ({type(error).__name__}: {error}); each writes its own",
+            stacklevel=4,
+        )
+        _write_own(path, _own_part(rows, dropped, 0))
+        return
+    if parts is not None:
+        write_whole(path, encoded(parts))
+
+
+def _write_own(path: str | os.PathLike[str], part: Part) -> None:
+    write_whole(f"{os.fspath(path)}.rank{part.rank}", encoded([part]))
+
+
+def encoded(parts: Sequence[Part]) -> Iterator[bytes]:
+    """The file, event by event."""
+    yield HEAD
+    first = True
+    for event in events(parts):
+        yield (b"" if first else b",\n") + json.dumps(event).encode()
+        first = False
+    facts = {"made_by": "ringway", "ranks": len(parts), "dropped": sum(part.dropped for part in parts)}
+    yield b"\n],\n" + f'"otherData":{json.dumps(facts)}}}\n'.encode()
+
+
+def events(parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    starts = [row[9] + part.offset_ns for part in parts for row in part.rows]
+    origin = min(starts, default=0)
+    for part in parts:
+        name = f"rank {part.rank} ({part.host}, pid {part.pid})"
+        yield {"ph": "M", "name": "process_name", "pid": part.rank, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": part.rank, "args": {"sort_index": part.rank}}
+        tracks = _Tracks(part.rank)
+        for row in sorted(part.rows, key=lambda row: row[9]):
+            yield from _call_events(row, part, origin, tracks)
+
+
+class _Tracks:
+    """Numbers for the tracks of one rank: one for each group, and more where its calls overlap."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._busy: dict[str, list[int]] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def place(self, group: str, start: int, end: int) -> tuple[int, dict[str, Any] | None]:
+        """The track for a call, and the event that names it if it is new."""
+        lanes = self._busy.setdefault(group, [])
+        lane = next((i for i, until in enumerate(lanes) if until <= start), None)
+        if lane is None:
+            lane = min(len(lanes), _LANES - 1)
+            lanes[lane:] = [0]
+        lanes[lane] = end
+        number = self._numbers.get((group, lane))
+        if number is not None:
+            return number, None
+        number = self._numbers[group, lane] = len(self._numbers)
+        name = f"group {group}" + (f", overlapping {lane}" if lane else "")
+        return number, {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": number, "args": {"name": name}}
+
+
+def _call_events(row: Sequence[Any], part: Part, origin: int, tracks: _Tracks) -> Iterator[dict[str, Any]]:
+    call = recorded(row)
+    took = max(call.completed_ns - call.issued_ns, 1)
+    number, named = tracks.place(call.group, call.issued_ns, call.completed_ns)
+    if named is not None:
+        yield named
+    rate = call.nbytes / took
+    yield {
+        "ph": "X",
+        "name": call.label or call.op,
+        "cat": "p2p" if call.op in ("send", "recv") else "collective",
+        "pid": part.rank,
+        "tid": number,
+        "ts": (call.issued_ns + part.offset_ns - origin) / 1e3,
+        "dur": took / 1e3,
+        "args": {
+            "op": call.op,
+            "sequence": call.sequence,
+            "group": call.group,
+            "group_size": call.size,
+            "bytes": call.nbytes,
+            "dtype": None if call.dtype is None else str(call.dtype).removeprefix("torch."),
+            "algbw_GBps": float(f"{rate:.6g}"),
+            "busbw_GBps": float(f"{rate * bus_factor(OP_BY_NAME[call.op].code, '', call.size):.6g}"),
+            "site": call.place,
+            "state": call.state,
+        },
+    }
