@@ -2,8 +2,8 @@
 
 The first rank of each host that comes to a group makes a segment (a memfd) and names it, with a token, in the group's
 corner of the store; its neighbours open it through /proc, which only processes of the same user on the same host can.
-A rank that cannot counts as a host of its own. The comparing is native (csrc/record/signatures.h); ranks of different hosts
-are compared through the store (across.py).
+A rank that cannot counts as a host of its own. The comparing is native (csrc/record/signatures.h); ranks of different
+hosts are compared through the store (compare/across_hosts.py).
 """
 
 from __future__ import annotations
