@@ -67,14 +67,11 @@ def completion_from_the_device(context: RankContext) -> Checked:
     """A call is complete, for whoever watches, when the device has finished it and not when it was issued: for the
     recorder, which nobody hurries; with the comms logger on; and for an observer."""
     dist = context.start("nccl")
+    from ringway.groups.listener import Listener
     from ringway.groups.world import world
 
-    class Watcher:
-        def issued(self, call: Any) -> None:
-            pass
-
-        def completed(self, call: Any, error: Any) -> None:
-            pass
+    class Watcher(Listener):
+        sees_calls = True
 
     torch.cuda.set_device(0)
     tensor = torch.ones(1 << 20, device="cuda")
@@ -87,7 +84,7 @@ def completion_from_the_device(context: RankContext) -> Checked:
             dist.configure(enabled=True)
         elif who == "observer":
             dist.configure(enabled=False)
-            world.watch(watcher)
+            world.listen(watcher)
         torch.cuda._sleep(600_000_000)
         began = time.perf_counter()
         dist.all_reduce(tensor)
@@ -100,7 +97,7 @@ def completion_from_the_device(context: RankContext) -> Checked:
         told = dist.recent_calls(1)[0].duration or 0.0
         fine &= issued_in < busy / 2 and abs(told - busy) < lateness
         said.append(f"{who}: issued in {1e3 * issued_in:.2f} ms, device {1e3 * busy:.1f} ms, told {1e3 * told:.1f} ms")
-    world.unwatch(watcher)
+    world.unlisten(watcher)
     return fine, "; ".join(said)
 
 

@@ -1,7 +1,7 @@
 """One communication layer for PyTorch: `import ringway as dist`.
 
-The names below are ringway's own; every other public name of `torch.distributed` is forwarded, so that a program
-written for it runs unchanged.
+The names below are ringway's own. Every other public name of `torch.distributed` is forwarded to torch, so a program
+written for torch.distributed runs unchanged.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ from ringway.api.objects import (
 )
 from ringway.backends.base import Backend
 from ringway.call import ReduceOp, premul_sum
+from ringway.job.startup import start_up as _start_up
 from ringway.observe.recorder import recent_calls, status
-from ringway.observe.stall import explain as _faults  # noqa: F401 - attends every group from its beginning
 from ringway.work import Work
 
 ProcessGroup = _torch_distributed.ProcessGroup
@@ -182,7 +182,7 @@ _LAZY: dict[str, str] = {
     "trace": "ringway.observe.trace.writer",
     "stall_after": "ringway.observe.stall.watch",
 }
-"""Names whose room is entered only when they are used, so that `import ringway` stays quick."""
+"""Names whose module is imported on first use, to keep `import ringway` quick."""
 
 _LAZY_MODULES = frozenset({"compress", "parallel", "compat", "testing", "bench"})
 
@@ -200,3 +200,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY, *_LAZY_MODULES, *dir(_torch_distributed)})
+
+
+_start_up()

@@ -97,25 +97,25 @@ def in_any_mode(context: RankContext, backend: str) -> None:
 def two_collectives(context: RankContext, backend: str) -> list[str]:
     """The collectives that one compressed all-reduce makes."""
     context.start(backend)
+    from ringway.groups.listener import Listener
     from ringway.groups.world import world
 
     seen: list[str] = []
 
-    class Watch:
+    class Watch(Listener):
+        sees_calls = True
+
         def issued(self, call: Any) -> None:
             seen.append(call.op.name)
 
-        def completed(self, call: Any, error: BaseException | None) -> None:
-            pass
-
     watch = Watch()
     tensor = values_of(context.rank, 0, 5000)
-    world.watch(watch)
+    world.listen(watch)
     try:
         compressed_all_reduce(tensor, ErrorFeedback(), "onebit:tensor")
         compressed_all_reduce(tensor, ErrorFeedback(), "onebit")
     finally:
-        world.unwatch(watch)
+        world.unlisten(watch)
     return seen
 
 

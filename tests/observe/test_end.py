@@ -16,11 +16,13 @@ PROGRAM = """
     import os, pathlib, signal, time
     import torch
     import ringway as dist
-    from ringway.observe.stall.watch import watch
+    from ringway.groups.world import world
+    from ringway.observe.stall.watch import StallWatch
 
     dist.init_distributed({backend!r}, verbose=False)
     rank = dist.get_rank()
     store = torch.distributed.distributed_c10d._get_default_store()
+    watch = world.listener(StallWatch)
     while len(watch.job.addresses) < 3:  # it learns them soon, but not at once
         time.sleep(0.01)
     store.set("knows all " + str(rank), "")

@@ -24,6 +24,7 @@ from ringway.errors import ConfigError, RingwayError, UsageError
 from ringway.groups.world import world
 from ringway.observe import flight
 from ringway.observe.files import write_whole
+from ringway.observe.stall.watch import StallWatch
 from ringway.observe.start import prepare
 from ringway.testing import RankContext, RankPool
 
@@ -166,9 +167,7 @@ def dumped_in_a_native_wait(context: RankContext, path: str) -> Any:
 
 
 def peer_calls() -> list[Any]:
-    from ringway.observe.stall.watch import watch
-
-    answers = watch.ask(ringway.communicator().name, stacks=False)
+    answers = world.listener(StallWatch).ask(ringway.communicator().name, stacks=False)
     return [row for answer in answers.values() for row in answer.calls]
 
 

@@ -17,10 +17,12 @@ import torch
 
 import ringway
 from ringway.errors import RingwayError
-from ringway.observe.stall.watch import stall_after, watch
+from ringway.groups.world import world
+from ringway.observe.stall.watch import StallWatch, stall_after
 from ringway.testing import Outcome, RankContext, RankPool
 from ringway.testing.rank import leave
 
+watch = world.listener(StallWatch)
 BACKENDS = ("gloo", "shm")
 WORLD = 3
 NEVER = 1000.0
@@ -75,7 +77,7 @@ def explained() -> bool:
     said = [text for text in list(watch.verdicts) if "all_reduce #" in text and "for this rank" not in text]
     if any("does not answer" in text or "is not to be had" in text for text in said):
         watch.verdicts.clear()
-        watch._told.clear()
+        watch._reported.clear()
         return False
     return bool(said)
 
@@ -323,6 +325,6 @@ def test_what_fails_in_the_watch_is_said_once_and_disturbs_nothing(pool: RankPoo
     assert kind == "CommTimeout"
     assert facts["op"] == "all_reduce"
     said = outcomes[0].output
-    assert said.count("waiting calls could not be looked at (told once): LookupError: of the test's own") == 1
-    assert said.count("a failed call could not be explained (told once): LookupError: of the test's own") == 1
+    assert said.count("waiting calls could not be looked at (reported once): LookupError: of the test's own") == 1
+    assert said.count("a failed call could not be explained (reported once): LookupError: of the test's own") == 1
     pool.replace()

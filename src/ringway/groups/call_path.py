@@ -1,5 +1,5 @@
 """The one way in: every collective of a group passes `Issuer.issue`, whether the user called it, torch's own
-functions did, or DDP. It is checked, numbered, recorded, started, and its end told to the observers.
+functions did, or DDP. It is checked, numbered, recorded, started, and its end reported to the listeners.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import index
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -28,20 +28,13 @@ from ringway.compare.across_hosts import Across
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.checks import admit, check
 from ringway.groups.fast_path import ShortCut, ShortCuts
+from ringway.groups.listener import Listener
 from ringway.references import weakly
 from ringway.work import Handle, Work
 
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
 _POISON = (CollectiveMismatch, CommTimeout, PeerLost)
-
-
-class Observer(Protocol):
-    """Sees every call of every group: when it is issued, and when it is complete."""
-
-    def issued(self, call: Call) -> None: ...
-
-    def completed(self, call: Call, error: BaseException | None) -> None: ...
 
 
 class Issuer:
@@ -56,7 +49,7 @@ class Issuer:
         info: GroupInfo,
         backends: Mapping[str, Backend | Callable[[], Backend]],
         recorder: _core.Recorder,
-        observers: list[Observer],
+        listeners: list[Listener],
     ) -> None:
         self.info = info
         self.rank = info.rank
@@ -67,15 +60,12 @@ class Issuer:
         self._recorder = recorder
         self._lane = _core.Lane(recorder, info.name, info.size)
         self._labels: dict[str, int] = {}
-        self._observers = observers
+        self._listeners = listeners
+        self._call_listeners: list[Listener] = []
         self._backends = dict(backends)
         self._plans: dict[str, Plan] = {}
         self._default_device = next(iter(self._backends))
         self._fault: BaseException | None = None
-        self.explain: Callable[[Issuer, BaseException], BaseException] | None = None
-        """Turns a backend's error into one that knows what the other ranks know."""
-        self.failed: Callable[[Issuer], None] | None = None
-        """Told after each call that failed with the group."""
         self.closed = False
         self._limit: float | None = None
         self._check = self._lane.check
@@ -91,7 +81,7 @@ class Issuer:
         self._short_cuts: dict[str, ShortCut] = {}
         self._instead: dict[int, ShortCut] = {}
         self.quick_all_reduce: Callable[[Tensor, int], int] | None = None
-        self.observers_changed()
+        self.listeners_changed()
 
     @property
     def backend(self) -> Backend:
@@ -113,24 +103,22 @@ class Issuer:
     def poison(self, error: BaseException) -> None:
         """From now on every call of this group raises `error`."""
         self._fault = self._fault or error
-        self.observers_changed()
+        self.listeners_changed()
 
     def _poisoned(self, error: BaseException) -> BaseException:
-        """The group's fault from now on: the error, explained."""
+        """Makes the error the group's fault, as the listeners explain it."""
         try:
             self._check()
         except _POISON as known:  # whatever the backend made of it
             error = known
         first = self._fault is None
-        if first and self.explain is not None:
-            error = self.explain(self, error)
+        for listener in list(self._listeners):
+            error = listener.failed(self, error)
         if isinstance(error, CollectiveMismatch):
             self.abandon()
         self.poison(error)
         if first and self._fault is not None:  # another rank's word may have come meanwhile; later calls raise that
             error = self._fault
-        if self.failed is not None:
-            self.failed(self)
         return error
 
     def abandon(self) -> None:
@@ -150,7 +138,7 @@ class Issuer:
         """The group spans hosts, whose ranks compare their calls through the store, or with None when they stall."""
         self.spans_hosts = True
         self._across = across
-        self.observers_changed()
+        self.listeners_changed()
 
     def _look(self) -> None:
         """For whoever waits: raises where waiting has become vain."""
@@ -188,10 +176,11 @@ class Issuer:
         self._barriers += 1
         return self._barriers
 
-    def observers_changed(self) -> None:
-        """The short cuts are for a group in health that nobody but the recorder watches, and of one host."""
+    def listeners_changed(self) -> None:
+        """The short cuts are for a healthy group of one host whose calls no listener sees."""
+        self._call_listeners = [listener for listener in self._listeners if listener.sees_calls]
         first = self._backends[self._default_device]
-        alone = not self._observers and self._across is None
+        alone = not self._call_listeners and self._across is None
         if self._fault is None and alone and isinstance(first, Backend):
             others = [backend for backend in self._backends.values() if isinstance(backend, Backend)]
             self._short_cuts, self._instead = self._offers.of(first, others)
@@ -231,11 +220,11 @@ class Issuer:
         code = UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE)
         token = self._begin(call.op, call.nbytes, code, int(call.reduce), call.peer, call.label)
         call.sequence = (self._lane.collectives if call.op.collective else self._lane.messages) - 1
-        observed = call if self._observers else None
+        observed = call if self._call_listeners else None
         if observed is not None:
             call.issued = _core.monotonic_ns()
-            for observer in self._observers:
-                observer.issued(call)
+            for listener in self._call_listeners:
+                listener.issued(call)
         try:
             handle = made.runners[call.op.name](call)
             if not call.async_op:
@@ -277,14 +266,14 @@ class Issuer:
         return work
 
     def _ended(self, token: int, error: BaseException | None, observed: Call | None) -> BaseException | None:
-        """Records the end of a call, and tells those who observe it."""
+        """Records the end of a call, and tells the listeners that see calls."""
         self._lane.end(token, error is None)
         if isinstance(error, _POISON):
             error = self._poisoned(error)
         if observed is not None:
             observed.completed = _core.monotonic_ns()
-            for observer in list(self._observers):
-                observer.completed(observed, error)
+            for listener in self._call_listeners:
+                listener.completed(observed, error)
         return error
 
     def _plan(self, device: str) -> Plan:
@@ -301,7 +290,7 @@ class Issuer:
                 if self._limit is not None:
                     backend.set_timeout(self._limit)
             made = self._plans[device] = plan(backend)
-            self.observers_changed()  # it may have short cuts
+            self.listeners_changed()  # it may have short cuts
         return made
 
     def _label(self, label: str) -> int:

@@ -1,4 +1,4 @@
-"""The only mutable global: communicators by group, the observers, the recorder.
+"""The only mutable global: communicators by group, the listeners, the recorder.
 
 A group that ringway made is a Bridge and carries its communicator. A group that torch made is adopted when it
 is first used, without any communication, and forgotten when torch forgets it.
@@ -6,8 +6,6 @@ is first used, without any communication, and forgotten when torch forgets it.
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import weakref
 from collections import Counter
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as c10d
@@ -36,11 +34,13 @@ from ringway.compare import one_host as signatures
 from ringway.config import resolve
 from ringway.errors import UsageError
 from ringway.groups.bridge import Bridge
-from ringway.groups.call_path import Observer
 from ringway.groups.communicator import Communicator
+from ringway.groups.listener import Listener
 from ringway.references import keep_for_ever
 
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
+
+L = TypeVar("L", bound=Listener)
 
 RECORDER_CAPACITY = 4096
 LEAVING_SECONDS = 10.0
@@ -67,9 +67,7 @@ class World:
 
     def __init__(self) -> None:
         self.recorder = _core.Recorder(RECORDER_CAPACITY)
-        self.observers: list[Observer] = []
-        self.newcomers: list[Callable[[Communicator], None]] = []
-        """Called with each communicator that is made."""
+        self.listeners: list[Listener] = []
         self.next_backend: str | None = None
         self.backend_reason: str | None = None
         self.local_rank: int | None = None
@@ -150,26 +148,31 @@ class World:
         return self.add(info, _torch_backends(info, group, str(backend)))
 
     def add(self, info: GroupInfo, backends: dict[str, Any]) -> Communicator:
-        communicator = Communicator(info, backends, self.recorder, self.observers)
+        communicator = Communicator(info, backends, self.recorder, self.listeners)
         self._all.add(communicator)
-        for meet in self.newcomers:
-            meet(communicator)
+        for listener in list(self.listeners):
+            listener.created(communicator)
         return communicator
 
-    def watch(self, observer: Observer) -> None:
-        """From now on `observer` sees every call."""
-        if observer not in self.observers:
-            self.observers.append(observer)
-            self._observers_changed()
+    def listen(self, listener: Listener) -> None:
+        """Installs a listener for every group, present and future."""
+        if listener not in self.listeners:
+            self.listeners.append(listener)
+            self._listeners_changed()
 
-    def unwatch(self, observer: Observer) -> None:
-        if observer in self.observers:
-            self.observers.remove(observer)
-            self._observers_changed()
+    def unlisten(self, listener: Listener) -> None:
+        """Removes a listener; does nothing if it is not installed."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+            self._listeners_changed()
 
-    def _observers_changed(self) -> None:
+    def listener(self, kind: type[L]) -> L:
+        """The installed listener of that class."""
+        return next(listener for listener in self.listeners if isinstance(listener, kind))
+
+    def _listeners_changed(self) -> None:
         for communicator in list(self._all):
-            communicator.observers_changed()
+            communicator.listeners_changed()
 
     def communicators(self) -> list[Communicator]:
         """All that live, the world's first, then by name."""
@@ -311,7 +314,7 @@ def introduce_to_torch() -> None:
         register_with_torch(registration)
 
 
-def _leave() -> None:
+def leave() -> None:
     """At the interpreter's end: nobody is waited for, and no group written in Python outlives it."""
     communicators = world.communicators()
     turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
@@ -328,16 +331,4 @@ def _leave() -> None:
         c10d_module._update_default_pg(None)
 
 
-def _introduce() -> None:
-    """Tells the native core what a tensor is and which frames are machinery."""
-    _core.set_tensor_types((torch.Tensor, torch.nn.Parameter), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    torch_home = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-    _core.set_machinery([here, torch_home], [f"{here}{room}{os.sep}" for room in ("testing", "bench")])
-
-
-_introduce()
 world = World()
-introduce_to_torch()
-os.register_at_fork(after_in_child=world.forked)
-atexit.register(_leave)

@@ -1,5 +1,5 @@
-"""The recorder's contents for others to read: as JSON, in PyTorch's flight-recorder layout, from the file of a
-process that is gone, and what torch's own recorder saw of groups that are not ours.
+"""Export and import of recorded calls: as JSON, in the layout of PyTorch's flight recorder, from the recorder file of a
+process that is gone, and from torch's own flight recorder for groups that are not ringway's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pickle
 import signal as signals
 import socket
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,15 @@ from torch._C import _distributed_c10d as native
 import ringway._core as _core
 from ringway.call import OP_BY_NAME
 from ringway.errors import RingwayError, UsageError
+from ringway.groups.listener import Group, Listener
 from ringway.groups.world import world
 from ringway.observe.files import filled, write_whole
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
+from ringway.observe.stall.watch import StallWatch
 
 _LAYOUT_VERSION = "2.10"
 
-# torch's names of the ops, as its flight recorder and the tools around it know them.
+# The ops that torch's flight recorder and its tools call by another name.
 _TORCH_NAMES = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
@@ -39,7 +42,7 @@ _TORCH_NAMES = {
 }
 _OUR_NAMES = {theirs: ours for ours, theirs in _TORCH_NAMES.items()}
 
-# torch's names of scalar types, where they are not Python's with a capital letter.
+# torch's names of the scalar types, where they differ from the dtype's name with a capital letter.
 _TORCH_DTYPES = {
     torch.float32: "Float",
     torch.float64: "Double",
@@ -67,7 +70,7 @@ def own_rank() -> int:
 
 
 def dump(path: str | os.PathLike[str], calls: Sequence[RecordedCall] | None = None) -> bool:
-    """Writes the recorder's calls as JSON. Whether it could; a failure is a warning."""
+    """Writes the recorder's calls as JSON. Returns whether that worked; a failure is a warning."""
     kept = recent_calls(world.recorder.capacity) if calls is None else calls
     story = {
         "rank": own_rank(),
@@ -80,12 +83,27 @@ def dump(path: str | os.PathLike[str], calls: Sequence[RecordedCall] | None = No
     return write_whole(path, [json.dumps(story).encode()])
 
 
+class ErrorDumps(Listener):
+    """Dumps the recorder to `path`, if it is set, at the first failed call of each group. `{rank}` and `{pid}` are
+    filled in."""
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+        self._dumped: weakref.WeakSet[Group] = weakref.WeakSet()
+
+    def failed(self, group: Group, error: BaseException) -> BaseException:
+        if self.path is not None and group not in self._dumped:
+            self._dumped.add(group)
+            dump(filled(self.path, own_rank()))
+        return error
+
+
 def _plain(call: RecordedCall) -> dict[str, Any]:
     return {**vars(call), "dtype": None if call.dtype is None else str(call.dtype).removeprefix("torch.")}
 
 
 def read_file(path: str | os.PathLike[str]) -> list[RecordedCall]:
-    """The calls in the recorder's file (`recorder_file`) of a process, which may be gone."""
+    """The calls in the recorder file (`recorder_file`) of a process, which may have ended."""
     try:
         return [recorded(row) for row in _core.read_record_file(os.fspath(path))["calls"]]
     except RuntimeError as error:
@@ -93,18 +111,17 @@ def read_file(path: str | os.PathLike[str]) -> list[RecordedCall]:
 
 
 def dump_on_signal(number: int | str, path: str) -> None:
-    """From now on that signal makes this process write its calls to `path`, even while it is stuck in native code
+    """Makes this process write its calls to `path` when it receives that signal, even while it is stuck in native code
     with the GIL held. A handler that was installed before is still called. `{rank}` and `{pid}` are filled in."""
-    from ringway.observe.stall.watch import watch
-
-    if watch.responder is None:
+    responder = world.listener(StallWatch).responder
+    if responder is None:
         raise UsageError("dump_on_signal needs a group: call it after init_distributed() or init_process_group()")
     resolved = signals.Signals[number] if isinstance(number, str) else signals.Signals(number)
-    watch.responder.dump_at(int(resolved), filled(path, own_rank()))
+    responder.dump_at(int(resolved), filled(path, own_rank()))
 
 
 def flight_record(calls: Iterable[RecordedCall] | None = None) -> dict[str, Any]:
-    """The calls in the layout of PyTorch's flight recorder, as its analyzer (`torchfrtrace`) reads it."""
+    """The calls in the layout of PyTorch's flight recorder, which its analyzer (`torchfrtrace`) reads."""
     kept = list(recent_calls(world.recorder.capacity) if calls is None else calls)
     members = {each.name: each for each in world.communicators()}
     config = {name: {"name": name, "desc": "ringway", "ranks": str(list(each.ranks))} for name, each in members.items()}
@@ -164,13 +181,13 @@ def _entry(number: int, call: RecordedCall, rank: int, shift: int) -> dict[str, 
 
 
 def save_flight_record(prefix: str) -> bool:
-    """Writes `PREFIX<rank>`, the file that torch's analyzer expects of each rank."""
+    """Writes `PREFIX<rank>`, the file that torch's analyzer expects from each rank."""
     return write_whole(f"{prefix}{own_rank()}", [pickle.dumps(flight_record())])
 
 
 def torch_calls() -> list[RecordedCall]:
-    """What torch's own flight recorder holds: calls of adopted and nccl groups that did not pass through us. Empty
-    unless torch records them (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE)."""
+    """The calls in torch's own flight recorder: those of adopted and nccl groups that did not go through ringway. Empty
+    unless torch records them (TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE)."""
     dump_trace = getattr(native, "_dump_fr_trace", None) or getattr(native, "_dump_nccl_trace", None)
     if dump_trace is None:
         return []
@@ -190,7 +207,7 @@ def _from_torch(entry: dict[str, Any], sizes: Mapping[str, int]) -> RecordedCall
     point_to_point = bool(entry.get("is_p2p"))
     number = entry["p2p_seq_id"] if point_to_point else entry["collective_seq_id"]
     group = entry["process_group"][0]
-    # gloo's calls are retired at their end without ever having been seen to start.
+    # torch retires gloo's calls when they end, without ever recording that they started.
     ended = entry["state"] == "completed" or bool(entry.get("retired"))
     return RecordedCall(
         sequence=max(number - 1, 0),

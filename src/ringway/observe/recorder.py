@@ -1,4 +1,4 @@
-"""What the recorder holds, as values: the latest calls, and where each group stands."""
+"""The recorder's contents as values: the latest calls, and the state of each group."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STATES = ("issued", "completed", "failed")
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call as the recorder kept it. Times are nanoseconds of the host's monotonic counter, as
-    `_core.monotonic_ns()` gives them; `completed_ns` is 0 while the call is under way. `site` is (file, line,
-    function), or None where no Python frame of the program's was on the stack (the autograd engine's threads)."""
+    """One recorded call. Times are nanoseconds of the host's monotonic clock (`_core.monotonic_ns()`); `completed_ns`
+    is 0 while the call is in flight. `site` is (file, line, function), or None if the stack held no Python frame of the
+    program, as in the autograd engine's threads."""
 
     sequence: int
     op: str
@@ -36,11 +36,11 @@ class RecordedCall:
     completed_ns: int
     state: str
     size: int = 1
-    """How many ranks the group has."""
+    """Number of ranks in the group."""
 
     @property
     def duration(self) -> float | None:
-        """Seconds from issue to completion; None while under way."""
+        """Seconds from issue to completion; None while in flight."""
         return None if not self.completed_ns else (self.completed_ns - self.issued_ns) / 1e9
 
     @property
@@ -65,7 +65,7 @@ class RecordedCall:
 
 
 def recorded(row: Sequence[Any]) -> RecordedCall:
-    """A row of the recorder's, from here or out of another process's reply."""
+    """A call from a row of the recorder, of this process or from another rank's reply."""
     sequence, op, nbytes, dtype, reduce, peer, group, label, site, issued, completed, state, size = row
     facts = OPS[op]
     return RecordedCall(
@@ -93,7 +93,7 @@ def recent_calls(n: int = 100) -> list[RecordedCall]:
 
 
 def status() -> dict[str, Any]:
-    """Where this process stands: its groups, how many calls each has issued and completed, what is under way."""
+    """The state of this process: its groups, how many calls each has issued and completed, and the calls in flight."""
     now = _core.monotonic_ns()
     under_way = [
         {

@@ -1,4 +1,4 @@
-"""What the configuration says about watching, put into effect when a job starts."""
+"""Installs the listeners of `observe` when ringway is imported, and configures them when a job starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ringway.errors import ConfigError
 from ringway.groups.world import world
 from ringway.observe import flight
 from ringway.observe.files import filled
-from ringway.observe.stall.explain import dump_errors_to
-from ringway.observe.stall.watch import watch
+from ringway.observe.stall.explain import FailureExplainer
+from ringway.observe.stall.watch import StallWatch
 
 _DUMP_FILE = "ringway-rank{rank}.json"
 _NOT_FOR_DUMPS = {
     signal.SIGKILL,
-    signal.SIGSTOP,  # nobody can handle these two, and after the others the program cannot go on
+    signal.SIGSTOP,  # no process can handle these two; after the others the program cannot continue
     signal.SIGSEGV,
     signal.SIGBUS,
     signal.SIGFPE,
@@ -26,10 +26,20 @@ _NOT_FOR_DUMPS = {
 }
 
 
+def install() -> StallWatch:
+    """Installs the stall watch, the explaining of failures and the dumps on errors. The order matters: other ranks wait
+    for the explanation, so it comes before the dump."""
+    watch = StallWatch()
+    for listener in (watch, FailureExplainer(watch), flight.ErrorDumps()):
+        world.listen(listener)
+    return watch
+
+
 def prepare(settings: Config, rank: int) -> None:
-    """Before the first group is made: the recorder it will write to, and when a call counts as stalled."""
+    """Before the first group is made: sets up its recorder, and when a call counts as stalled."""
     if settings.dump_signal is not None:
         _require_signal(settings)
+    watch = world.listener(StallWatch)
     watch.seconds = settings.stall_after
     watch.configured = True
     if settings.recorder_file is not None:
@@ -37,7 +47,7 @@ def prepare(settings: Config, rank: int) -> None:
         try:
             world.recorder = _core.Recorder(settings.recorder_size, path)
             return
-        except RuntimeError as error:  # a full disk must not keep a job from starting
+        except RuntimeError as error:  # a full disk must not prevent a job from starting
             warnings.warn(f"ringway: {error}; the recorder stays in memory", stacklevel=3)
     if settings.recorder_size != world.recorder.capacity:
         try:
@@ -55,15 +65,15 @@ def _require_signal(settings: Config) -> None:
         return
     source = settings.source("dump_signal")
     raise ConfigError(
-        f"dump_signal is {name!r} in {source}; expected a name as SIGUSR2, of a signal that a process can handle and "
-        f"go on",
+        f"dump_signal is {name!r} in {source}; expected the name of a signal that a process can handle and "
+        f"survive, such as SIGUSR2",
         key="dump_signal",
         source=source,
     )
 
 
 def begin(settings: Config) -> None:
-    """After the first group was made."""
-    dump_errors_to(settings.dump_file)
+    """After the first group was made: sets up dumps."""
+    world.listener(flight.ErrorDumps).path = settings.dump_file
     if settings.dump_signal is not None:
         flight.dump_on_signal(settings.dump_signal, settings.dump_file or _DUMP_FILE)

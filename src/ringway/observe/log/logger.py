@@ -18,6 +18,7 @@ import torch.distributed as c10d
 import ringway._core as _core
 from ringway.call import OP_BY_NAME, Call
 from ringway.config import CommsLogger, Config, checked, resolve
+from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.observe.log import straggler
 from ringway.observe.log.summary import Line, bus_factor, lines, printable, record_name, size_text, table_text
@@ -40,11 +41,11 @@ class Logger:
             self.settings = settings
             self._tell_recorder(settings)
         if self._printer is not None:
-            world.unwatch(self._printer)
+            world.unlisten(self._printer)
             self._printer = None
         if settings.enabled and settings.verbose:
             self._printer = _Printer(settings)
-            world.watch(self._printer)
+            world.listen(self._printer)
 
     def add(self, op_code: int, name: str, size: int, nbytes: int, nanoseconds: int) -> None:
         """Logs one call under a name that need not be chosen: the recorder takes it while this one is written."""
@@ -68,8 +69,10 @@ class Logger:
         return lines(world.recorder.logged())
 
 
-class _Printer:
-    """`verbose`: a line for each call, on rank 0, as DeepSpeed prints it."""
+class _Printer(Listener):
+    """`verbose`: prints a line for each call, on rank 0, in DeepSpeed's format."""
+
+    sees_calls = True
 
     def __init__(self, settings: CommsLogger) -> None:
         self._all = settings.prof_all

@@ -1,4 +1,4 @@
-"""Why a group failed, as the first rank that knew left it in the job's store for the others."""
+"""Why a group failed: the first rank that knows writes it to the job's store, the others read it there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any, Protocol
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
-from ringway.groups.call_path import Issuer
+from ringway.groups.listener import Group
 from ringway.observe.stall.peers import Answer
 
 _FACTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
@@ -17,7 +17,7 @@ _FACTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
 
 
 class Board(Protocol):
-    """Where it is left: the job, with its store."""
+    """The part of a job that is needed here: its rank, and its store."""
 
     rank: int
 
@@ -26,30 +26,31 @@ class Board(Protocol):
     def write(self, key: str, text: str, *, unless_there: bool = False) -> None: ...
 
 
-def _key(issuer: Issuer) -> str:
-    return f"ringway/fault/{issuer.name}"
+def _key(group: Group) -> str:
+    return f"ringway/fault/{group.name}"
 
 
-def read(board: Board, issuer: Issuer) -> BaseException | None:
-    """What another rank found out before this one."""
-    text = board.read(_key(issuer))
-    told = None if text is None else json.loads(text)
-    if told is None or told["reporter"] == board.rank:
+def read(board: Board, group: Group) -> BaseException | None:
+    """The error that another rank has published, if any."""
+    text = board.read(_key(group))
+    fault = None if text is None else json.loads(text)
+    if fault is None or fault["reporter"] == board.rank:
         return None
-    kind, names = _FACTS[told["kind"]]
-    facts = {name: told[name] for name in names}
+    kind, names = _FACTS[fault["kind"]]
+    facts = {name: fault[name] for name in names}
     if "sides" in facts:
         facts["sides"] = {int(rank): side for rank, side in facts["sides"].items()}
-    error: BaseException = kind(f"rank {told['reporter']} reports: {told['text']}", **facts)
+    error: BaseException = kind(f"rank {fault['reporter']} reports: {fault['text']}", **facts)
     return error
 
 
-def write(board: Board, issuer: Issuer, error: BaseException) -> None:
+def write(board: Board, group: Group, error: BaseException) -> None:
+    """Publishes the error, unless another rank has published one."""
     for kind, (made, names) in _FACTS.items():
         if isinstance(error, made):
             facts = {name: getattr(error, name) for name in names}
-            told = {"kind": kind, "reporter": board.rank, "text": str(error), **facts}
-            board.write(_key(issuer), json.dumps(told), unless_there=True)
+            fault = {"kind": kind, "reporter": board.rank, "text": str(error), **facts}
+            board.write(_key(group), json.dumps(fault), unless_there=True)
 
 
 def lost(rank: int, answer: Answer | None, text: str) -> PeerLost:

@@ -1,4 +1,4 @@
-"""The ranks of this process's job: where each answers, and what stands in the job's store."""
+"""The job this process belongs to: the addresses of its ranks, and access to its store."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import weakref
 
 import torch.distributed as c10d
 
-from ringway.groups.call_path import Issuer
+from ringway.groups.listener import Group
 from ringway.observe.stall.peers import Address
 
 
 class Job:
-    """The ranks of this process's job: where each answers. Addresses are read ahead, because the store may be gone
-    when they are needed."""
+    """The addresses of the job's ranks. They are read ahead of time: the store may be gone when they are needed."""
 
-    def __init__(self, founder: Issuer, size: int, store: c10d.Store) -> None:
+    def __init__(self, founder: Group, size: int, store: c10d.Store) -> None:
         self.rank = founder.ranks[founder.rank]
         self.size = size
         self._founder = weakref.ref(founder)
-        # A clone, because the program's thread may be inside a wait on its own, and because the store of the host is
-        # to end with its groups. Made now: when the host is gone, it would be looked for until the job's timeout.
+        # A clone, because the program's thread may be waiting on its own, and because the store's host must be free to
+        # end it with its groups. Made now: once the host is gone, connecting would block until the job's timeout.
         self.store: c10d.Store = store.clone()  # type: ignore[attr-defined]
         self.name = self.store.compare_set("ringway/job", "", secrets.token_hex(8)).decode()
-        """The same on every rank of the job, and on no other's."""
+        """The same on every rank of the job, and different from every other job's."""
         self.addresses: dict[int, Address] = {}
         self.store_gone = False
 
     @property
     def lives(self) -> bool:
-        """Whether its first group has not been destroyed: then later groups are of the same job."""
+        """Whether its first group still exists: later groups then belong to the same job."""
         founder = self._founder()
         return founder is not None and not founder.closed
 
@@ -38,17 +37,17 @@ class Job:
         self.store.set(f"ringway/watch/{self.rank}", address.pack())
 
     def read(self, key: str) -> str | None:
-        """What stands in the store; None where nothing does, or where the store is gone."""
+        """The value in the store; None if there is none or the store is gone."""
         if self.store_gone:
             return None
         try:
             return self.store.get(key).decode() if self.store.check([key]) else None
-        except Exception:  # torch's stores raise RuntimeError, one written in Python what it likes
+        except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything
             self.store_gone = True
             return None
 
     def write(self, key: str, text: str, *, unless_there: bool = False) -> None:
-        """Into the store, if that is still there."""
+        """Writes to the store, if it is still there."""
         if self.store_gone:
             return
         try:
@@ -56,11 +55,11 @@ class Job:
                 self.store.compare_set(key, "", text)
             else:
                 self.store.set(key, text)
-        except Exception:  # torch's stores raise RuntimeError, one written in Python what it likes
+        except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything
             self.store_gone = True
 
     def learn(self) -> bool:
-        """Reads the addresses that are there by now. Whether all are known."""
+        """Reads the addresses published so far. Returns whether all are known."""
         for rank in range(self.size):
             if rank not in self.addresses:
                 text = self.read(f"ringway/watch/{rank}")

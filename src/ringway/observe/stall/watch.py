@@ -1,15 +1,14 @@
-"""The stall watch: a call that waits too long says whom it waits for, and why.
+"""The stall watch: a call that waits too long reports which ranks it waits for, and why.
 
-One thread a rank looks once a second at what is under way: that is local and costs a few microseconds. While all
-is well nothing is sent. When a call has waited `stall_after` seconds, the thread asks the other ranks of its group
-where they are and prints one verdict; a rank that is asked prints who is waiting for it. A second thread does
-nothing but answer with the Python stacks, so that two ranks may ask each other at once. At the call's end
-`faults.py` turns the same answers into the error that is raised.
+One thread per rank checks the calls in flight once a second; the check is local and takes a few microseconds. Nothing
+is sent while calls complete in time. When a call has waited `stall_after` seconds, the thread asks the other ranks of
+its group where they are and prints one verdict; a rank that is asked prints which ranks wait for it. A second thread
+only answers with the Python stacks, so two ranks can ask each other at the same time. When the call fails, `explain.py`
+turns the same answers into the error that is raised.
 """
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import os
@@ -31,10 +30,10 @@ import torch.distributed.distributed_c10d as c10d_module
 import ringway._core as _core
 from ringway.config import MAX_SECONDS, resolve
 from ringway.errors import UsageError
-from ringway.groups.call_path import Issuer
+from ringway.groups.listener import Group, Listener
 from ringway.groups.world import world
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
-from ringway.observe.stall import fault_board as told
+from ringway.observe.stall import fault_board
 from ringway.observe.stall.job import Job
 from ringway.observe.stall.peers import Address, Answer, ask_all
 from ringway.observe.stall.verdict import Verdict, judge, named, own_stack
@@ -45,41 +44,44 @@ _LOOK_MOST = 1.0
 _LOOK_LEAST = 0.05
 _KEPT_VERDICTS = 32
 _LOOK_FOR_DEAD = 0.5
-"""Seconds that a call waits before the processes of its group are looked at: most backends see a death sooner."""
+"""Seconds a call waits before the watch checks the processes of its group: most backends notice a death sooner."""
 
 
-class StallWatch:
-    """Watches this process's calls. There is one, made by the first group."""
+class StallWatch(Listener):
+    """Watches this process's calls. `world.listener(StallWatch)` finds the installed one; its threads start with the
+    first group."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self.seconds = STALL_AFTER
         self.configured = False
         self.job: Job | None = None
         self.verdicts: deque[str] = deque(maxlen=_KEPT_VERDICTS)
         self.responder: _core.Responder | None = None
+        self.ended = False
         self._threads: tuple[threading.Thread, ...] = ()
         self._was_asked = threading.Event()
-        self.ended = False
         self._limits: list[tuple[int, int | None, float]] = []
-        self._told: set[int] = set()
-        self._told_waiters: set[tuple[str, int]] = set()
+        self._reported: set[int] = set()
+        self._reported_waiters: set[tuple[str, int]] = set()
         self._troubles: set[str] = set()
         self._lock = threading.Lock()
 
     # Joining and leaving
 
-    def joined(self, issuer: Issuer) -> None:
-        """A group was made."""
+    def created(self, group: Group) -> None:
         default = c10d_module._world.default_pg
         if default is not None and self.job is not None and self.job.lives:
             return
-        store = issuer.info.store if default is None else c10d_module._world.pg_map[default][1]
-        size = issuer.size if default is None else default.size()
+        store = group.info.store if default is None else c10d_module._world.pg_map[default][1]
+        size = group.size if default is None else default.size()
         with self._carrying_on("calls that stall will not be explained"):
-            self._start(Job(issuer, size, store))
+            self._start(Job(group, size, store))
 
     def _start(self, job: Job) -> None:
-        if not self.configured:  # a program that knows torch's init_process_group only
+        if not self.configured:  # the program called torch's init_process_group, not init_distributed
             self.configured = True
             self.seconds = resolve().stall_after
         ip = _own_ip(job.store)
@@ -92,7 +94,7 @@ class StallWatch:
         self.responder.tell_of(world.recorder, facts)
         job.publish(Address(job.rank, socket.gethostname(), self._ip, self.responder.port, self._token, os.getpid()))
         self.job = job
-        self._told_waiters.clear()
+        self._reported_waiters.clear()
         if not self._threads:
             self._threads = (
                 start("ringway-stall-watch", self._run),
@@ -100,7 +102,7 @@ class StallWatch:
             )
 
     def leave(self) -> None:
-        """At the interpreter's end: whoever still waits for this rank is told why it will not come."""
+        """At interpreter exit: tells the ranks that still wait for this one why it will not come."""
         if self.responder is None:
             return
         why = farewell_text()
@@ -113,16 +115,16 @@ class StallWatch:
             thread.join(1.0)
 
     def forked(self) -> None:
-        """A child has none of this: its parent's sockets are closed in it."""
+        """In a forked child: closes the sockets inherited from the parent and starts over."""
         if self.responder is not None:
             self.responder.close()
-        self.__init__()  # type: ignore[misc]
+        self._reset()
 
     # Limits
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
-        """Calls issued meanwhile stall after so many seconds instead."""
+        """Calls issued in this context count as stalled after `seconds`."""
         with self._lock:
             first = world.recorder.total + 1
             self._limits = [*self._limits[-63:], (first, None, seconds)]
@@ -154,11 +156,11 @@ class StallWatch:
         learned: Job | None = None
         while True:
             job = self.job
-            # Addresses are wanted soon: the store may die as early as any rank.
+            # Read the addresses early: the store may die as early as any rank.
             asked = self._was_asked.wait(self._pause() if learned is job else _LOOK_LEAST)
             if self.ended:
                 return
-            # Nothing that goes wrong here may take the watch away.
+            # No error may end this thread.
             with self._carrying_on("a question could not be answered"):
                 if asked:
                     self._was_asked.clear()
@@ -174,22 +176,22 @@ class StallWatch:
         try:
             yield
         except Exception as error:
-            if "interpreter shutdown" not in str(error):  # no thread can be started any more: the end has come
+            if "interpreter shutdown" not in str(error):  # threads can no longer be started
                 self.trouble(what, error)
 
     def trouble(self, what: str, error: Exception) -> None:
-        """What fails in here disturbs no training, but does not pass unseen: one line, the first time."""
+        """Reports a failure of the watch itself once, in one line: it must neither disturb training nor stay hidden."""
         if what not in self._troubles:
             self._troubles.add(what)
-            self._print(f"{what} (told once): {type(error).__name__}: {error}")
+            self._print(f"{what} (reported once): {type(error).__name__}: {error}")
 
     def _look(self) -> None:
-        # Not in the thread's own frame: that would hold the last group while it sleeps.
-        for issuer in open_groups():
-            issuer.look_for_parting()
+        # Not in the thread's own frame, which would keep the last group alive while the thread sleeps.
+        for group in world.communicators():
+            group.look_for_parting()
         now = _core.monotonic_ns()
         calls = world.recorder.under_way()
-        self._told &= {token for token, _ in calls}
+        self._reported &= {token for token, _ in calls}
         groups_seen: set[str] = set()
         for token, row in calls:
             call = recorded(row)
@@ -198,26 +200,26 @@ class StallWatch:
             groups_seen.add(call.group)
             if not behind and waited >= _LOOK_FOR_DEAD:
                 self._end_for_the_dead(call, waited)
-            if not behind and token not in self._told and waited >= self._limit_of(token):
-                self._told.add(token)
+            if not behind and token not in self._reported and waited >= self._limit_of(token):
+                self._reported.add(token)
                 self._say(self.investigate(call, waited).text)
 
     def _end_for_the_dead(self, call: RecordedCall, waited: float) -> None:
-        """A call that waits for a process of this host that is gone ends now: its backend may have no connection to
-        that rank, and would wait until the timeout."""
+        """Ends a call that waits for a dead process of this host: its backend may have no connection to that rank and
+        would wait until the timeout."""
         job = self.job
-        issuer = next((each for each in open_groups() if each.name == call.group), None)
-        if job is None or issuer is None or issuer.fault is not None:
+        group = next((each for each in world.communicators() if each.name == call.group), None)
+        if job is None or group is None or group.fault is not None:
             return
-        known = (job.addresses.get(rank) for rank in issuer.ranks if rank != job.rank)
+        known = (job.addresses.get(rank) for rank in group.ranks if rank != job.rank)
         if not any(address is not None and address.seems_gone() for address in known):
             return
         verdict = self.investigate(call, waited)
         if verdict.gone:
             rank = verdict.gone[0]
-            error = told.lost(rank, self.ask(call.group, stacks=False).get(rank), verdict.text)
-            told.write(job, issuer, error)
-            issuer.give_up(error)
+            error = fault_board.lost(rank, self.ask(call.group, stacks=False).get(rank), verdict.text)
+            fault_board.write(job, group, error)
+            group.give_up(error)
 
     def _say(self, text: str) -> None:
         self.verdicts.append(text)
@@ -225,16 +227,13 @@ class StallWatch:
 
     def _print(self, text: str) -> None:
         rank = "" if self.job is None else f"rank {self.job.rank}: "
-        with suppress(OSError, ValueError):  # stderr is closed, or its reader gone
+        with suppress(OSError, ValueError):  # stderr is closed, or its reader is gone
             print(f"ringway: {rank}{text}", file=sys.stderr, flush=True)
 
     # Asking
 
     def members(self, group: str) -> Sequence[int]:
-        for issuer in open_groups():
-            if issuer.name == group:
-                return issuer.ranks
-        return ()
+        return next((each.ranks for each in world.communicators() if each.name == group), ())
 
     def own_answer(self) -> Answer:
         rank = 0 if self.job is None else self.job.rank
@@ -255,7 +254,7 @@ class StallWatch:
     def investigate(self, call: RecordedCall, waited: float) -> Verdict:
         answers = self.ask(call.group)
         own = self.own_answer()
-        verdict = judge(call, waited, own, self.members(call.group), self._with_ends(answers))
+        verdict = judge(call, waited, own, self.members(call.group), self.with_farewells(answers))
         job = self.job
         if job is not None and verdict.gone and job.read("ringway") is None and job.store_gone:
             return Verdict(
@@ -265,59 +264,53 @@ class StallWatch:
             )
         return verdict
 
-    def _with_ends(self, answers: dict[int, Answer]) -> dict[int, Answer]:
-        """What ranks that are gone said of their end, where the store still knows it."""
+    def with_farewells(self, answers: dict[int, Answer]) -> dict[int, Answer]:
+        """Adds the reasons that dead ranks left in the store, if it is still there."""
         job = self.job
-        told = {}
+        known = {}
         for rank, answer in answers.items():
-            end = job.read(f"ringway/end/{rank}") if answer.state == "gone" and job is not None else None
-            if end is not None:
-                answer = replace(answer, detail=f"its process is gone: {end}")
-            told[rank] = answer
-        return told
+            farewell = job.read(f"ringway/end/{rank}") if answer.state == "gone" and job is not None else None
+            if farewell is not None:
+                answer = replace(answer, detail=f"its process is gone: {farewell}")
+            known[rank] = answer
+        return known
 
     def _give_up_what_failed(self) -> None:
-        """Ends groups that failed on another rank: what is under way there, though its backend still waits, and
-        whatever this rank would call next."""
+        """Ends the groups that failed on another rank: calls in flight whose backend still waits, and later calls."""
         job = self.job
         if job is None:
             return
-        for issuer in open_groups():
-            if issuer.fault is None:
-                error = told.read(job, issuer)
+        for group in world.communicators():
+            if group.fault is None:
+                error = fault_board.read(job, group)
                 if error is not None:
-                    issuer.give_up(error)
+                    group.give_up(error)
 
     def _asked(self) -> None:
-        """Somebody waits; if it is for this rank, say so here too, where its user looks."""
+        """Another rank waits. If it waits for this rank, print that here too, where this rank's user looks."""
         job = self.job
         if job is None:
             return
-        for issuer in open_groups():
-            own = {c.sequence for c in self.own_answer().of_group(issuer.name).values()}
+        for group in world.communicators():
+            own = {c.sequence for c in self.own_answer().of_group(group.name).values()}
             waiting: dict[int, tuple[RecordedCall, list[int]]] = {}
-            for rank, answer in self.ask(issuer.name, stacks=False).items():
+            for rank, answer in self.ask(group.name, stacks=False).items():
                 for call in answer.under_way():
                     newer = (
-                        call.group == issuer.name and call.sequence not in own and call.sequence > max(own, default=-1)
+                        call.group == group.name and call.sequence not in own and call.sequence > max(own, default=-1)
                     )
                     if newer and call.op not in ("send", "recv"):
                         waiting.setdefault(call.sequence, (call, []))[1].append(rank)
             for number, (call, ranks) in waiting.items():
-                if (issuer.name, number) not in self._told_waiters:
-                    self._told_waiters.add((issuer.name, number))
+                if (group.name, number) not in self._reported_waiters:
+                    self._reported_waiters.add((group.name, number))
                     who = named(ranks) + (" wait" if len(ranks) > 1 else " waits")
                     stack = own_stack(stacks_text())
                     self._say(f"{who} in {call.describe()} for this rank, whose Python stack is:\n{stack}")
 
 
-def open_groups() -> list[Issuer]:
-    """The groups that have not been destroyed: a destroyed one may linger, with a name that is used again."""
-    return [each for each in world.communicators() if not each.closed]
-
-
 def stacks_text() -> str:
-    """The stack of each thread, taken with the GIL, innermost frame first."""
+    """The stack of each thread, taken while holding the GIL, innermost frame first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -329,6 +322,7 @@ def stacks_text() -> str:
 
 
 def farewell_text() -> str:
+    """Why this process ends, for the ranks that still wait for it."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return "its program has ended"
@@ -336,7 +330,7 @@ def farewell_text() -> str:
 
 
 def _own_ip(store: Any) -> str:
-    """The address of this host that the host of the store sees."""
+    """The address of this host as the store's host sees it."""
     inner = store
     while isinstance(inner, c10d.PrefixStore):
         inner = inner.underlying_store
@@ -351,7 +345,7 @@ def _own_ip(store: Any) -> str:
 
 
 def _stacks_by_signal(responder: _core.Responder) -> None:
-    """Interpreters that do not export their dump (3.13 on) are asked through faulthandler's handler."""
+    """From Python 3.13 on the interpreter does not export its stack dump, so faulthandler's signal handler takes it."""
     if _core.dumps_stacks():
         return
     number = signal.SIGRTMAX - 2
@@ -362,16 +356,8 @@ def _stacks_by_signal(responder: _core.Responder) -> None:
     responder.use_signal(number, fd)
 
 
-watch = StallWatch()
-
-
 def stall_after(seconds: float) -> Any:
-    """A context: calls issued in it that wait longer than so many seconds print who they wait for."""
+    """A context in which a call that waits longer than `seconds` prints which ranks it waits for."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_SECONDS:
         raise UsageError(f"stall_after takes a number of seconds above 0, not {seconds!r}")
-    return watch.limit(seconds)
-
-
-world.newcomers.append(watch.joined)
-os.register_at_fork(after_in_child=watch.forked)
-atexit.register(watch.leave)
+    return world.listener(StallWatch).limit(seconds)

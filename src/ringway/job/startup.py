@@ -1,0 +1,33 @@
+"""What `import ringway` does besides defining names. The package calls `start_up` once, at the end of its import."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch
+
+import ringway._core as _core
+from ringway.groups.world import introduce_to_torch, leave, world
+from ringway.observe.start import install
+
+
+def start_up() -> None:
+    """Prepares this process, so that a program that imports ringway and then calls torch's own `init_process_group`
+    gets everything: the backends, the recorder, the stall watch and explained failures."""
+    _describe_python()
+    introduce_to_torch()
+    watch = install()
+    os.register_at_fork(after_in_child=world.forked)
+    os.register_at_fork(after_in_child=watch.forked)
+    # Handlers run in reverse order: peers are told why this rank leaves before its groups close.
+    atexit.register(leave)
+    atexit.register(watch.leave)
+
+
+def _describe_python() -> None:
+    """Tells the native core which types are tensors, and which stack frames to skip when it looks for a call site."""
+    _core.set_tensor_types((torch.Tensor, torch.nn.Parameter), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    torch_package = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+    _core.set_machinery([package, torch_package], [f"{package}{folder}{os.sep}" for folder in ("testing", "bench")])
