@@ -1,0 +1,189 @@
+"""The programs in the documentation run, print what the page says, and the files that pages name exist.
+
+A program is a ```python block of README.md or docs/*.md. Its first line is a comment that says how to start it, as in
+`# python hello.py` or `# ringway run -n 2 hello.py`. A ```text output block after it holds lines that the program
+prints; `…` in it stands for any text. A block that cannot run here is marked ```python notest and listed in
+NOT_RUN with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MORE_PAGES = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+
+NOT_RUN: dict[str, str] = {}
+"""The first line of each block marked `notest`, and why it cannot run in the tests."""
+
+BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+START = re.compile(r"# (?:python|ringway run -n (?P<ranks>\d+)) (?P<name>\w+\.py)\b")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A ```python block and the output that the page shows for it."""
+
+    page: str
+    line: int
+    name: str
+    ranks: int
+    text: str
+    output: str | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.page}:{self.line}:{self.name}"
+
+
+def _blocks(page: Path) -> Iterator[tuple[str, str, int]]:
+    """The info string, the text and the line of each fenced block."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        yield found[1].strip(), found[2], text.count("\n", 0, found.start()) + 1
+
+
+def _programs() -> list[Program]:
+    programs = []
+    for page in PAGES:
+        blocks = list(_blocks(page))
+        for index, (info, text, line) in enumerate(blocks):
+            start = START.match(text)
+            if info == "python" and start is not None:
+                following = blocks[index + 1] if index + 1 < len(blocks) else ("", "", 0)
+                output = following[1] if following[0] == "text output" else None
+                ranks = int(start["ranks"] or 1)
+                programs.append(Program(page.name, line, start["name"], ranks, text, output))
+    return programs
+
+
+PROGRAMS = _programs()
+
+
+@pytest.fixture(scope="module")
+def run_program() -> Iterator[Callable[[Program, Path], list[str]]]:
+    """Runs a program in a folder and returns the output of each rank."""
+    command = [sys.executable, str(Path(__file__).with_name("docs_programs.py"))]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run(program: Program, folder: Path) -> list[str]:
+        (folder / program.name).write_text(program.text)
+        job = {"program": program.name, "folder": str(folder), "ranks": program.ranks}
+        print(json.dumps(job), file=server.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(server.stdout.readline())
+        story = "\n".join(f"rank {rank}:\n{output}" for rank, output in enumerate(answer["outputs"]))
+        assert answer["codes"] == [0] * program.ranks, f"{program.label} exited with {answer['codes']}\n{story}"
+        return list(answer["outputs"])
+
+    try:
+        yield run
+    finally:
+        server.stdin.close()
+        server.wait(30)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.label)
+def test_program_runs(program: Program, run_program: Callable[..., list[str]], tmp_path: Path) -> None:
+    outputs = run_program(program, tmp_path)
+    if program.output is not None:
+        printed = [
+            f"[rank {rank}] {line}" if program.ranks > 1 else line
+            for rank, output in enumerate(outputs)
+            for line in output.splitlines()
+        ]
+        for line in program.output.splitlines():
+            pattern = re.compile(".*".join(map(re.escape, line.rstrip().split("…"))))
+            found = any(pattern.fullmatch(shown.rstrip()) for shown in printed)
+            assert found, f"{program.label} does not print\n{line}\nbut\n" + "\n".join(printed)
+
+
+def test_the_first_program_runs_under_the_real_launcher(tmp_path: Path) -> None:
+    program = next(program for program in PROGRAMS if program.page == "README.md")
+    (tmp_path / program.name).write_text(program.text)
+    command = [sys.executable, "-m", "ringway.cli", "run", "-n", str(program.ranks), program.name]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_block_runs_or_has_a_reason() -> None:
+    not_run = set()
+    for page in PAGES:
+        for info, text, line in _blocks(page):
+            if info == "python":
+                assert START.match(text), f"{page.name}:{line}: the first line does not say how to start the program"
+            elif info.startswith("python"):
+                assert info == "python notest", f"{page.name}:{line}: unknown info string {info!r}"
+                not_run.add(text.splitlines()[0])
+    assert not_run == set(NOT_RUN)
+
+
+def _slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES + MORE_PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", linked.read_text()), re.MULTILINE)
+            assert anchor in map(_slug, headings), f"{page.name} links to {target}"
+
+
+PATH = re.compile(r"(?<![\w./{-])((?:src|csrc|tests|docs|scripts|benchmarks|examples)/[\w./*-]*[\w*/])")
+SHORT_PATH = re.compile(r"`([\w.*-]+/[\w./*-]+\.(?:py|cpp|h|md|json|svg|sh|toml))`")
+
+
+@pytest.mark.parametrize("page", PAGES + MORE_PAGES, ids=lambda page: page.name)
+def test_files_exist(page: Path) -> None:
+    text = page.read_text()
+    missing = [path for path in PATH.findall(text) if not any(ROOT.glob(path.rstrip("/")))]
+    short = [path for path in SHORT_PATH.findall(text) if not PATH.match(path)]
+    places = (ROOT, ROOT / "src" / "ringway", page.parent)
+    missing += [path for path in short if not any(any(place.glob(path)) for place in places)]
+    assert not missing, f"{page.name} names files that do not exist: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES + MORE_PAGES, ids=lambda page: page.name)
+def test_names_exist(page: Path) -> None:
+    """A dotted name in backticks, such as `ringway.compress.OneBitAdam`, can be imported."""
+    names = set(re.findall(r"`(ringway(?:\.[A-Za-z_]\w*)+)", BLOCK.sub("", page.read_text())))
+    missing = sorted(name for name in names - NOT_MODULES if not _exists(name))
+    assert not missing, f"{page.name} names {missing}"
+
+
+NOT_MODULES = {"ringway.backends", "ringway.calls", "ringway.call.time"}
+"""An entry point group and names of counters, which look like modules."""
+
+
+def _exists(name: str) -> bool:
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for index, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[:index]))
+            except ImportError:
+                return False
+    return True
