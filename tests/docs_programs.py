@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch  # noqa: F401 - imported for the ranks
-from free_ports import free_port
 
 import ringway.compress
 import ringway.parallel  # noqa: F401
+from free_ports import free_port
 
 LIMIT = 60.0
 """Seconds that a program may take."""
