@@ -1,8 +1,8 @@
-"""A program for deepspeed.comm in which only the import has changed; deepspeed itself is not needed.
+"""A deepspeed.comm program in which only the import has changed. It does not need deepspeed.
 
-python examples/deepspeed_dropin.py
-ringway run -n 2 examples/deepspeed_dropin.py
-mpiexec -n 2 python examples/deepspeed_dropin.py
+    python examples/deepspeed_dropin.py
+    ringway run -n 2 examples/deepspeed_dropin.py
+    mpiexec -n 2 python examples/deepspeed_dropin.py
 """
 
 import os
@@ -20,11 +20,11 @@ CONFIG = {
 def main() -> None:
     dist.init_distributed(config=CONFIG, verbose=False)
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert int(os.environ["RANK"]) == rank  # deepspeed leaves torch's variables behind, and programs rely on it
+    assert int(os.environ["RANK"]) == rank  # deepspeed sets torch's variables, and programs rely on it
 
     tensor = torch.full((1 << 16,), rank + 1.0)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)  # not logged: neither chosen by the configuration ...
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, prof=True, log_name="gradients")  # ... nor asked for, as here
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)  # not logged: prof_ops has only broadcast
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, prof=True, log_name="gradients")  # logged: prof=True
     dist.broadcast(tensor, src=0)
 
     everyone = torch.empty(size * 4)

@@ -1,6 +1,6 @@
-"""A program for torch.distributed in which only the import has changed.
+"""A torch.distributed program in which only the import has changed.
 
-Runs under any launcher, or none, and learns the same weights whatever the number of ranks:
+It runs under any launcher, or none, and learns the same weights on any number of ranks:
 
     python examples/torch_dropin.py
     ringway run -n 2 examples/torch_dropin.py

@@ -1,9 +1,9 @@
-"""DistributedDataParallel with gradients compressed to one bit, and the report of what it saved.
+"""DistributedDataParallel with gradients compressed to one bit, and a report of what that saved.
 
     ringway run -n 2 examples/train_ddp_compressed.py
     ringway run -n 2 examples/train_ddp_compressed.py --codec auto
 
-Over shm there is no wire to save, and `--codec auto` says so and leaves the gradients plain.
+Shared memory has no wire to save: there `--codec auto` says so and leaves the gradients uncompressed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
         torch.nn.Linear(512, 1),
     ]
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    hook = ddp_hook(options.codec, warmup_steps=5)
+    hook = ddp_hook(options.codec, warmup_steps=5)  # the first 5 steps are averaged uncompressed
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
@@ -49,7 +49,7 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         print(hook.feedback.report)
-    hook.feedback.close()
+    hook.feedback.close()  # ends the thread of the asynchronous calls
     dist.destroy_process_group()
 
 

@@ -1,12 +1,12 @@
-"""Trains a small GPT on text that it makes up, on as many ranks as it is started with.
+"""Train a small GPT on generated text, on any number of ranks.
 
     python examples/train_gpt.py                                            # one rank
-    ringway run -n 2 examples/train_gpt.py                                  # gradients averaged over two
-    ringway run -n 2 examples/train_gpt.py --model-parallel 2               # layers split over two
-    ringway run -n 4 examples/train_gpt.py --model-parallel 2 --sequence    # both, and norms on parts of the text
-    ringway run -n 2 examples/train_gpt.py --codec int8                     # gradients in a quarter of the bytes
+    ringway run -n 2 examples/train_gpt.py                                  # data-parallel: gradients averaged over two ranks
+    ringway run -n 2 examples/train_gpt.py --model-parallel 2               # model-parallel: layers split over two ranks
+    ringway run -n 4 examples/train_gpt.py --model-parallel 2 --sequence    # both, and norms split along the sequence
+    ringway run -n 2 examples/train_gpt.py --codec int8                     # gradients compressed to a quarter of the bytes
 
-Every way prints the same losses, but for rounding (and for the codec): the batch is the same, shared out.
+All of them print the same losses, except for rounding (and for the codec), because they divide the same batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as torch writes it
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 import ringway
@@ -27,7 +27,7 @@ LETTERS = "\nabcdefghijklmnopqrstuvwxyz .,"
 
 
 def made_up_text(sentences: int, seed: int) -> str:
-    """Sentences of a small grammar: there is something to learn, and nothing to download."""
+    """Sentences of a small grammar, so that there is something to learn and nothing to download."""
     chance = random.Random(seed)
     things = ["fox", "river", "lantern", "sailor", "garden", "letter", "mountain", "bridge"]
     kinds = ["quiet", "red", "patient", "distant", "hollow", "bright"]
@@ -46,7 +46,7 @@ def made_up_text(sentences: int, seed: int) -> str:
 
 
 class Attention(nn.Module):
-    """Causal attention. The number of heads follows from the projection's width, which is less where it is split."""
+    """Causal attention. The number of heads follows from the width of the projection, which is smaller if it is split."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class GPT(nn.Module):
 
 
 def plan(sequence: bool) -> dict[str, Any]:
-    """Which layers are split, and how. With `sequence`, what lies between them is split along the text."""
+    """Which layers are split, and how. With `sequence`, activations between them are split along the sequence."""
     along = 1 if sequence else None
     layers: dict[str, Any] = {
         "tokens": "vocabulary",
@@ -109,7 +109,7 @@ def plan(sequence: bool) -> dict[str, Any]:
 
 
 def batches(text: Tensor, count: int, batch: int, context: int, seed: int) -> Any:
-    """The same batches on every rank; each takes its share."""
+    """The same batches on every rank; each rank takes its share."""
     chance = torch.Generator().manual_seed(seed)
     for _ in range(count):
         starts = torch.randint(len(text) - context - 1, (batch,), generator=chance).tolist()
@@ -138,7 +138,7 @@ def train(options: argparse.Namespace) -> list[float]:
 def _train(model: nn.Module, runtime: Any, options: argparse.Namespace) -> list[float]:
     data_ranks, place = ringway.get_world_size(runtime.data_group), ringway.get_rank(runtime.data_group)
     if options.batch % data_ranks:
-        raise SystemExit(f"--batch {options.batch} cannot be shared out evenly over {data_ranks} ranks")
+        raise SystemExit(f"--batch {options.batch} cannot be divided evenly over {data_ranks} ranks")
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     text = torch.tensor([LETTERS.index(letter) for letter in made_up_text(2000, options.seed)])
     losses = []
@@ -162,23 +162,23 @@ def _train(model: nn.Module, runtime: Any, options: argparse.Namespace) -> list[
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-parallel", type=int, default=1, help="ranks over which layers are split")
-    parser.add_argument("--sequence", action="store_true", help="with --model-parallel: split norms along the text")
+    parser.add_argument("--sequence", action="store_true", help="with --model-parallel: split norms along the sequence")
     parser.add_argument("--codec", help="compress gradients: int8, fp8, int4, onebit, auto")
-    parser.add_argument("--backend", help="shm, gloo, mpi, nccl; otherwise ringway chooses")
+    parser.add_argument("--backend", help="shm, gloo, mpi, nccl; by default ringway chooses")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks together")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--every", type=int, default=10, help="steps between lines")
+    parser.add_argument("--every", type=int, default=10, help="steps between printed lines")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", help="where rank 0 writes the weights, put together")
+    parser.add_argument("--save", help="file to which rank 0 writes the whole weights")
     options = parser.parse_args(arguments)
     parts = options.model_parallel
     if options.width % options.heads:
-        parser.error(f"--width {options.width} does not divide by --heads {options.heads}")
+        parser.error(f"--width {options.width} is not divisible by --heads {options.heads}")
     if parts < 1 or options.heads % parts:
         parser.error(f"--heads {options.heads} cannot be split over --model-parallel {parts}")
     if options.sequence and (parts == 1 or options.context % parts):
