@@ -1,8 +1,8 @@
 """A deepspeed.comm program in which only the import has changed. It does not need deepspeed.
 
-    python examples/deepspeed_dropin.py
-    ringway run -n 2 examples/deepspeed_dropin.py
-    mpiexec -n 2 python examples/deepspeed_dropin.py
+python examples/deepspeed_dropin.py
+ringway run -n 2 examples/deepspeed_dropin.py
+mpiexec -n 2 python examples/deepspeed_dropin.py
 """
 
 import os

@@ -1,10 +1,10 @@
 """Train a small GPT on generated text, on any number of ranks.
 
     python examples/train_gpt.py                                            # one rank
-    ringway run -n 2 examples/train_gpt.py                                  # data-parallel: gradients averaged over two ranks
-    ringway run -n 2 examples/train_gpt.py --model-parallel 2               # model-parallel: layers split over two ranks
+    ringway run -n 2 examples/train_gpt.py                                  # gradients averaged over two ranks
+    ringway run -n 2 examples/train_gpt.py --model-parallel 2               # layers split over two ranks
     ringway run -n 4 examples/train_gpt.py --model-parallel 2 --sequence    # both, and norms split along the sequence
-    ringway run -n 2 examples/train_gpt.py --codec int8                     # gradients compressed to a quarter of the bytes
+    ringway run -n 2 examples/train_gpt.py --codec int8                     # gradients in a quarter of the bytes
 
 All of them print the same losses, except for rounding (and for the codec), because they divide the same batches.
 """
@@ -46,7 +46,7 @@ def made_up_text(sentences: int, seed: int) -> str:
 
 
 class Attention(nn.Module):
-    """Causal attention. The number of heads follows from the width of the projection, which is smaller if it is split."""
+    """Causal attention. The number of heads follows from the projection's width, which is smaller if it is split."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

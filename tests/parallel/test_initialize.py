@@ -162,7 +162,7 @@ def test_the_example_runs_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--width 18", "--width 18 does not divide by --heads 4"),
+        ("--width 18", "--width 18 is not divisible by --heads 4"),
         ("--model-parallel 3", "--heads 4 cannot be split over --model-parallel 3"),
         ("--model-parallel 0", "--heads 4 cannot be split over --model-parallel 0"),
         ("--sequence", "--sequence needs a --model-parallel"),
