@@ -1,4 +1,4 @@
-// The codes of ops, reductions and dtypes. src/ringway/call.py holds the same, and a test keeps them together.
+// The codes of ops, reductions and dtypes. src/ringway/call.py has the same codes, and a test compares the two.
 #pragma once
 
 #include <cstdint>

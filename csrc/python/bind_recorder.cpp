@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "agreement.h"
 #include "record/callsite.h"
 #include "pack/checksum.h"
 #include "record/recorder.h"
@@ -40,23 +41,34 @@ void choose(Recorder& recorder, bool enabled, bool all, bool by_caller, const st
     recorder.ledger().choose(std::move(choice));
 }
 
-nb::tuple posted(const Posted& call, const char* place) {
+// The facts of agreement.h, by the names that call.py gives them.
+nb::tuple agreed_facts(int op) {
+    const uint8_t agree = agreement(static_cast<Op>(op));
+    nb::list names;
+    if ((agree & kAgreeBytes) != 0) names.append("bytes");
+    if ((agree & kAgreeDType) != 0) names.append("dtype");
+    if ((agree & kAgreeReduce) != 0) names.append("reduce");
+    if ((agree & kAgreeRoot) != 0) names.append("root");
+    return nb::tuple(names);
+}
+
+nb::tuple posted(const PostedCall& call, const char* place) {
     return nb::make_tuple(call.sequence, static_cast<int>(call.op), call.bytes, static_cast<int>(call.dtype),
                           static_cast<int>(call.reduce), call.peer, place);
 }
 
 nb::object fault_of(const Lane& lane) {
-    const Signatures::Fault* fault = lane.signatures() == nullptr ? nullptr : lane.signatures()->fault();
+    const CallBoard::Fault* fault = lane.board() == nullptr ? nullptr : lane.board()->fault();
     if (fault == nullptr) return nb::none();
     return nb::make_tuple(fault->rank, posted(fault->own, fault->own_place), fault->other,
                           posted(fault->theirs, fault->their_place));
 }
 
 // Python knows the class that says it; it is told the facts, and raises.
-PyObject* parted_error = nullptr;
+PyObject* mismatch_error = nullptr;
 
-[[noreturn]] void raise_parted(const Lane& lane) {
-    nb::object error = nb::borrow(parted_error)(lane.group(), fault_of(lane));
+[[noreturn]] void raise_mismatch(const Lane& lane) {
+    nb::object error = nb::borrow(mismatch_error)(lane.group(), fault_of(lane));
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     throw nb::python_error();
 }
@@ -65,8 +77,8 @@ template <class Begin>
 uint64_t compared(Lane& lane, const Begin& begin) {
     try {
         return begin();
-    } catch (const Parted&) {
-        raise_parted(lane);
+    } catch (const DifferentCalls&) {
+        raise_mismatch(lane);
     }
 }
 
@@ -193,20 +205,19 @@ void bind_recorder(nb::module_& m) {
         .def("arrivals", &arrivals)
         .def("reset_log", [](Recorder& self) { self.ledger().reset(); });
 
-    nb::class_<Signatures>(m, "Signatures")
+    nb::class_<CallBoard>(m, "CallBoard")
         .def(nb::init<int, int, std::vector<int>, const std::string&>(), nb::arg("fd"), nb::arg("rank"), nb::arg("ranks"),
              nb::arg("token"));
-    m.def("create_signatures", &Signatures::create, nb::arg("size"), nb::arg("seats"), nb::arg("token"));
+    m.def("create_call_board", &CallBoard::create, nb::arg("size"), nb::arg("seats"), nb::arg("token"));
     m.def(
-        "set_parted_error", [](nb::object make) { parted_error = make.release().ptr(); }, nb::arg("make"));
+        "set_mismatch_error", [](nb::object make) { mismatch_error = make.release().ptr(); }, nb::arg("make"));
 
     nb::class_<Lane>(m, "Lane")
         .def(
             "__init__",
-            [](Lane* self, std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size) {
-                new (self) Lane(std::move(recorder), group, size);
-            },
-            nb::arg("recorder"), nb::arg("group"), nb::arg("size") = 1)
+            [](Lane* self, std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size,
+               std::vector<int32_t> ranks) { new (self) Lane(std::move(recorder), group, size, std::move(ranks)); },
+            nb::arg("recorder"), nb::arg("group"), nb::arg("size") = 1, nb::arg("ranks") = std::vector<int32_t>())
         .def(
             "begin",
             [](Lane& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
@@ -247,7 +258,7 @@ void bind_recorder(nb::module_& m) {
                 });
             })
         .def("end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
-        .def("compare", &Lane::compare, nb::arg("signatures"))
+        .def("compare", &Lane::compare, nb::arg("board"))
         .def("check",
              [](Lane& self) {
                  // The traceback is of whoever raised it last; this raise is another.
@@ -256,7 +267,7 @@ void bind_recorder(nb::module_& m) {
                      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told)), told);
                      throw nb::python_error();
                  }
-                 if (!fault_of(self).is_none()) raise_parted(self);
+                 if (!fault_of(self).is_none()) raise_mismatch(self);
              })
         .def(
             "fail", [](Lane& self, nb::object error) { self.tell(error.release().ptr()); }, nb::arg("error"))
@@ -272,6 +283,13 @@ void bind_recorder(nb::module_& m) {
         nb::arg("types"), nb::arg("exchange").none());
     m.attr("CPU") = kCpu;
     m.attr("CUDA") = kCuda;
+    m.def("agreement", &agreed_facts, nb::arg("op"));
+    m.def(
+        "signature",
+        [](int op, int64_t amount, int dtype, int reduce, int root) {
+            return signature(static_cast<Op>(op), amount, static_cast<DType>(dtype), static_cast<Reduce>(reduce), root);
+        },
+        nb::arg("op"), nb::arg("amount"), nb::arg("dtype"), nb::arg("reduce"), nb::arg("root"));
     m.def("read_record_file", &read_record_file, nb::arg("path"));
     m.def("set_quiet", &set_quiet, nb::arg("quiet"));
     m.def("is_quiet", &is_quiet);

@@ -12,7 +12,7 @@
 #include "python/gil_host.h"
 #include "record/recorder.h"
 #include "python/shm_tasks.h"
-#include "record/signatures.h"
+#include "record/call_board.h"
 #include "python/tensor_view.h"
 
 namespace nb = nanobind;

@@ -159,8 +159,8 @@ void Recorder::keep_site(uint32_t newest) {
     }
 }
 
-Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size)
-    : recorder_(std::move(recorder)), group_(recorder_->group(group)), size_(size) {}
+Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size, std::vector<int32_t> ranks)
+    : recorder_(std::move(recorder)), group_(recorder_->group(group)), size_(size), ranks_(std::move(ranks)) {}
 
 uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site) {
     std::atomic<uint64_t>& counter = is_point_to_point(op) ? messages_ : collectives_;
@@ -170,17 +170,18 @@ uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t p
     entry.group = group_;
     entry.label = label;
     entry.site = site;
-    entry.peer = peer;
+    // A peer of -1 is none, or any; as an unsigned number it is past the end.
+    entry.peer = static_cast<size_t>(peer) < ranks_.size() ? ranks_[static_cast<size_t>(peer)] : peer;
     entry.size = size_;
     entry.op = op;
     entry.dtype = dtype;
     entry.reduce = reduce;
     entry.quiet = quiet_here;
     const uint64_t token = recorder_->begin(entry);
-    if (signatures_ != nullptr && !is_point_to_point(op)) {
+    if (board_ != nullptr && !is_point_to_point(op)) {
         try {
-            signatures_->post(entry);
-        } catch (const Parted&) {
+            board_->post(entry);
+        } catch (const DifferentCalls&) {
             end(token, State::Failed);
             throw;
         }

@@ -19,7 +19,7 @@
 #include "record/ledger.h"
 #include "record/record.h"
 #include "record/record_file.h"
-#include "record/signatures.h"
+#include "record/call_board.h"
 
 namespace ringway {
 
@@ -88,16 +88,17 @@ bool is_quiet();
 // One group's line into the recorder: it numbers the group's calls.
 class Lane {
   public:
-    Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size);
+    // `ranks` are the members' global ranks, in order; calls are recorded with their peers' global ranks.
+    Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size, std::vector<int32_t> ranks = {});
 
     // Numbers the call and records it. Collectives and point-to-point calls are counted apart, because only
     // the former come in the same order on every rank.
     uint64_t begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site);
     void end(uint64_t token, State state);
 
-    // From now on collectives are compared with those of the other ranks; `begin` then throws Parted.
-    void compare(std::shared_ptr<Signatures> signatures) { signatures_ = std::move(signatures); }
-    const Signatures* signatures() const { return signatures_.get(); }
+    // From now on collectives are compared with those of the other ranks; `begin` then throws DifferentCalls.
+    void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }
+    const CallBoard* board() const { return board_.get(); }
     // The Python error that ended the group on another rank, kept for ever; null while there is none.
     void tell(void* error) { told_.store(error, std::memory_order_release); }
     void* told() const { return told_.load(std::memory_order_acquire); }
@@ -112,7 +113,8 @@ class Lane {
     std::shared_ptr<Recorder> recorder_;
     uint32_t group_;
     int32_t size_;
-    std::shared_ptr<Signatures> signatures_;
+    std::vector<int32_t> ranks_;
+    std::shared_ptr<CallBoard> board_;
     std::atomic<void*> told_{nullptr};
     std::atomic<uint64_t> collectives_{0};
     std::atomic<uint64_t> messages_{0};

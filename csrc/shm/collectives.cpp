@@ -4,22 +4,9 @@
 #include <cstring>
 #include <new>
 
+#include "agreement.h"
+
 namespace ringway::shm {
-namespace {
-
-constexpr int kCountBits = 40;
-
-// Everything on which the ranks have to agree, in one word: 5 bits op, 5 dtype, 4 reduction, 10 root, 40 count.
-// A count of all_to_all's is checked pair by pair instead.
-uint64_t signature_of(const Request& r) {
-    const bool paired = r.op == Op::AllToAll || r.op == Op::AllToAllSingle;
-    const uint64_t count = paired ? 0 : static_cast<uint64_t>(r.count) & ((uint64_t{1} << kCountBits) - 1);
-    const uint64_t dtype = static_cast<uint64_t>(r.dtype) & 31;
-    return (static_cast<uint64_t>(r.op) << 59) | (dtype << 54) | (static_cast<uint64_t>(r.reduce) << 50) |
-           (static_cast<uint64_t>(r.root + 1) << kCountBits) | count;
-}
-
-}  // namespace
 
 Collectives::Collectives(Membership& members)
     : members_(members),
@@ -74,7 +61,7 @@ void Collectives::describe(const Request& r) {
         facts_->site = r.site;
         std::strncpy(facts_->place, r.place, kTextBytes - 1);
     }
-    signature_ = signature_of(r);
+    signature_ = signature(r.op, r.count, r.dtype, r.reduce, r.root);
     if (reduces(r.op)) reducer_ = find_reducer(r.dtype, r.reduce);
 }
 

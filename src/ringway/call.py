@@ -1,14 +1,14 @@
 """The vocabulary of a collective: its op, its dtype, its reduction, and the call itself.
 
-`OPS` is the one table of facts about each op. The logger, the bench, the trace and the mismatch check
-read it; nothing else knows how many bytes an op counts or which factor turns its rate into bus bandwidth.
-Codes are shared with the native core (`csrc/codes.h`), and a test holds the two together.
+`OPS` is the one table of facts about each op. The logger, the bench and the trace read it; nothing else knows how many
+bytes an op counts, or which factor turns its rate into bus bandwidth. What the ranks must agree on is read from the
+native core (`csrc/agreement.h`). Codes are shared with the native core (`csrc/codes.h`), and a test compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -16,29 +16,33 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+import ringway._core as _core
 from ringway.errors import CommTimeout, UsageError
 
 ReduceOp = c10d.ReduceOp
 
 ANY_SOURCE = -1
-"""`Call.peer` of a receive that takes a message from whoever sent one."""
+"""`Call.peer` of a receive that accepts a message from any rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """The facts about one collective.
 
-    `counts` says which side nccl-tests counts as the size of the message: the call's inputs or outputs
-    (for a gather or an all_gather the gathered whole, for a reduce_scatter the whole that is reduced).
-    `agree` names what must be the same on every rank: 'bytes', 'dtype', 'reduce', 'root'.
+    `counts` says which side nccl-tests counts as the size of the message: the call's inputs or its outputs
+    (for gather and all_gather everything that is gathered, for reduce_scatter everything that is reduced).
+    `agree` names what must be the same on every rank, out of 'bytes', 'dtype', 'reduce', 'root'.
     """
 
     code: int
     name: str
     counts: str
     bus_factor: Callable[[int], float]
-    agree: tuple[str, ...]
     collective: bool = True
+    agree: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "agree", _core.agreement(self.code))
 
     def __repr__(self) -> str:
         return self.name
@@ -56,23 +60,23 @@ def _there_and_back(size: int) -> float:
     return 2 * (size - 1) / size
 
 
-BROADCAST = Op(0, "broadcast", "outputs", _once, ("bytes", "dtype", "root"))
-ALL_REDUCE = Op(1, "all_reduce", "inputs", _there_and_back, ("bytes", "dtype", "reduce"))
-REDUCE = Op(2, "reduce", "inputs", _once, ("bytes", "dtype", "reduce", "root"))
-ALL_GATHER = Op(3, "all_gather", "outputs", _all_but_own, ("bytes", "dtype"))
-ALL_GATHER_SINGLE = Op(4, "all_gather_into_tensor", "outputs", _all_but_own, ("bytes", "dtype"))
-GATHER = Op(5, "gather", "inputs", _all_but_own, ("bytes", "dtype", "root"))
-SCATTER = Op(6, "scatter", "outputs", _all_but_own, ("bytes", "dtype", "root"))
-REDUCE_SCATTER = Op(7, "reduce_scatter", "inputs", _all_but_own, ("bytes", "dtype", "reduce"))
-REDUCE_SCATTER_SINGLE = Op(8, "reduce_scatter_tensor", "inputs", _all_but_own, ("bytes", "dtype", "reduce"))
-ALL_TO_ALL = Op(9, "all_to_all", "inputs", _all_but_own, ("dtype",))
-ALL_TO_ALL_SINGLE = Op(10, "all_to_all_single", "inputs", _all_but_own, ("dtype",))
-BARRIER = Op(11, "barrier", "inputs", _once, ())
-SEND = Op(12, "send", "inputs", _once, (), collective=False)
-RECV = Op(13, "recv", "outputs", _once, (), collective=False)
-ALL_REDUCE_COALESCED = Op(14, "all_reduce_coalesced", "inputs", _there_and_back, ("bytes", "dtype", "reduce"))
-ALL_GATHER_COALESCED = Op(15, "all_gather_coalesced", "outputs", _all_but_own, ("bytes", "dtype"))
-REDUCE_SCATTER_COALESCED = Op(16, "reduce_scatter_coalesced", "inputs", _all_but_own, ("bytes", "dtype", "reduce"))
+BROADCAST = Op(0, "broadcast", "outputs", _once)
+ALL_REDUCE = Op(1, "all_reduce", "inputs", _there_and_back)
+REDUCE = Op(2, "reduce", "inputs", _once)
+ALL_GATHER = Op(3, "all_gather", "outputs", _all_but_own)
+ALL_GATHER_SINGLE = Op(4, "all_gather_into_tensor", "outputs", _all_but_own)
+GATHER = Op(5, "gather", "inputs", _all_but_own)
+SCATTER = Op(6, "scatter", "outputs", _all_but_own)
+REDUCE_SCATTER = Op(7, "reduce_scatter", "inputs", _all_but_own)
+REDUCE_SCATTER_SINGLE = Op(8, "reduce_scatter_tensor", "inputs", _all_but_own)
+ALL_TO_ALL = Op(9, "all_to_all", "inputs", _all_but_own)
+ALL_TO_ALL_SINGLE = Op(10, "all_to_all_single", "inputs", _all_but_own)
+BARRIER = Op(11, "barrier", "inputs", _once)
+SEND = Op(12, "send", "inputs", _once, collective=False)
+RECV = Op(13, "recv", "outputs", _once, collective=False)
+ALL_REDUCE_COALESCED = Op(14, "all_reduce_coalesced", "inputs", _there_and_back)
+ALL_GATHER_COALESCED = Op(15, "all_gather_coalesced", "outputs", _all_but_own)
+REDUCE_SCATTER_COALESCED = Op(16, "reduce_scatter_coalesced", "inputs", _all_but_own)
 
 OPS: tuple[Op, ...] = (
     BROADCAST,
@@ -192,12 +196,13 @@ def reduces(dtype: torch.dtype, reduce: Reduce) -> bool:
 
 @dataclass(slots=True)
 class Call:
-    """One collective of one rank: what crosses the seam between communicator and backend.
+    """One collective of one rank: what a communicator passes to a backend.
 
     `inputs` and `outputs` may be the same tensors (a call in place). For `gather` the outputs, and for
-    `scatter` the inputs, are empty except at the root. Coalesced calls carry one entry a tensor, and
-    `all_gather_coalesced` its outputs flattened, rank by rank within each input. `peer` is the root, the
-    destination or the source, as a rank *of the group*; ANY_SOURCE for a receive from anyone.
+    `scatter` the inputs, are empty except at the root. Coalesced calls carry one entry per tensor;
+    `all_gather_coalesced` carries its outputs flattened, rank by rank within each input. `peer` is the root, the
+    destination or the source, as a rank *of the group*; ANY_SOURCE for a receive from any rank. `ranks` are the global
+    ranks of the group's members, in order.
     """
 
     op: Op
@@ -214,11 +219,12 @@ class Call:
     label: str | None = None
     sequence: int = -1
     group: str = ""
+    ranks: Sequence[int] = ()
     size: int = 1
     issued: int = 0
     completed: int = 0
     check: Callable[[], None] | None = None
-    """Raises where ranks were found to have called different things; for whoever waits in slices."""
+    """Raises if the ranks were found to have called different things. For code that waits in slices."""
 
     @property
     def nbytes(self) -> int:
@@ -237,28 +243,75 @@ class Call:
         return None
 
     def not_done(self, timeout: float | None) -> CommTimeout:
-        """What a wait of so many seconds raises that the call has outlasted."""
+        """The error for a wait that ended before the call did."""
         return CommTimeout(
-            f"{self.describe()} is not done after {timeout} s of waiting; it goes on",
+            f"{self.describe()} is not done after {timeout} s of waiting; it continues",
             op=self.op.name,
             sequence=self.sequence,
             waited=timeout,
         )
 
     def describe(self) -> str:
-        """The call in words, for messages: all_reduce #12 (float32[1024], SUM, group dp)."""
-        facts = []
+        """The call in words: `all_reduce #12 (float32[1024], SUM, group dp)`."""
         tensors = self.inputs or self.outputs
-        if tensors:
-            name = str(tensors[0].dtype).removeprefix("torch.")
-            facts.append(f"{name}[{', '.join(str(t.numel()) for t in tensors[:4])}]")
-        if "reduce" in self.op.agree:
-            facts.append(self.reduce.name)
-        if "root" in self.op.agree:
-            facts.append(f"root {self.peer}")
-        if not self.op.collective:
-            facts.append(f"peer {'any' if self.peer == ANY_SOURCE else self.peer}, tag {self.tag}")
-        if self.group:
-            facts.append(f"group {self.group}")
-        number = f" #{self.sequence}" if self.sequence >= 0 else ""
-        return f"{self.op.name}{number} ({', '.join(facts)})"
+        return describe_call(
+            self.op,
+            self.sequence,
+            dtype=self.dtype,
+            counts=[tensor.numel() for tensor in tensors],
+            reduce=self.reduce,
+            peer=self.peer if self.peer < 0 or not self.ranks else self.ranks[self.peer],
+            tag=None if self.op.collective else self.tag,
+            group=self.group,
+        )
+
+
+_COUNTS_SHOWN = 4
+
+
+def describe_call(
+    op: Op,
+    sequence: int = -1,
+    *,
+    dtype: torch.dtype | None = None,
+    counts: Sequence[int] = (),
+    nbytes: int | None = None,
+    reduce: Reduce | None = None,
+    peer: int | None = None,
+    tag: int | None = None,
+    group: str = "",
+    label: str = "",
+    place: str = "",
+) -> str:
+    """A call in words, as every message of ringway spells it. Unknown facts are left out.
+
+    all_reduce 'gradients' #12 (float32[1024], SUM, group dp) at train.py:88
+    broadcast #3 (float32, 4096 bytes, root 2, group 0) at train.py:90
+    recv #0 (float32[4], peer any, tag 7, group 0)
+
+    `counts` are the elements of each tensor; where only the size of the message is known, `nbytes` stands for them.
+    `peer` is a global rank: the root, the destination or the source.
+    """
+    facts = []
+    element = "" if dtype is None else str(dtype).removeprefix("torch.")
+    if counts:
+        more = ", ..." if len(counts) > _COUNTS_SHOWN else ""
+        facts.append(f"{element or 'elements'}[{', '.join(map(str, counts[:_COUNTS_SHOWN]))}{more}]")
+    elif element:
+        facts.append(element)
+    if nbytes is not None and op is not BARRIER:
+        facts.append(f"{nbytes} bytes")
+    if reduce is not None and "reduce" in op.agree:
+        facts.append(reduce.name)
+    if peer is not None and "root" in op.agree:
+        facts.append(f"root {peer}")
+    elif peer is not None and not op.collective:
+        facts.append(f"peer {'any' if peer == ANY_SOURCE else peer}")
+    if tag is not None:
+        facts.append(f"tag {tag}")
+    if group:
+        facts.append(f"group {group}")
+    named = f" '{label}'" if label else ""
+    number = f" #{sequence}" if sequence >= 0 else ""
+    details = f" ({', '.join(facts)})" if facts else ""
+    return f"{op.name}{named}{number}{details}" + (f" at {place}" if place else "")

@@ -108,7 +108,8 @@ class NotFinite(RingwayError):
 class CollectiveMismatch(RingwayError):
     """Ranks of one group called different collectives.
 
-    `sides` maps a rank of the group to what it called, in words.
+    `sides` maps a global rank to what it called, in words. Ranks are global everywhere in the text too, also roots and
+    peers, even if the group numbers its members differently. `sequence` is the call's number in the group.
     """
 
     def __init__(self, message: str, *, sides: Mapping[int, str] | None = None, sequence: int | None = None) -> None:
@@ -153,6 +154,27 @@ class CommTimeout(RingwayError, TimeoutError):
         self.sequence = sequence
         self.waited = waited
         self.missing = list(missing or ())
+
+
+def mismatch_error(
+    group: str,
+    sides: Mapping[int, str],
+    sequence: int | None = None,
+    *,
+    what: str = "called different things",
+    ended: bool = True,
+    details: Iterable[str] = (),
+) -> CollectiveMismatch:
+    """The error for ranks that called different things: what each did (`sides`, by global rank), then the details."""
+    lines = [f"ranks of the group {group} {what}{'; the group has ended' if ended else ''}"]
+    lines += [f"  rank {rank}: {sides[rank]}" for rank in sorted(sides)]
+    lines += [f"  {detail}" for detail in details]
+    return CollectiveMismatch("\n".join(lines), sides=sides, sequence=sequence)
+
+
+def message_sizes(source: int, target: int, sent: int, expected: int) -> str:
+    """The detail of a mismatch for a message whose two ends, by global rank, name different sizes."""
+    return f"rank {source} sends {sent} bytes to rank {target}, which expects {expected}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

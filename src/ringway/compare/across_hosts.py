@@ -1,13 +1,14 @@
-"""Ranks of different hosts compare what they call, through the job's store.
+"""Ranks of different hosts compare their calls through the job's store.
 
-Every rank counts a digest of the group's calls. At some calls (`always`: at each; `sample`: at the first ones, then at
-one of many, all ranks at the same) it puts the digest, and the calls since the last time, into the store, unless
-another rank has done so for that call; then it compares. That is one question and one answer, and nobody is waited for:
-of two ranks that part, whoever comes second sees it, before it sends anything of that call. It leaves what it saw where
-the others look, and `observe/faults.py` wakes those that wait already.
+Every rank keeps a running digest of the group's calls. At some calls it puts the digest, and the calls since the last
+time, into the store, unless another rank has already done so for that call; then it compares. `check = "always"` does
+this at every call; `sample` does it at the first ones, then every N calls, the same calls on all ranks. The exchange is
+one request and one reply, and no rank waits for another. If two ranks differ, the second one to arrive sees it before
+it sends anything of that call. It leaves an error where the others look, and `observe/stall` wakes the ranks that are
+already waiting.
 
-The store keeps a fixed number of answers a group: one for each of the latest `_SLOTS` calls. A rank that is further
-behind than that is not compared at that call; the digest of the next one tells all the same.
+The store keeps a fixed number of entries per group, one for each of the latest `_SLOTS` calls. A rank that is further
+behind is not compared at that call; the digest of a later call shows the difference too.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ import torch.distributed as c10d
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
-from ringway.call import OPS
-from ringway.compare.one_host import describe, parted
-from ringway.errors import CollectiveMismatch
+from ringway.compare.one_host import describe_posted
+from ringway.errors import CollectiveMismatch, mismatch_error
 
 _SLOTS = 128
 _FIRST_CALLS = 16
-_ONE_OF = 64
+_SAMPLE_EVERY = 64
 _TRIES = 16
-_CORNER = "ringway/across"
+_PREFIX = "ringway/compare"
 
 Facts = tuple[int, int, int, int, int]
-"""Codes of op, bytes, dtype, reduction and root of a call."""
+"""A call's op, bytes, dtype, reduction and root, as `_core.signature` takes them. The root is the group's."""
 
 _connections: dict[tuple[str, int], c10d.Store] = {}
-"""This process's own, one to each store: another thread may be inside a wait on the program's."""
+"""This process's own connections, one per store: another thread may be blocked in a wait on the program's."""
 
 
 def _own_connection(store: c10d.Store) -> c10d.Store:
@@ -45,73 +45,60 @@ def _own_connection(store: c10d.Store) -> c10d.Store:
     while isinstance(inner, c10d.PrefixStore):
         inner = inner.underlying_store
     if not isinstance(inner, c10d.TCPStore):
-        return inner  # a file, or memory: nobody's wait blocks it
+        return inner  # a file, or memory: another thread's wait does not block it
     where = (inner.host, inner.port)
     try:
-        _connections[where].check([_CORNER])
-    except Exception:  # there is none, or it was to an earlier job's store
+        _connections[where].check([_PREFIX])
+    except Exception:  # there is none yet, or it was to an earlier job's store
         _connections[where] = inner.clone()  # type: ignore[attr-defined]
     return _connections[where]
 
 
-def announce(info: GroupInfo) -> None:
-    """Rank 0 of the group names a corner of the store that no earlier group has used. Before the backend is made."""
+def reserve_prefix(info: GroupInfo) -> None:
+    """Rank 0 of the group chooses a prefix of the store that no earlier group used. Before the backend is made."""
     if info.rank == 0 and info.size > 1:
-        with suppress(Exception):  # a store that is gone fails the backend, with a better message
-            info.store.set(_CORNER, secrets.token_hex(8))
+        with suppress(Exception):  # if the store is gone, the backend fails with a better message
+            info.store.set(_PREFIX, secrets.token_hex(8))
 
 
-def join(info: GroupInfo, how: str, recorder: _core.Recorder) -> Across | None:
-    """After the backend is made. None where the configuration leaves comparing to stalls."""
-    if how == "stall":
+def join_comparison(info: GroupInfo, check: str, recorder: _core.Recorder) -> HostComparison | None:
+    """Call it after the backend is made. None if the configuration compares calls only when they stall."""
+    if check == "stall":
         return None
-    corner = info.store.get(_CORNER).decode()
-    store = c10d.PrefixStore(f"{_CORNER}/{corner}", _own_connection(info.store))
-    # The more ranks ask the store, the less often each does.
-    return Across(info, store, recorder, 1 if how == "always" else max(_ONE_OF, info.size))
+    prefix = info.store.get(_PREFIX).decode()
+    store = c10d.PrefixStore(f"{_PREFIX}/{prefix}", _own_connection(info.store))
+    # The more ranks use the store, the less often each of them does.
+    return HostComparison(info, store, recorder, 1 if check == "always" else max(_SAMPLE_EVERY, info.size))
 
 
-def _agreed(facts: Facts) -> tuple[int, ...]:
-    """Of a call's facts those that must be the same on every rank."""
-    op, nbytes, dtype, reduce, root = facts
-    agree = OPS[op].agree
-    return (
-        op,
-        nbytes if "bytes" in agree else 0,
-        dtype if "dtype" in agree else 0,
-        reduce if "reduce" in agree else 0,
-        root if "root" in agree else 0,
-    )
+class HostComparison:
+    """One rank's part in one group's comparison. Calls arrive in issue order, from one thread at a time."""
 
-
-class Across:
-    """One rank's side of one group. Calls come in issue order, from one thread at a time."""
-
-    def __init__(self, info: GroupInfo, store: c10d.Store, recorder: _core.Recorder, one_of: int) -> None:
+    def __init__(self, info: GroupInfo, store: c10d.Store, recorder: _core.Recorder, every: int) -> None:
         self._info = info
         self._store = store
         self._recorder = recorder
-        self._one_of = one_of
+        self._every = every
         self._digest = 0
         self._before = 0
         self._since: list[tuple[Facts, int]] = []
-        self._standing: dict[int, str] = {}
+        self._stored: dict[int, str] = {}
         self._off = False
 
     def compare(self, sequence: int, facts: Facts, token: int) -> None:
-        """Counts a call, which the recorder knows by `token`. Raises CollectiveMismatch where ranks have parted."""
+        """Adds a call, which the recorder knows by `token`. Raises CollectiveMismatch if the ranks' calls differ."""
         if self._off:
             return
-        self._digest = crc32(repr(_agreed(facts)).encode(), self._digest)
+        self._digest = crc32(_core.signature(*facts).to_bytes(8, "little"), self._digest)
         self._since.append((facts, token))
-        if sequence >= _FIRST_CALLS and (sequence + 1) % self._one_of:
+        if sequence >= _FIRST_CALLS and (sequence + 1) % self._every:
             return
         own = self._own_side(sequence)
         self._before = self._digest
         self._since.clear()
         try:
             other = self._exchange(sequence, json.dumps(own))
-        except Exception as error:  # the collective itself will say what a store that is gone means
+        except Exception as error:  # if the store is gone, the collective itself fails with a better message
             self._off = True
             warnings.warn(
                 f"ringway: calls of the group {self._info.name} are no longer compared across hosts: {error}",
@@ -122,13 +109,14 @@ class Across:
             self._judge(sequence, own, other)
 
     def _own_side(self, sequence: int) -> dict[str, Any]:
-        """Calls repeat, so each kind is written once."""
+        """This rank's calls since the last time. Calls repeat, so each kind is written once."""
         kinds: dict[str, int] = {}
         calls = []
         for facts, token in self._since:
             row = self._recorder.find(token)
             place = "an unknown line" if row is None or row[8] is None else f"{row[8][0]}:{row[8][1]}"
-            calls.append(kinds.setdefault(json.dumps([*facts, place]), len(kinds)))
+            root = self._info.ranks[facts[4]] if facts[4] >= 0 else facts[4]
+            calls.append(kinds.setdefault(json.dumps([*facts[:4], root, place]), len(kinds)))
         return {
             "sequence": sequence,
             "rank": self._info.ranks[self._info.rank],
@@ -139,22 +127,22 @@ class Across:
         }
 
     def _exchange(self, sequence: int, own: str) -> dict[str, Any] | None:
-        """What another rank said of this call; None where this one is the first, or far behind."""
+        """Another rank's entry for this call; None if this rank is the first, or far behind."""
         slot = sequence % _SLOTS
-        expected = self._standing.get(slot, "")
+        expected = self._stored.get(slot, "")
         for _ in range(_TRIES):
-            stands = self._store.compare_set(str(slot), expected, own).decode()
-            self._standing[slot] = stands
-            if stands == own:
+            stored = self._store.compare_set(str(slot), expected, own).decode()
+            self._stored[slot] = stored
+            if stored == own:
                 return None
-            other: dict[str, Any] = json.loads(stands)
+            other: dict[str, Any] = json.loads(stored)
             if other["sequence"] >= sequence:
                 return other if other["sequence"] == sequence else None
-            expected = stands  # of an earlier call, at which this rank was far behind
+            expected = stored  # of an earlier call, at which this rank was far behind
         return None
 
     def _judge(self, sequence: int, own: dict[str, Any], other: dict[str, Any]) -> None:
-        if "fault" in other:  # a third rank has parted from those two
+        if "fault" in other:  # two other ranks have already found a difference
             fault = other["fault"]
             sides = {int(rank): side for rank, side in fault["sides"].items()}
             raise CollectiveMismatch(fault["text"], sides=sides, sequence=fault["sequence"])
@@ -166,22 +154,21 @@ class Across:
         raise error
 
     def _difference(self, own: dict[str, Any], other: dict[str, Any]) -> CollectiveMismatch:
-        """The first call at which the two part."""
-        name, last = self._info.name, own["sequence"]
+        """The error for the first call at which the two ranks differ."""
+        last = own["sequence"]
         mine, theirs = _history(own), _history(other)
         if own["before"] != other["before"] or len(mine) != len(theirs):
-            sides = {side["rank"]: describe((last, *calls[-1])) for side, calls in ((own, mine), (other, theirs))}
-            return CollectiveMismatch(
-                f"{parted(name, sides, last)}\n  at call #{last} or before it",
-                sides=sides,
-                sequence=last,
-            )
+            calls = {own["rank"]: mine[-1], other["rank"]: theirs[-1]}
+            return self._error(last, calls, f"at call #{last} or before it")
         for place, (one, another) in enumerate(zip(mine, theirs, strict=True)):
-            if _agreed(one[:5]) != _agreed(another[:5]):
-                first = last - len(mine) + 1 + place
-                sides = {own["rank"]: describe((first, *one)), other["rank"]: describe((first, *another))}
-                return parted(name, sides, first)
-        raise AssertionError("digests differ where no call does")
+            if _core.signature(*one[:5]) != _core.signature(*another[:5]):
+                return self._error(last - len(mine) + 1 + place, {own["rank"]: one, other["rank"]: another})
+        raise AssertionError("the digests differ, but no call does")
+
+    def _error(self, sequence: int, calls: dict[int, Any], *details: str) -> CollectiveMismatch:
+        name = self._info.name
+        sides = {rank: describe_posted(name, (sequence, *call)) for rank, call in calls.items()}
+        return mismatch_error(name, sides, sequence, details=details)
 
 
 def _history(side: dict[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from ringway.call import (
     Call,
     Op,
 )
-from ringway.compare.across_hosts import Across
+from ringway.compare.across_hosts import HostComparison
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.checks import admit, check
 from ringway.groups.fast_path import ShortCut, ShortCuts
@@ -58,7 +58,7 @@ class Issuer:
         self.ranks = list(info.ranks)
         self._rank_of = {rank: place for place, rank in enumerate(self.ranks)}
         self._recorder = recorder
-        self._lane = _core.Lane(recorder, info.name, info.size)
+        self._lane = _core.Lane(recorder, info.name, info.size, self.ranks)
         self._labels: dict[str, int] = {}
         self._listeners = listeners
         self._call_listeners: list[Listener] = []
@@ -71,7 +71,7 @@ class Issuer:
         self._check = self._lane.check
         self._offered: Any = None
         self.spans_hosts = False
-        self._across: Across | None = None
+        self._across: HostComparison | None = None
         self._works: weakref.WeakSet[Work] = weakref.WeakSet()
         self._barriers = 0
         for device, backend in self._backends.items():
@@ -127,14 +127,14 @@ class Issuer:
             if isinstance(backend, Backend):
                 backend.abandoned = True
 
-    def compare(self, signatures: _core.Signatures | None, offered: Any = None) -> None:
+    def compare(self, board: _core.CallBoard | None, offered: Any = None) -> None:
         """From now on each call is compared with those of the other ranks, before anything is sent. What was
         `offered` to them lives as long as this group."""
-        if signatures is not None:
-            self._lane.compare(signatures)
+        if board is not None:
+            self._lane.compare(board)
             self._offered = offered
 
-    def compare_across(self, across: Across | None) -> None:
+    def compare_across(self, across: HostComparison | None) -> None:
         """The group spans hosts, whose ranks compare their calls through the store, or with None when they stall."""
         self.spans_hosts = True
         self._across = across
@@ -212,6 +212,7 @@ class Issuer:
         self.require_health()
         call.size = self.size
         call.group = self.name
+        call.ranks = self.ranks
         call.timeout = call.timeout or self._limit
         made = self._plan(admit(call) or self._default_device)
         check(call, self.rank)

@@ -1,4 +1,4 @@
-"""Sparse tensors summed by dense collectives: everybody learns everybody's entries, and adds them up."""
+"""Sums of sparse tensors through dense collectives: every rank gathers all ranks' entries and adds them up."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ringway.call import Reduce
-from ringway.errors import CollectiveMismatch, UsageError
+from ringway.errors import UsageError, mismatch_error
 from ringway.work import DONE, Work
 
 
 class Gatherer(Protocol):
     """The part of a communicator that a sparse sum needs."""
 
+    name: str
     size: int
     ranks: list[int]
 
@@ -23,8 +24,10 @@ class Gatherer(Protocol):
 
 
 def all_reduce_sparse(communicator: Gatherer, tensor: Tensor, reduce: Reduce, async_op: bool) -> Work | None:
-    """Sums sparse COO tensors in place. Done when it returns, an asynchronous call too: how much must travel is
-    known only on the way."""
+    """Sums sparse COO tensors in place.
+
+    An asynchronous call is also done when it returns, because each step needs the result of the one before.
+    """
     if reduce is not Reduce.SUM:
         raise UsageError(f"a sparse all_reduce can only sum, not {reduce.name}; convert with .to_dense()")
     own = tensor.detach().coalesce()
@@ -35,9 +38,10 @@ def all_reduce_sparse(communicator: Gatherer, tensor: Tensor, reduce: Reduce, as
 
 
 def sum_entries(communicator: Gatherer, indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """The sum over the ranks of the sparse tensors that have these entries, coalesced.
+    """The sum over the ranks of the sparse tensors with these entries, coalesced.
 
-    Ranks have different numbers of entries, so the numbers travel first and the entries are padded to the longest.
+    Ranks have different numbers of entries, so they exchange the numbers first, then the entries,
+    padded to the longest.
     """
     counts = _counts(communicator, indices, shape)
     all_indices = _gathered(communicator, indices.t(), max(counts))
@@ -48,16 +52,18 @@ def sum_entries(communicator: Gatherer, indices: Tensor, values: Tensor, shape: 
 
 
 def _counts(communicator: Gatherer, indices: Tensor, shape: Sequence[int]) -> list[int]:
-    """How many entries each rank has. Raises where their tensors do not have one shape."""
+    """The number of entries of each rank. Raises if the ranks' tensors have different shapes."""
     sparse_dim, count = indices.shape
     header = torch.tensor([count, sparse_dim, *shape])
     headers = header.new_empty(communicator.size, header.numel())
     communicator.all_gather_into_tensor(headers, header, log_name="sparse shapes")
     rows = headers.tolist()
     if any(row[1:] != rows[0][1:] for row in rows):
-        sides = {rank: f"shape {row[2:]}, {row[1]} sparse dimensions" for rank, row in enumerate(rows)}
-        lines = "".join(f"\n  rank {communicator.ranks[rank]}: {side}" for rank, side in sides.items())
-        raise CollectiveMismatch(f"ranks sum sparse tensors that differ{lines}", sides=sides)
+        sides = {
+            rank: f"shape {row[2:]}, {row[1]} sparse dimensions"
+            for rank, row in zip(communicator.ranks, rows, strict=True)
+        }
+        raise mismatch_error(communicator.name, sides, what="sum sparse tensors of different shapes", ended=False)
     return [row[0] for row in rows]
 
 

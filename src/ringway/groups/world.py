@@ -29,8 +29,8 @@ from ringway.backends.several.policy import Policy
 from ringway.backends.torch.adopt import adopt
 from ringway.backends.torch.backend import GlooBackend, make_gloo
 from ringway.backends.torch.handles import announcements
-from ringway.compare import across_hosts as across
-from ringway.compare import one_host as signatures
+from ringway.compare.across_hosts import join_comparison, reserve_prefix
+from ringway.compare.one_host import join_board, spans_hosts
 from ringway.config import resolve
 from ringway.errors import UsageError
 from ringway.groups.bridge import Bridge
@@ -263,9 +263,9 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
     )
     # shm compares in its own segment, but only what goes through it.
     compared = not registration.one_host or mixes(world.policy, registration.name, size)
-    lane, offered = signatures.meet(info) if compared else (None, None)
+    board, created = join_board(info) if compared else (None, None)
     if compared:
-        across.announce(info)
+        reserve_prefix(info)
     backend = mixed(world.policy, registry.make(registration, info), info)
     corner = GroupInfo(**{**info.__dict__, "store": c10d.PrefixStore("ringway/inner", info.store)})
     inner = backend.torch_group or make_gloo(corner, loopback=registration.one_host)
@@ -276,9 +276,9 @@ def make_bridge(registration: registry.Registration, options: Any, extra: Any) -
         others["cuda"] = nccl
         backends["cuda"] = NcclBackend(info, nccl, ours=True)
     communicator = world.add(info, backends)
-    communicator.compare(lane, offered)
-    if compared and signatures.spans_hosts(info):
-        communicator.compare_across(across.join(info, world.check, world.recorder))
+    communicator.compare(board, created)
+    if compared and spans_hosts(info):
+        communicator.compare_across(join_comparison(info, world.check, world.recorder))
     return Bridge(registration.torch_name, communicator, inner, others)
 
 

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as native
 import ringway._core as _core
 from ringway.call import OP_BY_NAME
 from ringway.errors import RingwayError, UsageError
+from ringway.groups.communicator import Communicator
 from ringway.groups.listener import Group, Listener
 from ringway.groups.world import world
 from ringway.observe.files import filled, write_whole
@@ -139,17 +140,19 @@ def flight_record(calls: Iterable[RecordedCall] | None = None) -> dict[str, Any]
             }
             for name, each in members.items()
         },
-        "entries": [_entry(number, call, members[call.group].rank, shift) for number, call in enumerate(known)],
+        "entries": [_entry(number, call, members[call.group], shift) for number, call in enumerate(known)],
     }
 
 
-def _entry(number: int, call: RecordedCall, rank: int, shift: int) -> dict[str, Any]:
+def _entry(number: int, call: RecordedCall, group: Communicator, shift: int) -> dict[str, Any]:
     point_to_point = call.op in ("send", "recv")
     name = f"gloo:{_TORCH_NAMES.get(call.op, call.op)}"
+    # torch names the group's ranks
+    peer = group.ranks.index(call.peer) if call.peer in group.ranks else call.peer
     if call.op == "send":
-        name += f" {rank}->{call.peer}"
+        name += f" {group.rank}->{peer}"
     elif call.op == "recv":
-        name += f" {rank}<-{call.peer}"
+        name += f" {group.rank}<-{peer}"
     numel = call.nbytes // call.dtype.itemsize if call.dtype is not None else 0
     dtype = "" if call.dtype is None else _TORCH_DTYPES.get(call.dtype, str(call.dtype).removeprefix("torch.").title())
     frames = [] if call.site is None else [{"name": call.site[2], "filename": call.site[0], "line": call.site[1]}]

@@ -9,19 +9,22 @@ from typing import Any
 import torch
 
 import ringway._core as _core
-from ringway.call import DTYPES, OP_BY_NAME, OPS, Reduce
+from ringway.call import DTYPE_CODE, DTYPES, OP_BY_NAME, OPS, UNKNOWN_DTYPE, Reduce, describe_call
 from ringway.errors import UsageError
 from ringway.groups.world import world
-from ringway.observe.log.summary import printable, size_text
+from ringway.observe.log.summary import printable
 
 _STATES = ("issued", "completed", "failed")
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One recorded call. Times are nanoseconds of the host's monotonic clock (`_core.monotonic_ns()`); `completed_ns`
-    is 0 while the call is in flight. `site` is (file, line, function), or None if the stack held no Python frame of the
-    program, as in the autograd engine's threads."""
+    """One call as the recorder kept it.
+
+    `peer` is the global rank of the root, the destination or the source. Times are nanoseconds of the host's monotonic
+    counter, as `_core.monotonic_ns()` returns them; `completed_ns` is 0 while the call is in flight. `site` is (file,
+    line, function), or None if no Python frame of the program was on the stack (on the autograd engine's threads).
+    """
 
     sequence: int
     op: str
@@ -48,20 +51,29 @@ class RecordedCall:
         """The line of the program that made the call."""
         return "an unknown line" if self.site is None else f"{self.site[0]}:{self.site[1]}"
 
+    def signature(self) -> int:
+        """One word for all that the ranks must agree on: two ranks made the same call if their words are equal."""
+        return _core.signature(
+            OP_BY_NAME[self.op].code,
+            self.nbytes,
+            UNKNOWN_DTYPE if self.dtype is None else DTYPE_CODE.get(self.dtype, UNKNOWN_DTYPE),
+            Reduce.SUM if self.reduce is None else Reduce[self.reduce],
+            -1 if self.peer is None else self.peer,
+        )
+
     def describe(self) -> str:
-        """all_reduce #12 (float32, 4.0 KB, SUM, group dp, train.py:88)"""
-        facts = []
-        if self.dtype is not None:
-            facts.append(str(self.dtype).removeprefix("torch."))
-        if self.op != "barrier":
-            facts.append(size_text(self.nbytes))
-        if self.reduce is not None:
-            facts.append(self.reduce)
-        if self.peer is not None:
-            facts.append(f"{'root' if OP_BY_NAME[self.op].collective else 'peer'} {self.peer}")
-        facts += [f"group {self.group}", self.place]
-        label = f" '{printable(self.label)}'" if self.label else ""
-        return f"{self.op}{label} #{self.sequence} ({', '.join(facts)})"
+        """The call in words: `all_reduce #12 (float32, 4096 bytes, SUM, group dp) at train.py:88`."""
+        return describe_call(
+            OP_BY_NAME[self.op],
+            self.sequence,
+            dtype=self.dtype,
+            nbytes=self.nbytes,
+            reduce=None if self.reduce is None else Reduce[self.reduce],
+            peer=self.peer,
+            group=self.group,
+            label=printable(self.label),
+            place=self.place,
+        )
 
 
 def recorded(row: Sequence[Any]) -> RecordedCall:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from ringway.backends.mpi import world as mpi_world
 from ringway.backends.mpi.world import LOCK, MPI, mapped
-from ringway.call import ANY_SOURCE, Call
-from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError
+from ringway.call import ANY_SOURCE, SEND, Call, describe_call
+from ringway.errors import CommTimeout, RingwayError, message_sizes, mismatch_error
 from ringway.threads import start
 from ringway.work import Completion, Handle
 
@@ -66,17 +66,19 @@ class Message(Handle):
         self._keep = None
 
     def _shortfall(self) -> RingwayError | None:
-        """MPI takes a message that is shorter than the buffer without a word."""
+        """MPI accepts a message that is shorter than the buffer without an error."""
         if not self._call.outputs:
             return None
         self.source = self._status.Get_source()
         expected, came = self._call.outputs[0].nbytes, self._status.Get_elements(MPI.BYTE)
         if came == expected:
             return None
-        return CollectiveMismatch(
-            f"{self._call.describe()}: {came} bytes came from rank {self.source} of the group, and this rank "
-            f"expects {expected}",
-            sides={self.source: f"send of {came} bytes", self._backend.rank: self._call.describe()},
+        source, own = self._backend.ranks[self.source], self._backend.ranks[self._backend.rank]
+        return mismatch_error(
+            self._call.group,
+            {source: describe_call(SEND, nbytes=came, peer=own, group=self._call.group), own: self._call.describe()},
+            self._call.sequence,
+            details=[message_sizes(source, own, came, expected)],
         )
 
     def _give_up(self) -> None:

@@ -106,7 +106,7 @@ class NcclQuick:
 
     def _spelled(self, call: Call, kind: Any, **values: Any) -> tuple[Call, Any]:
         """A call without its tensors, for us and for torch."""
-        call = replace(call, group=self._info.name, timeout=self._timeout)
+        call = replace(call, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
         return call, options_for(kind, call, **values)
 
     def broadcast(self, tensor: Tensor, root: int) -> int:

@@ -93,7 +93,7 @@ class NcclHandle(Announced):
         if device is None:
             return self
         stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
-        bare = Call(call.op, reduce=call.reduce, peer=call.peer, tag=call.tag, group=call.group)
+        bare = Call(call.op, reduce=call.reduce, peer=call.peer, tag=call.tag, group=call.group, ranks=call.ranks)
         return OnStream(self._works, bare, call.sequence, self._number, stream, event, self._captured)
 
     def done(self) -> bool:

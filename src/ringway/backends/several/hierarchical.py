@@ -132,14 +132,15 @@ class HierarchicalBackend(Backend):
         return self._order.start(_FLAT, self._flat_plan.runners[call.op.name], call)
 
     def _inside(self, call: Call, **changes: object) -> Handle:
-        return self._step(self._local_plan, self._layout.width, call, **changes)
+        return self._step(self._local_plan, self._local, call, **changes)
 
     def _between(self, call: Call, **changes: object) -> Handle:
-        return self._step(self._across_plan, len(self._layout.hosts), call, **changes)
+        return self._step(self._across_plan, self._across, call, **changes)
 
     @staticmethod
-    def _step(made: Plan, size: int, call: Call, **changes: object) -> Handle:
-        step = replace(call, size=size, async_op=True, input_splits=None, output_splits=None, **changes)  # type: ignore[arg-type]
+    def _step(made: Plan, part: Backend, call: Call, **changes: object) -> Handle:
+        size, ranks = part.group.size, part.group.ranks
+        step = replace(call, size=size, ranks=ranks, async_op=True, input_splits=None, output_splits=None, **changes)  # type: ignore[arg-type]
         return made.runners[step.op.name](step)
 
     def _chunks(self, tensor: Tensor) -> list[tuple[Tensor, Tensor | None]]:

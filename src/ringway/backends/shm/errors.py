@@ -1,4 +1,4 @@
-"""What the shared-memory engine reports, as ringway's errors."""
+"""The shared-memory engine's reports, turned into ringway's errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from enum import IntEnum
 from typing import Any, NoReturn
 
 from ringway.backends.base import GroupInfo
-from ringway.call import DTYPES, OPS, Reduce
-from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.call import BARRIER, DTYPES, OPS, Reduce, describe_call
+from ringway.errors import (
+    CollectiveMismatch,
+    CommTimeout,
+    PeerLost,
+    RingwayError,
+    UsageError,
+    message_sizes,
+    mismatch_error,
+)
 
 Facts = Mapping[str, Any]
 
@@ -39,7 +47,7 @@ class _Kind(IntEnum):
 
 
 class Faults:
-    """Words for one group's faults."""
+    """Turns one group's faults into errors. Ranks are global in all of them."""
 
     def __init__(self, group: GroupInfo) -> None:
         self._group = group
@@ -48,16 +56,16 @@ class Faults:
         raise self.error(outcome, fault)
 
     def error(self, outcome: int, fault: Facts | None) -> RingwayError:
-        """How a call ended, and the fault that ended the group, if there is one."""
+        """The error for a call's outcome, and for the fault that ended the group if there is one."""
         name = self._group.name
         if outcome == _Outcome.FORKED:
             return UsageError(
-                f"a forked child is no member of the group {name}; only the process that joined it can call collectives"
+                f"a forked child is not a member of the group {name}; only the process that joined it can make calls"
             )
         if outcome == _Outcome.CLOSED:
-            return RingwayError(f"the group {name} was closed while the call was under way, or before it")
+            return RingwayError(f"the group {name} was closed before or during the call")
         if fault is None:
-            return RingwayError(f"the group {name} has failed, and the rank that saw why is gone")
+            return RingwayError(f"the group {name} has failed, and the rank that knew why is gone")
         return self._from_fault(_Kind(fault["kind"]), fault)
 
     def _from_fault(self, kind: _Kind, fault: Facts) -> RingwayError:
@@ -69,13 +77,13 @@ class Faults:
             return self._no_memory(fault)
         if kind is _Kind.CORRUPT:
             return RingwayError(
-                f"{self._rank(fault['rank'])} has written into the shared memory of the group {self._group.name} what "
-                "cannot be: something in that process writes where it should not. The group has ended"
+                f"{self._rank(fault['rank'])} corrupted the shared memory of the group {self._group.name}: something "
+                "in that process writes where it should not. The group has ended"
             )
         return self._lost(kind, fault)
 
     def _rank(self, place: int) -> str:
-        """A member by its global rank, as users know it."""
+        """A member by its global rank, the one users know."""
         return f"rank {self._group.ranks[place]}"
 
     def _no_memory(self, fault: Facts) -> RingwayError:
@@ -86,8 +94,8 @@ class Faults:
                 "ended. Raise the limits of the job or its container on threads and memory"
             )
         return RingwayError(
-            f"{who} could not get {fault['bytes']} bytes of memory during {_describe(fault['own'])} of the group "
-            f"{name}; the group has ended. Raise the memory limit of the job or its container"
+            f"{who} could not get {fault['bytes']} bytes of memory during {self._describe(fault['own'])}; "
+            "the group has ended. Raise the memory limit of the job or its container"
         )
 
     def _lost(self, kind: _Kind, fault: Facts) -> RingwayError:
@@ -104,7 +112,7 @@ class Faults:
             text = f"{who} {end}"
             if place == self._group.rank:
                 return RingwayError(f"{text} {name}, which has ended; make a new group")
-        during = f" during {_describe(fault['own'])}" if fault["own"]["place"] or fault["own"]["count"] else ""
+        during = f" during {self._describe(fault['own'])}" if fault["own"]["place"] or fault["own"]["count"] else ""
         return PeerLost(
             f"{text}; the group {name} has ended{during}",
             rank=self._group.ranks[place],
@@ -118,12 +126,13 @@ class Faults:
         missing = [self._group.ranks[place] for place in fault["missing"]]
         waiter = self._rank(fault["reporter"])
         if self._group.rank in fault["missing"]:
-            text = f"{waiter} waited {waited:.1f} s for this rank in {_describe(own)}, and gave up"
+            text = f"{waiter} waited {waited:.1f} s for this rank in {self._describe(own)}, and gave up"
         else:
             absent = ", ".join(map(str, missing))
-            text = f"{_describe(own)}: rank {absent} did not come within the timeout of {waited:.1f} s ({waiter} did)"
+            late = f"rank {absent} did not arrive within the timeout of {waited:.1f} s ({waiter} did)"
+            text = f"{self._describe(own)}: {late}"
         return CommTimeout(
-            f"{text}; the group {self._group.name} has ended",
+            f"{text}; the group has ended",
             op=OPS[own["op"]].name,
             sequence=own["number"],
             waited=waited,
@@ -131,13 +140,28 @@ class Faults:
         )
 
     def _mismatch(self, fault: Facts) -> CollectiveMismatch:
-        sides = {fault["reporter"]: _describe(fault["own"]), fault["rank"]: _describe(fault["theirs"])}
-        lines = [f"ranks of the group {self._group.name} called different things, and the group has ended"]
-        lines += [f"  {self._rank(place)}: {side}" for place, side in sorted(sides.items())]
+        ranks, details = self._group.ranks, []
+        sides = {
+            ranks[fault["reporter"]]: self._describe(fault["own"]),
+            ranks[fault["rank"]]: self._describe(fault["theirs"]),
+        }
         if fault["pair"] is not None:
             source, target, sent, expected = fault["pair"]
-            lines.append(f"  {self._rank(source)} sends {sent} bytes to {self._rank(target)}, which expects {expected}")
-        return CollectiveMismatch("\n".join(lines), sides=sides, sequence=fault["own"]["number"])
+            details.append(message_sizes(ranks[source], ranks[target], sent, expected))
+        return mismatch_error(self._group.name, sides, fault["own"]["number"], details=details)
+
+    def _describe(self, call: Facts) -> str:
+        op, peer = OPS[call["op"]], call["root"]
+        return describe_call(
+            op,
+            call["number"],
+            dtype=DTYPES[call["dtype"]] if op is not BARRIER and call["dtype"] < len(DTYPES) else None,
+            counts=() if op is BARRIER else [call["count"]],
+            reduce=Reduce(call["reduce"]),
+            peer=peer if peer < 0 else self._group.ranks[peer],
+            group=self._group.name,
+            place=call["place"],
+        )
 
 
 def _signal_name(number: int) -> str:
@@ -145,20 +169,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _describe(call: Facts) -> str:
-    op = OPS[call["op"]]
-    facts = []
-    if op.name != "barrier":
-        dtype = str(DTYPES[call["dtype"]]).removeprefix("torch.") if call["dtype"] < len(DTYPES) else "bytes"
-        facts.append(f"{dtype}[{call['count']}]")
-    if "reduce" in op.agree:
-        facts.append(Reduce(call["reduce"]).name)
-    if "root" in op.agree:
-        facts.append(f"root {call['root']}")
-    if not op.collective:
-        facts.append("peer any" if call["root"] < 0 else f"peer {call['root']}")
-    where = f" at {call['place']}" if call["place"] else ""
-    details = f" ({', '.join(facts)})" if facts else ""
-    return f"{op.name} #{call['number']}{details}{where}"

@@ -62,8 +62,8 @@ class FailureExplainer(Listener):
     def _judged(
         self, job: Job, call: RecordedCall, waited: float, verdict: Verdict, error: PeerLost | CommTimeout
     ) -> BaseException:
-        if verdict.sides:
-            return CollectiveMismatch(verdict.text, sides=verdict.sides, sequence=verdict.parted_at)
+        if verdict.mismatch is not None:
+            return verdict.mismatch
         if verdict.gone:
             rank = verdict.gone[0]
             answer = self._watch.with_farewells(self._watch.ask(call.group, stacks=False)).get(rank)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ringway.call import OP_BY_NAME
+from ringway.errors import CollectiveMismatch, mismatch_error
 from ringway.observe.recorder import RecordedCall
 from ringway.observe.stall.peers import Answer
 
@@ -20,26 +21,12 @@ _NOT_THE_PROGRAMS = ("ringway-", "pytest_timeout")
 @dataclass(frozen=True)
 class Verdict:
     """`missing` are the global ranks that the call waits for, `gone` those of them whose process is no more;
-    `sides` is what ranks called instead of one another, by global rank."""
+    `mismatch` is the error to raise if the ranks called different things."""
 
     text: str
     missing: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
-    sides: Mapping[int, str] = field(default_factory=dict)
-    parted_at: int | None = None
-
-
-def same_call(one: RecordedCall, other: RecordedCall) -> bool:
-    """Whether two ranks made the same call, as far as it must be the same."""
-    if one.op != other.op:
-        return False
-    agree = OP_BY_NAME[one.op].agree
-    return (
-        ("bytes" not in agree or one.nbytes == other.nbytes)
-        and ("dtype" not in agree or one.dtype == other.dtype)
-        and ("reduce" not in agree or one.reduce == other.reduce)
-        and ("root" not in agree or one.peer == other.peer)
-    )
+    mismatch: CollectiveMismatch | None = None
 
 
 def judge(
@@ -47,9 +34,9 @@ def judge(
 ) -> Verdict:
     """The verdict on this rank's `call`, which has waited so many seconds. `ranks` are the group's members by
     global rank; `answers` are those of the others, as far as they have an address."""
-    parted = _parting(call, own, answers)
-    if parted is not None:
-        return parted
+    difference = _first_difference(call, own, answers)
+    if difference is not None:
+        return difference
     relevant = _awaited(call, own.rank, ranks)
     missing: list[int] = []
     gone: list[int] = []
@@ -78,20 +65,20 @@ def judge(
 
 def _awaited(call: RecordedCall, rank: int, ranks: Sequence[int]) -> list[int]:
     """The ranks whose coming the call needs."""
-    if not OP_BY_NAME[call.op].collective and call.peer is not None and 0 <= call.peer < len(ranks):
-        return [ranks[call.peer]]
+    if not OP_BY_NAME[call.op].collective and call.peer is not None and call.peer in ranks:
+        return [call.peer]
     return [other for other in ranks if other != rank]
 
 
-def _parting(call: RecordedCall, own: Answer, answers: Mapping[int, Answer]) -> Verdict | None:
-    """The first call of the group that ranks made differently, up to the one that waits."""
+def _first_difference(call: RecordedCall, own: Answer, answers: Mapping[int, Answer]) -> Verdict | None:
+    """The group's first call, up to the one that waits, at which the ranks called different things."""
     if not OP_BY_NAME[call.op].collective:
         return None
     mine = {**own.of_group(call.group), call.sequence: call}
     first: int | None = None
     for answer in answers.values():
         theirs = answer.of_group(call.group)
-        differ = [n for n in mine if n in theirs and not same_call(mine[n], theirs[n])]
+        differ = [n for n in mine if n in theirs and mine[n].signature() != theirs[n].signature()]
         if differ:
             first = min(differ) if first is None else min(first, *differ)
     if first is None:
@@ -99,10 +86,9 @@ def _parting(call: RecordedCall, own: Answer, answers: Mapping[int, Answer]) -> 
     calls = {own.rank: mine[first]} if first in mine else {}
     calls |= {a.rank: a.of_group(call.group)[first] for a in answers.values() if first in a.of_group(call.group)}
     sides = {rank: calls[rank].describe() for rank in sorted(calls)}
-    lines = [f"ranks of the group {call.group} part at call #{first}"]
-    lines += [f"  rank {rank}: {side}" for rank, side in sides.items()]
-    odd = tuple(rank for rank in sides if rank != own.rank and not same_call(calls[rank], mine[first]))
-    return Verdict("\n".join(lines), odd, (), sides, first)
+    odd = tuple(rank for rank in sides if calls[rank].signature() != mine[first].signature())
+    mismatch = mismatch_error(call.group, sides, first, ended=False)
+    return Verdict(str(mismatch), odd, mismatch=mismatch)
 
 
 def _story(call: RecordedCall, answer: Answer) -> str | None:

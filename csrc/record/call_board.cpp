@@ -1,4 +1,4 @@
-#include "record/signatures.h"
+#include "record/call_board.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -11,6 +11,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "agreement.h"
 #include "record/callsite.h"
 
 namespace ringway {
@@ -20,61 +21,25 @@ constexpr uint64_t kSlots = 128;
 constexpr uint32_t kPlaces = 256;
 constexpr size_t kTokenBytes = 32;
 
-enum Agreement : uint8_t { kBytes = 1, kDType = 2, kReduce = 4, kRoot = 8 };
-
-// What must be the same on every rank, by op: the column `agree` of the table in src/ringway/call.py.
-uint8_t agreement(Op op) {
-    switch (op) {
-        case Op::Broadcast:
-        case Op::Gather:
-        case Op::Scatter:
-            return kBytes | kDType | kRoot;
-        case Op::AllReduce:
-        case Op::ReduceScatter:
-        case Op::ReduceScatterSingle:
-        case Op::AllReduceCoalesced:
-        case Op::ReduceScatterCoalesced:
-            return kBytes | kDType | kReduce;
-        case Op::Reduce:
-            return kBytes | kDType | kReduce | kRoot;
-        case Op::AllGather:
-        case Op::AllGatherSingle:
-        case Op::AllGatherCoalesced:
-            return kBytes | kDType;
-        case Op::AllToAll:
-        case Op::AllToAllSingle:
-            return kDType;
-        default:
-            return 0;
-    }
-}
-
-bool same(const Posted& one, const Posted& other) {
-    if (one.op != other.op) return false;
-    const uint8_t agree = agreement(one.op);
-    return ((agree & kBytes) == 0 || one.bytes == other.bytes) && ((agree & kDType) == 0 || one.dtype == other.dtype) &&
-           ((agree & kReduce) == 0 || one.reduce == other.reduce) && ((agree & kRoot) == 0 || one.peer == other.peer);
-}
-
 }  // namespace
 
-struct Signatures::Slot {
+struct CallBoard::Slot {
     std::atomic<uint64_t> number;  // the call's sequence plus one
-    Posted call;
+    PostedCall call;
 };
 
-struct Signatures::Place {
+struct CallBoard::Place {
     std::atomic<uint32_t> site;
     char text[124];
 };
 
-struct Signatures::Seat {
+struct CallBoard::Seat {
     int32_t rank;  // of the group; written before the seat's first call
     Slot slots[kSlots];
     Place places[kPlaces];
 };
 
-struct Signatures::Header {
+struct CallBoard::Header {
     char token[kTokenBytes];
     int32_t size;  // of the group
     int32_t seats;
@@ -83,14 +48,14 @@ struct Signatures::Header {
     Fault fault;
 };
 
-int Signatures::create(int size, int seats, const std::string& token) {
-    if (token.size() != kTokenBytes) throw std::runtime_error("the token of a segment has 32 characters");
-    const int fd = memfd_create("ringway-signatures", MFD_CLOEXEC);
+int CallBoard::create(int size, int seats, const std::string& token) {
+    if (token.size() != kTokenBytes) throw std::runtime_error("the token of a call board has 32 characters");
+    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC);
     const auto bytes = static_cast<off_t>(sizeof(Header) + static_cast<size_t>(seats) * sizeof(Seat));
-    // Pages are reserved now: running out of memory is an error here, not a SIGBUS in a call.
+    // Reserve the pages now: running out of memory is then an error here, not a SIGBUS in a call.
     if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0) {
         if (fd >= 0) close(fd);
-        throw std::runtime_error(std::string("no memory for the signatures of a group: ") + std::strerror(errno));
+        throw std::runtime_error(std::string("no memory for the call board of a group: ") + std::strerror(errno));
     }
     Header header{};
     std::memcpy(header.token, token.data(), kTokenBytes);
@@ -98,18 +63,18 @@ int Signatures::create(int size, int seats, const std::string& token) {
     header.seats = seats;
     if (pwrite(fd, &header, sizeof(header), 0) != static_cast<ssize_t>(sizeof(header))) {
         close(fd);
-        throw std::runtime_error("the signatures of a group cannot be written");
+        throw std::runtime_error("the call board of a group cannot be written");
     }
     return fd;
 }
 
-Signatures::Signatures(int fd, int rank, std::vector<int> ranks, const std::string& token) : ranks_(std::move(ranks)) {
+CallBoard::CallBoard(int fd, int rank, std::vector<int> ranks, const std::string& token) : ranks_(std::move(ranks)) {
     struct stat facts {};
     if (fstat(fd, &facts) != 0 || static_cast<size_t>(facts.st_size) < sizeof(Header))
-        throw std::runtime_error("this is not a segment of signatures");
+        throw std::runtime_error("this is not a call board");
     bytes_ = static_cast<size_t>(facts.st_size);
     void* base = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (base == MAP_FAILED) throw std::runtime_error("the group's signatures cannot be mapped");
+    if (base == MAP_FAILED) throw std::runtime_error("the group's call board cannot be mapped");
     header_ = static_cast<Header*>(base);
     seats_ = reinterpret_cast<Seat*>(header_ + 1);
     try {
@@ -120,20 +85,20 @@ Signatures::Signatures(int fd, int rank, std::vector<int> ranks, const std::stri
     }
 }
 
-Signatures::~Signatures() { munmap(header_, bytes_); }
+CallBoard::~CallBoard() { munmap(header_, bytes_); }
 
-void Signatures::take_seat(int rank, const std::string& token) {
+void CallBoard::take_seat(int rank, const std::string& token) {
     if (std::string(header_->token, kTokenBytes) != token || header_->size != static_cast<int32_t>(ranks_.size()) ||
         bytes_ != sizeof(Header) + static_cast<size_t>(header_->seats) * sizeof(Seat))
-        throw std::runtime_error("this is the segment of another group");
+        throw std::runtime_error("this is the call board of another group");
     const int32_t seat = header_->taken.fetch_add(1);
-    if (seat >= header_->seats) throw std::runtime_error("every seat of the group's segment is taken");
+    if (seat >= header_->seats) throw std::runtime_error("every seat of the group's call board is taken");
     own_ = seats_ + seat;
     own_->rank = rank;
 }
 
-// A line of the program is written once, not with every call.
-void Signatures::keep_place(uint32_t id) {
+// Write each line of the program once, not with every call.
+void CallBoard::keep_place(uint32_t id) {
     Place& own = own_->places[id % kPlaces];
     if (own.site.load(std::memory_order_relaxed) == id) return;
     const CallSite where = site(id);
@@ -144,30 +109,31 @@ void Signatures::keep_place(uint32_t id) {
     own.site.store(id, std::memory_order_release);
 }
 
-void Signatures::post(const Entry& call) {
-    if (header_->state.load(std::memory_order_acquire) != 0) throw Parted{};
-    const Posted own{call.sequence, call.bytes, call.peer, call.site, call.op, call.dtype, call.reduce};
+void CallBoard::post(const Entry& call) {
+    if (header_->state.load(std::memory_order_acquire) != 0) throw DifferentCalls{};
+    const PostedCall own{call.sequence, signature(call.op, call.bytes, call.dtype, call.reduce, call.peer),
+                         call.bytes, call.peer, call.site, call.op, call.dtype, call.reduce};
     if (call.site != 0) keep_place(call.site);
     Slot& mine = own_->slots[call.sequence % kSlots];
     const uint64_t number = call.sequence + 1;
     mine.number.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     mine.call = own;
-    // Post, then look: of two ranks that do so at once, at least one sees the other.
+    // Post, then look: if two ranks do so at the same time, at least one sees the other.
     mine.number.store(number, std::memory_order_seq_cst);
     const Seat* const end = seats_ + std::min(header_->taken.load(std::memory_order_acquire), header_->seats);
     for (const Seat* seat = seats_; seat != end; ++seat) {
         const Slot& theirs = seat->slots[call.sequence % kSlots];
         if (theirs.number.load(std::memory_order_seq_cst) != number) continue;
-        const Posted posted = theirs.call;
+        const PostedCall posted = theirs.call;
         std::atomic_thread_fence(std::memory_order_acquire);
-        if (theirs.number.load(std::memory_order_relaxed) != number || same(own, posted)) continue;
+        if (theirs.number.load(std::memory_order_relaxed) != number || posted.signature == own.signature) continue;
         report(*seat, own, posted);
-        throw Parted{};
+        throw DifferentCalls{};
     }
 }
 
-void Signatures::report(const Seat& other, const Posted& own, const Posted& theirs) {
+void CallBoard::report(const Seat& other, const PostedCall& own, const PostedCall& theirs) {
     uint32_t none = 0;
     if (!header_->state.compare_exchange_strong(none, 1)) return;
     Fault& fault = header_->fault;
@@ -185,7 +151,7 @@ void Signatures::report(const Seat& other, const Posted& own, const Posted& thei
     header_->state.store(2, std::memory_order_release);
 }
 
-const Signatures::Fault* Signatures::fault() const {
+const CallBoard::Fault* CallBoard::fault() const {
     uint32_t state = header_->state.load(std::memory_order_acquire);
     for (int tries = 0; state == 1 && tries < 1000; ++tries) {
         usleep(100);
