@@ -67,6 +67,14 @@ def misuse() -> dict[str, Any]:
             dist.recv(torch.zeros(5), src=0, group=None)
         except CollectiveMismatch as error:
             found["short message"] = str(error)
+    pair = dist.new_group([1, 2])  # which numbers them 0 and 1
+    if rank == 1:
+        dist.send(torch.ones(3), dst=2, group=pair)
+    elif rank == 2:
+        try:
+            dist.recv(torch.zeros(5), src=1, group=pair)
+        except CollectiveMismatch as error:
+            found["short message"] = [str(error), error.sides]
     late = dist.new_group()
     dist.communicator(late).set_timeout(1.0)
     if rank != 0:

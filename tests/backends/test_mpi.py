@@ -73,7 +73,12 @@ def test_between_hosts_and_shared_memory_inside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mpi", LAUNCH)
 def test_errors_are_caught_and_other_groups_live_on(mpi: str, tmp_path: Path) -> None:
     results = found(tmp_path, 3, launch(mpi, "misuse", 3, tmp_path))
-    assert "12 bytes came from rank 0" in results[1]["short message"]
+    assert "rank 0 sends 12 bytes to rank 1, which expects 20" in results[1]["short message"]
+    text, sides = results[2]["short message"]
+    assert "rank 1 sends 12 bytes to rank 2, which expects 20" in text
+    assert set(sides) == {"1", "2"}  # keys of JSON
+    assert "send (12 bytes, peer 2, group " in sides["1"]
+    assert "recv #0 (float32[5], peer 1, tag 0, group " in sides["2"]
     for result in results[1:]:
         text, waited = result["timeout"]
         assert "all_reduce" in text

@@ -362,5 +362,5 @@ def _forked(context: RankContext) -> list[str]:
 def test_a_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
     for _ in range(100):  # one child in 145 found a lock that a thread of its parent had held, and never came back
         for refused, summed in pool.run(_forked, world_size=2):
-            assert "a forked child is no member of the group" in refused
+            assert "a forked child is not a member of the group" in refused
             assert summed == "[2.0, 2.0]"

@@ -281,5 +281,5 @@ def _new_timeout(context: RankContext, quick: bool) -> tuple[str, float]:
 def test_the_timeout_that_torch_sets_is_obeyed(pool: RankPool, quick: bool) -> None:
     (text, waited), _ = pool.run(_new_timeout, quick, world_size=2, timeout=60)
     pool.replace()
-    assert "rank 1 did not come within the timeout of" in text
+    assert "rank 1 did not arrive within the timeout of" in text
     assert 0.5 <= waited < 60

@@ -92,6 +92,7 @@ def always() -> list[Any]:
         parted("hierarchical", (0, 1), True, False),
         in_ddp(),
         monitored(),
+        in_a_sub_group(),
     ]
 
 
@@ -131,6 +132,16 @@ def monitored() -> dict[str, Any]:
     else:
         action = lambda: usual_call(group)  # noqa: E731
     facts = caught(action)
+    meet(None, "after")
+    return facts
+
+
+def in_a_sub_group() -> dict[str, Any]:
+    """A rank of each host, which the group numbers 0 and 1. Each names itself as the root."""
+    group = dist.new_group([1, 3], timeout=LIMIT)
+    rank = dist.get_rank()
+    meet(None, "before")
+    facts = caught(lambda: dist.reduce(torch.ones(4), rank, group=group)) if rank in (1, 3) else {}
     meet(None, "after")
     return facts
 

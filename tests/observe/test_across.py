@@ -49,14 +49,20 @@ def assert_told(facts: list[Any], sequence: int, odd: str, usual: str) -> None:
 def test_always_tells_every_rank_before_anything_is_sent(
     hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *parted, in_ddp, monitored = launched(hosts, monkeypatch, "always", "always")
+    *parted, in_ddp, monitored, sub_group = launched(hosts, monkeypatch, "always", "always")
     for facts in parted:
-        assert_told(facts, 3, "all_reduce #3 (float32, 32 bytes, SUM)", "all_reduce #3 (float32, 16 bytes, SUM)")
+        assert_told(
+            facts, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
+        )
         assert {told["again"] for told in facts} == {"CollectiveMismatch"}
     for told in in_ddp:
         assert "called different things" in told["text"]
         assert told["seconds"] < SOON
-    assert_told(monitored, 1, "barrier #1 at", "all_reduce #1 (float32, 16 bytes, SUM)")
+    assert_told(monitored, 1, "barrier #1 (group ", "all_reduce #1 (float32, 16 bytes, SUM, group ")
+    for told in (sub_group[1], sub_group[3]):
+        assert set(told["sides"]) == {"1", "3"}, told  # keys of JSON
+        assert "reduce #0 (float32, 16 bytes, SUM, root 1, group " in told["sides"]["1"]
+        assert "reduce #0 (float32, 16 bytes, SUM, root 3, group " in told["sides"]["3"]
 
 
 @pytest.mark.timeout(300)
@@ -64,8 +70,12 @@ def test_sample_sees_the_first_calls_and_later_what_it_missed(
     hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, later = launched(hosts, monkeypatch, "sample", "sample")
-    assert_told(first, 3, "all_reduce #3 (float32, 32 bytes, SUM)", "all_reduce #3 (float32, 16 bytes, SUM)")
-    assert_told(later, 40, "all_reduce #40 (int32, 16 bytes, SUM)", "all_reduce #40 (float32, 16 bytes, SUM)")
+    assert_told(
+        first, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
+    )
+    assert_told(
+        later, 40, "all_reduce #40 (int32, 16 bytes, SUM, group ", "all_reduce #40 (float32, 16 bytes, SUM, group "
+    )
 
 
 @pytest.mark.timeout(300)
@@ -74,8 +84,10 @@ def test_stall_compares_neighbours_at_once_and_hosts_at_the_timeout(
 ) -> None:
     monkeypatch.setenv("RINGWAY_STALL_AFTER", "1")
     neighbours, verdict = launched(hosts, monkeypatch, "stall", "stall")
-    assert_told(neighbours, 3, "all_reduce #3 (float32, 32 bytes, SUM)", "all_reduce #3 (float32, 16 bytes, SUM)")
+    assert_told(
+        neighbours, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
+    )
     for told in verdict:
         assert told["kind"] == "CollectiveMismatch", told
         assert told["sequence"] == 2
-        assert "part at call #2" in told["text"]
+        assert "called different things" in told["text"]

@@ -50,7 +50,7 @@ def part_ways(context: RankContext, late: int, asynchronous: bool) -> Any:
 def test_whoever_comes_last_every_rank_is_told(pool: RankPool, late: int, asynchronous: bool) -> None:
     for text, sides, number, took, alive in pool.run(part_ways, late, asynchronous, world_size=3, timeout=90):
         assert "called different things; the group has ended" in text
-        assert "all_reduce #1 (float32, 32 bytes, SUM) at " in sides[1]
+        assert "all_reduce #1 (float32, 32 bytes, SUM, group " in sides[1]
         assert __file__ in sides[1]
         assert number == 1
         assert took < 30  # and not the group's 100 s
@@ -82,17 +82,17 @@ def test_ddp_ends_with_the_mismatch_too(pool: RankPool) -> None:
 
 
 def lanes_of(size: int) -> list[Any]:
-    fd = _core.create_signatures(size, size, "t" * 32)
+    fd = _core.create_call_board(size, size, "t" * 32)
     lanes = []
     for rank in range(size):
         lane = _core.Lane(_core.Recorder(16), "g", size)
-        lane.compare(_core.Signatures(fd, rank, [10 * rank for rank in range(size)], "t" * 32))
+        lane.compare(_core.CallBoard(fd, rank, [10 * rank for rank in range(size)], "t" * 32))
         lanes.append(lane)
     return lanes
 
 
-def test_what_must_agree_is_what_the_table_of_ops_says() -> None:
-    """The native table against OPS: for every op, each fact changed alone."""
+def test_the_board_compares_what_must_agree_and_nothing_else() -> None:
+    """For every op, each fact changed alone."""
     same = {"bytes": 64, "dtype": 0, "reduce": 0, "root": 0}
     other = {"bytes": 128, "dtype": 1, "reduce": 3, "root": 1}
     for op in OPS:
@@ -113,14 +113,14 @@ def test_what_must_agree_is_what_the_table_of_ops_says() -> None:
                 first.check()
 
 
-def test_the_segment_of_another_group_or_a_full_one_is_refused() -> None:
-    fd = _core.create_signatures(2, 1, "t" * 32)
+def test_the_board_of_another_group_or_a_full_one_is_refused() -> None:
+    fd = _core.create_call_board(2, 1, "t" * 32)
     with pytest.raises(RuntimeError, match="another group"):
-        _core.Signatures(fd, 0, [0, 1], "u" * 32)
+        _core.CallBoard(fd, 0, [0, 1], "u" * 32)
     with pytest.raises(RuntimeError, match="another group"):
-        _core.Signatures(fd, 0, [0, 1, 2], "t" * 32)
-    _core.Signatures(fd, 0, [0, 1], "t" * 32)
+        _core.CallBoard(fd, 0, [0, 1, 2], "t" * 32)
+    _core.CallBoard(fd, 0, [0, 1], "t" * 32)
     with pytest.raises(RuntimeError, match="every seat"):
-        _core.Signatures(fd, 1, [0, 1], "t" * 32)
-    with os.fdopen(os.memfd_create("small"), "wb") as small, pytest.raises(RuntimeError, match="not a segment"):
-        _core.Signatures(small.fileno(), 0, [0, 1], "t" * 32)
+        _core.CallBoard(fd, 1, [0, 1], "t" * 32)
+    with os.fdopen(os.memfd_create("small"), "wb") as small, pytest.raises(RuntimeError, match="not a call board"):
+        _core.CallBoard(small.fileno(), 0, [0, 1], "t" * 32)

@@ -112,7 +112,7 @@ def test_a_sleeping_rank_is_named_with_its_stack(pool: RankPool, backend: str) -
     for outcome in outcomes:
         if outcome.rank != victim:
             assert f"for rank {victim}; rank {victim} (host " in outcome.output
-            assert "all_reduce #1 (float32, 16 B, SUM, group " in outcome.output
+            assert "all_reduce #1 (float32, 16 bytes, SUM, group " in outcome.output
             assert "test_stall.py:" in outcome.output
             assert "has issued nothing for" in outcome.output
             assert "in sleeper" in outcome.output
@@ -274,7 +274,7 @@ def in_another_group(context: RankContext) -> Any:
 def test_a_rank_that_waits_in_another_group_is_described_by_that_call(pool: RankPool) -> None:
     outcomes = pool.try_run(in_another_group, world_size=WORLD)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    assert "is in all_reduce #0 (float32, 8 B, SUM, group " in outcomes[0].output
+    assert "is in all_reduce #0 (float32, 8 bytes, SUM, group " in outcomes[0].output
     assert "rank 2 (host" in outcomes[1].output
 
 
