@@ -18,7 +18,7 @@ FLOORS = (
     ("compare", {"compare"}),
     ("backends", {"backends"}),
     ("launch", {"launch"}),
-    ("vocabulary", {"call", "work", "errors", "config", "threads", "references", "store", "_core"}),
+    ("vocabulary", {"call", "work", "errors", "config", "threads", "references", "store", "torch_versions", "_core"}),
 )
 HEIGHT = {room: len(FLOORS) - level for level, (_, rooms) in enumerate(FLOORS) for room in rooms}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.errors import CommTimeout, UsageError
+from ringway.torch_versions import premul_factor
 
 ReduceOp = c10d.ReduceOp
 
@@ -133,9 +134,7 @@ def parse_reduce(op: object) -> tuple[Reduce, Any]:
     reduce = _REDUCE_BY_TORCH[int(kind)]
     if reduce is not Reduce.PREMUL_SUM:
         return reduce, None
-    # Older versions of torch show the factor only to pickle.
-    premultiplied: Any = op
-    return reduce, premultiplied.factor if hasattr(op, "factor") else premultiplied.__getstate__()[1]
+    return reduce, premul_factor(op)
 
 
 DTYPES: tuple[torch.dtype, ...] = (

@@ -28,7 +28,7 @@ from ringway.backends.nccl import backend as nccl
 from ringway.backends.nccl import handles as nccl_work
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, PeerLost, RingwayError
-from ringway.groups.world import _torch_backends
+from ringway.groups.adoption import torch_backends
 from ringway.testing import RankContext, RankPool
 from ringway.work import Work
 
@@ -292,7 +292,7 @@ def _ends_behind_our_back(context: RankContext, held: bool) -> list[int]:
     aborted = []
     for destroyed in (False, True):
         group = c10d.new_group()
-        backend = _torch_backends(scripted_info(), group, "cpu:nccl")["cpu"]
+        backend = torch_backends(scripted_info(), group, "cpu:nccl")["cpu"]
         backend._group = scripted = ScriptedGroup(ScriptedWork())
         if destroyed:
             c10d.destroy_process_group(group)

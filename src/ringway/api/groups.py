@@ -15,8 +15,10 @@ from ringway.backends import registry
 from ringway.backends.base import Backend
 from ringway.backends.select import select
 from ringway.errors import UsageError
-from ringway.groups.world import NON_MEMBER, counted_apart, register_with_torch, world
+from ringway.groups.factory import register_with_torch
+from ringway.groups.world import NON_MEMBER, world
 from ringway.launch.info import LaunchInfo
+from ringway.torch_versions import undo_failed_start
 
 
 def is_available() -> bool:
@@ -66,9 +68,7 @@ def init_process_group(
             **extra,
         )
     except BaseException:
-        # torch has counted a group that is not there: the next start would name its groups otherwise than other ranks.
-        if not c10d.is_initialized():
-            c10d.distributed_c10d._world.group_count = 0
+        undo_failed_start()
         raise
 
 
@@ -93,7 +93,7 @@ def new_group(
     name = _named(backend)
     members = None if ranks is None else list(ranks)
     apart = range(get_world_size()) if members is None else members
-    with counted_apart(apart) if use_local_synchronization else nullcontext():
+    with world.group_counts.members_only(apart) if use_local_synchronization else nullcontext():
         return c10d.new_group(
             members, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringway.backends.device_watch import device_watch
 from ringway.errors import CommTimeout
 from ringway.groups.communicator import Communicator
-from ringway.groups.world import counted_apart, world
+from ringway.groups.world import world
 from ringway.work import Completion, Handle, Work
 
 
@@ -75,7 +75,7 @@ class ThreadLane(Lane):
     """One thread and one group, made when the first asynchronous call comes."""
 
     def __init__(self, communicator: Communicator, group: c10d.ProcessGroup | None) -> None:
-        with counted_apart(communicator.ranks):
+        with world.group_counts.members_only(communicator.ranks):
             own = c10d.new_group(
                 ranks=communicator.ranks,
                 backend=c10d.get_backend(group),

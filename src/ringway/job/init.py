@@ -25,7 +25,7 @@ from ringway.observe import start as watching
 from ringway.observe.log.logger import configure
 
 DEFAULT_PORT = 29500
-"""The port that DeepSpeed's signature names when nobody chose one: ringway then chooses."""
+"""The default of DeepSpeed's signature. It means that the caller chose no port, so ringway chooses one."""
 
 
 def init_distributed(
@@ -40,11 +40,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the job that a launcher started, or be a world of one.
+    """Join the job that a launcher started, or start a job of one rank.
 
-    `auto_mpi_discovery=False` ignores what MPI launchers say. `distributed_port` is the store's port where the
-    launcher names none. With torch.distributed initialized already, that is adopted; a second call changes
-    nothing. `dist_init_required=False` insists that somebody has initialized.
+    `auto_mpi_discovery=False` ignores the variables of MPI launchers. `distributed_port` is the store's port if the
+    launcher names none. If torch.distributed is initialized already, its groups are adopted; a second call changes
+    nothing. `dist_init_required=False` requires that torch.distributed is initialized already.
     """
     if c10d.is_initialized():
         _adopt(verbose)
@@ -87,7 +87,7 @@ def _adopt(verbose: bool) -> None:
 
 
 def _limit(timeout: timedelta | float | None, settings: Config) -> tuple[float, str]:
-    """The one timeout, in seconds, and who said it."""
+    """The timeout in seconds, and where it was set."""
     if timeout is None:
         return settings.timeout, settings.source("timeout")
     try:
@@ -96,7 +96,7 @@ def _limit(timeout: timedelta | float | None, settings: Config) -> tuple[float, 
         raise UsageError(f"timeout={timeout!r} is neither a timedelta nor a number of seconds") from None
     if not 0 < seconds <= MAX_SECONDS:
         raise UsageError(f"timeout={timeout} is not above 0 and at most {MAX_SECONDS:.0f} seconds")
-    return seconds, getattr(timeout, "source", "argument")  # deepspeed's default says that it is one
+    return seconds, getattr(timeout, "source", "argument")  # DeepSpeed's default names itself
 
 
 def _wanted(dist_backend: str | None, settings: Config) -> tuple[str | None, str]:
@@ -108,15 +108,20 @@ def _wanted(dist_backend: str | None, settings: Config) -> tuple[str | None, str
 
 
 def _prepare(settings: Config, info: LaunchInfo) -> None:
-    """What the world takes over from the configuration before the first group is made."""
+    """Applies the configuration before the first group is made."""
     world.local_rank = info.local_rank
     world.max_object_bytes = settings.max_object_bytes
     world.check = settings.check
     watching.prepare(settings, info.rank)
-    if any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger.")):
+    if configures_logger(settings):
         configure(settings)
     else:
-        configure()  # what the user chose before this holds for the recorder made here
+        configure()  # applies what the user configured earlier to the recorder made above
+
+
+def configures_logger(settings: Config) -> bool:
+    """Whether the configuration says anything about the comms logger."""
+    return any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger."))
 
 
 def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str) -> str:

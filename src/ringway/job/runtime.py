@@ -1,4 +1,4 @@
-"""Everything a training program needs, in one call: configuration, logging, backend, hooks."""
+"""Everything a training program needs in one call: configuration, logging, backend, hooks on the model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringway.api import groups
-from ringway.config import SETTINGS, Config, resolve
+from ringway.config import Config, resolve
 from ringway.errors import UsageError
-from ringway.job.init import init_distributed
+from ringway.job.init import configures_logger, init_distributed
 from ringway.observe.log.logger import configure
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ def initialize(
     timeout: timedelta | float | None = None,
     verbose: bool = True,
 ) -> Runtime:
-    """Join the job, and make `model` a parallel one where it is given.
+    """Join the job and, if `model` is given, make it parallel.
 
-    `config` is a dictionary or a file, with `RINGWAY_*` variables over it: it says the backend, the timeout and
-    what the comms logger logs. `backend` and `timeout` win over it. With a `plan` the model's layers are split
-    over `model_parallel_size` ranks that follow each other (all ranks, if not given); gradients are averaged over
-    the rest, in buckets of `bucket_mb` MiB, compressed by `codec`. A process group that exists is used as it is.
+    `config` is a dictionary or a file; `RINGWAY_*` variables override it. It sets the backend, the timeout and what the
+    comms logger logs; `backend` and `timeout` override it. With a `plan` the model's layers are split over
+    `model_parallel_size` consecutive ranks (default: all ranks). Gradients are averaged over the other dimension, in
+    buckets of `bucket_mb` MiB, compressed by `codec`. An existing process group is used unchanged.
 
-    Returns the one object to close, at the end or by `with`.
+    Returns the one object to close, at the end or with `with`.
     """
     if plan is not None and model is None:
         raise UsageError("plan= splits a model: pass model= too")
@@ -54,10 +54,8 @@ def initialize(
     started = not c10d.is_initialized()
     init_distributed(dist_backend=backend, verbose=verbose, timeout=timeout, config=config)
     try:
-        if not started and any(
-            settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger.")
-        ):
-            configure(settings)  # where the job was joined here, that has been done
+        if not started and configures_logger(settings):
+            configure(settings)  # init_distributed has done so if it joined the job
         runtime = Runtime(settings, started)
         if model is not None:
             runtime.register(model, plan, model_parallel_size, bucket_mb, codec)
@@ -68,15 +66,11 @@ def initialize(
     return runtime
 
 
-def _says_what_to_log(settings: Config) -> bool:
-    return any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger."))
-
-
 class Runtime:
-    """A job that was joined, and the hooks on its model.
+    """A running job, and the hooks on its model.
 
-    `mesh` has the dimensions "data" and "model" where there is a model; `data_group` and `model_group` are this
-    rank's groups in it. `data_parallel` and `model_parallel` are the hooks, where registered.
+    If there is a model, `mesh` has the dimensions "data" and "model", `data_group` and `model_group` are this rank's
+    groups in it, and `data_parallel` and `model_parallel` are the registered hooks.
     """
 
     def __init__(self, config: Config, started: bool) -> None:
@@ -95,7 +89,7 @@ class Runtime:
         bucket_mb: float,
         codec: Any,
     ) -> None:
-        """Puts the hooks on a model: layers split first, gradients averaged over what remains."""
+        """Puts the hooks on a model: first splits its layers, then averages gradients over the other dimension."""
         from ringway.parallel import register_data_parallel_hooks, register_model_parallel_hooks
         from ringway.parallel.agreement import agreed, describe, member
         from ringway.parallel.data import described
@@ -110,7 +104,7 @@ class Runtime:
             lines = describe(model) if plan is None else planned(model, plan)[0]
             return [f"model_parallel_size={size}", *described(bucket_mb, codec), *lines], size
 
-        # Over the whole job: a group that finds a difference within itself would leave the other groups waiting.
+        # Agree over the whole job: if one group alone found a difference, the other groups would keep waiting.
         columns = agreed(member(None, "initialize"), prepare, "initialize")
         device = next((p.device.type for p in model.parameters()), "cpu")
         self.mesh = groups.init_device_mesh(device, (ranks // columns, columns), mesh_dim_names=("data", "model"))
@@ -121,33 +115,33 @@ class Runtime:
 
     @property
     def data_group(self) -> c10d.ProcessGroup | None:
-        """The ranks over which gradients are averaged; None, the world, without a model."""
+        """The ranks over which gradients are averaged. Without a model it is None, the default group."""
         return None if self.mesh is None else self.mesh.get_group("data")
 
     @property
     def model_group(self) -> c10d.ProcessGroup | None:
-        """The ranks over which layers are split; one rank alone without a plan."""
+        """The ranks over which layers are split. Without a plan it has one rank."""
         return None if self.mesh is None else self.mesh.get_group("model")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here keeps gradients to itself; the next one outside averages the sum."""
+        """Backward passes in this context do not average gradients; the next one outside averages the sum."""
         with self.data_parallel.no_sync() if self.data_parallel is not None else nullcontext():
             yield
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The model's state dict with split parameters put together. All ranks call it together."""
+        """The model's state dict with split parameters reassembled. Every rank must call it."""
         if self._model is None:
-            raise UsageError("initialize() was given no model, so there is no state")
+            raise UsageError("initialize() was called without a model, so there is no state; pass model=")
         if self.model_parallel is not None:
             return self.model_parallel.full_state_dict()
         return dict(self._model.state_dict())
 
     def close(self) -> None:
-        """Takes the data-parallel hooks off, and leaves the job if `initialize` joined it. May be called again.
+        """Removes the data-parallel hooks, and leaves the job if `initialize` joined it. May be called again.
 
-        Nothing is sent, so that a rank that failed can close. Layers stay split; put them together before with
-        `model_parallel.remove()`, or save `full_state_dict()`.
+        Sends nothing, so a rank that failed can close too. Layers stay split: call `model_parallel.remove()` before to
+        reassemble them, or save `full_state_dict()`.
         """
         if self.data_parallel is not None:
             self.data_parallel.remove()

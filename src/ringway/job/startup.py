@@ -8,8 +8,10 @@ import os
 import torch
 
 import ringway._core as _core
-from ringway.groups.world import introduce_to_torch, leave, world
+from ringway.groups.exit import leave_at_exit, leave_in_child
+from ringway.groups.factory import introduce_to_torch
 from ringway.observe.start import install
+from ringway.torch_versions import dlpack_exchange_api
 
 
 def start_up() -> None:
@@ -18,16 +20,16 @@ def start_up() -> None:
     _describe_python()
     introduce_to_torch()
     watch = install()
-    os.register_at_fork(after_in_child=world.forked)
+    os.register_at_fork(after_in_child=leave_in_child)
     os.register_at_fork(after_in_child=watch.forked)
     # Handlers run in reverse order: peers are told why this rank leaves before its groups close.
-    atexit.register(leave)
+    atexit.register(leave_at_exit)
     atexit.register(watch.leave)
 
 
 def _describe_python() -> None:
     """Tells the native core which types are tensors, and which stack frames to skip when it looks for a call site."""
-    _core.set_tensor_types((torch.Tensor, torch.nn.Parameter), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    _core.set_tensor_types((torch.Tensor, torch.nn.Parameter), dlpack_exchange_api())
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     torch_package = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
     _core.set_machinery([package, torch_package], [f"{package}{folder}{os.sep}" for folder in ("testing", "bench")])

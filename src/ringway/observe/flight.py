@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
-from torch._C import _distributed_c10d as native
 
 import ringway._core as _core
 from ringway.call import OP_BY_NAME
@@ -28,6 +27,7 @@ from ringway.groups.world import world
 from ringway.observe.files import filled, write_whole
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
 from ringway.observe.stall.watch import StallWatch
+from ringway.torch_versions import flight_trace
 
 _LAYOUT_VERSION = "2.10"
 
@@ -191,12 +191,8 @@ def save_flight_record(prefix: str) -> bool:
 def torch_calls() -> list[RecordedCall]:
     """The calls in torch's own flight recorder: those of adopted and nccl groups that did not go through ringway. Empty
     unless torch records them (TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE)."""
-    dump_trace = getattr(native, "_dump_fr_trace", None) or getattr(native, "_dump_nccl_trace", None)
-    if dump_trace is None:
-        return []
-    trace = pickle.loads(dump_trace())
     sizes = {str(name): group.size() for group, name in c10d_module._world.pg_names.items()}
-    return [_from_torch(entry, sizes) for entry in trace.get("entries", [])]
+    return [_from_torch(entry, sizes) for entry in flight_trace().get("entries", [])]
 
 
 def _from_torch(entry: dict[str, Any], sizes: Mapping[str, int]) -> RecordedCall:

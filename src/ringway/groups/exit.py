@@ -1,0 +1,46 @@
+"""How a process leaves its groups: at interpreter exit, and in a forked child."""
+
+from __future__ import annotations
+
+import torch.distributed.distributed_c10d as c10d_module
+
+from ringway.backends.torch.handles import announcements
+from ringway.errors import UsageError
+from ringway.groups.bridge import Bridge
+from ringway.groups.world import FORKED, world
+from ringway.references import keep_for_ever
+
+_MOST_SECONDS = 10.0
+_SECONDS_PER_RANK = 2.0
+"""An abandoned call ends only when a peer's process ends, and must end before this interpreter does. So ranks with
+unanswered calls exit in turn: each exit ends the next rank's wait."""
+
+
+def leave_at_exit() -> None:
+    """Closes every group without waiting for other ranks. No group written in Python may outlive the interpreter."""
+    communicators = world.communicators()
+    turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
+    quiet = announcements.wait_for_quiet(min(_SECONDS_PER_RANK * (turn + 1), _MOST_SECONDS))
+    for communicator in communicators:
+        if not quiet:  # keep its connections until the process ends: closing them could wake threads that still wait
+            communicator.abandon()
+        communicator.close(wait=False)
+    if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
+        c10d_module._world.pg_map.clear()
+        c10d_module._world.pg_names.clear()
+        c10d_module._world.pg_group_ranks.clear()
+        c10d_module._unregister_all_process_groups()
+        c10d_module._update_default_pg(None)
+
+
+def leave_in_child() -> None:
+    """A forked child is no member of its parent's groups: its calls on them are refused, and its exit must not disturb
+    them."""
+    # Destroying a group joins its threads, which do not exist in the child: never destroy the parent's groups here.
+    for group in c10d_module._world.pg_map:
+        keep_for_ever(group)
+    error = UsageError(FORKED)
+    for communicator in world.start_over():
+        keep_for_ever(communicator)
+        communicator.poison(error)
+    announcements.forget()

@@ -1,0 +1,85 @@
+"""Everything that makes up for differences between versions of torch. Each piece names the versions it serves.
+
+Three pieces are methods that torch calls, and live with their classes: `Bridge.set_timeout` (torch calls it from 2.15
+on), `Gloo._set_default_timeout` (torch calls it before 2.15), and the old and new names of `Bridge`'s collectives.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+import torch.distributed.distributed_c10d as c10d_module
+from torch._C import _distributed_c10d as native
+
+_BEYOND_ANY_COUNT = 1 << 40
+"""More groups than torch will ever count."""
+
+
+class GroupCounts:
+    """How many groups each set of ranks has made on its own. For torch 2.15 on.
+
+    torch names groups by a count. From 2.15 on a group that only its members make (`use_local_synchronization`) raises
+    the count on those ranks alone, so the ranks would disagree about the names of later groups and wait for each other
+    forever. Such groups are counted here instead.
+    """
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[c10d.ProcessGroup, Counter[frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @contextmanager
+    def members_only(self, ranks: Sequence[Any]) -> Iterator[None]:
+        """Wrap the creation of a group that only its members make."""
+        torch_world = c10d_module._world
+        count, members = torch_world.group_count, frozenset(map(index, ranks))
+        counts = self._counts.setdefault(c10d_module._get_default_group(), Counter())
+        torch_world.group_count = _BEYOND_ANY_COUNT + counts[members]
+        try:
+            yield
+        finally:
+            counts[members] = (
+                torch_world.group_count - _BEYOND_ANY_COUNT
+            )  # unchanged if torch refused to make the group
+            torch_world.group_count = count
+
+
+def undo_failed_start() -> None:
+    """After a failed `init_process_group`. All versions: torch has counted a group that does not exist, so the next
+    start would name its groups differently from the other ranks."""
+    if not c10d.is_initialized():
+        c10d_module._world.group_count = 0
+
+
+def premul_factor(op: Any) -> Any:
+    """The factor of a PREMUL_SUM. Older versions than 2.13 may expose it only to pickle."""
+    return op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+
+
+def dlpack_exchange_api() -> Any:
+    """The C functions with which native code reads tensors. None in torch 2.8 and 2.9, which have no such functions."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def flight_trace() -> dict[str, Any]:
+    """The contents of torch's flight recorder. Older versions have it only in builds with nccl, under another name."""
+    dump = getattr(native, "_dump_fr_trace", None) or getattr(native, "_dump_nccl_trace", None)
+    trace: dict[str, Any] = {} if dump is None else pickle.loads(dump())
+    return trace
+
+
+def register_backend(name: str, create: Any, devices: Sequence[str]) -> None:
+    """Makes a backend's name known to torch. All versions: torch makes the first backend registered for a device the
+    default of programs that name none; this undoes that."""
+    defaults = dict(c10d.Backend.default_device_backend_map)
+    c10d.Backend.register_backend(name, create, extended_api=True, devices=list(devices))
+    c10d.Backend.default_device_backend_map.clear()
+    c10d.Backend.default_device_backend_map.update(defaults)
