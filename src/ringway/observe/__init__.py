@@ -1,1 +1,1 @@
-"""Watching: what the recorder and the observers saw."""
+"""Observing: the recorder, and the listeners that follow groups and their calls."""
