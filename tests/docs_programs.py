@@ -1,7 +1,7 @@
 """Runs programs on ranks that are forked from one process that has imported torch.
 
-`python docs_programs.py` reads one job a line from stdin and answers each with one line of JSON. A rank is a child
-process that runs the program as `__main__`. Forking saves each rank the two seconds that importing torch takes.
+`python docs_programs.py` reads a list of jobs from stdin, one line of JSON, and answers each with a line. A rank is a
+child process that runs the program as `__main__`. Forking saves each rank the two seconds that importing torch takes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ import ringway.compress
 import ringway.parallel  # noqa: F401
 from free_ports import free_port
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds that a program may take."""
+AT_ONCE = 2
+"""Programs that run at the same time: some of them only wait."""
 
 
 def run_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
@@ -57,37 +59,47 @@ def run_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     os._exit(code)
 
 
-def wait_for(pids: list[int]) -> list[int]:
-    """The exit codes of the ranks, negative for a signal. Kills ranks that are still running at the limit."""
-    deadline = time.monotonic() + LIMIT
-    codes: dict[int, int] = {}
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid not in codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return [codes[pid] for pid in pids]
+class Running:
+    """A program whose ranks have been forked."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self._deadline = time.monotonic() + LIMIT
+        self._codes: dict[int, int | None] = {}
+        port = free_port()
+        for rank in range(job["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                run_rank(job, rank, port)
+            self._codes[pid] = None
+
+    def has_ended(self) -> bool:
+        """Whether all ranks have exited. Kills those that are still running at the limit."""
+        for pid in [pid for pid, code in self._codes.items() if code is None]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > self._deadline:
+                os.kill(pid, signal.SIGKILL)
+        return None not in self._codes.values()
+
+    def answer(self) -> str:
+        outputs = [Path(self.job["folder"], f"output.{rank}").read_text() for rank in range(self.job["ranks"])]
+        return json.dumps({"label": self.job["label"], "codes": list(self._codes.values()), "outputs": outputs})
 
 
 def main() -> None:
     gc.collect()
     gc.freeze()  # so that a collection in a rank does not copy the pages that it shares with this process
-    for line in sys.stdin:
-        job = json.loads(line)
-        port = free_port()
-        pids = []
-        for rank in range(job["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                run_rank(job, rank, port)
-            pids.append(pid)
-        codes = wait_for(pids)
-        outputs = [Path(job["folder"], f"output.{rank}").read_text() for rank in range(job["ranks"])]
-        print(json.dumps({"codes": codes, "outputs": outputs}), flush=True)
+    waiting = json.loads(sys.stdin.readline())
+    running: list[Running] = []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(Running(waiting.pop(0)))
+        time.sleep(0.01)
+        for program in [program for program in running if program.has_ended()]:
+            running.remove(program)
+            print(program.answer(), flush=True)
     os._exit(0)  # the frozen objects would be reported as leaks
 
 

@@ -13,10 +13,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -74,50 +74,61 @@ PROGRAMS = _programs()
 
 
 @pytest.fixture(scope="module")
-def run_program() -> Iterator[Callable[[Program, Path], list[str]]]:
-    """Runs a program in a folder and returns the output of each rank."""
-    command = [sys.executable, str(Path(__file__).with_name("docs_programs.py"))]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdin is not None
-    assert server.stdout is not None
-
-    def run(program: Program, folder: Path) -> list[str]:
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """Starts the programs of all selected tests, each in a folder of its own."""
+    selected = [item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")]
+    jobs = []
+    for program in filter(None, selected):
+        folder = tmp_path_factory.mktemp(program.name.removesuffix(".py"))
         (folder / program.name).write_text(program.text)
-        job = {"program": program.name, "folder": str(folder), "ranks": program.ranks}
-        print(json.dumps(job), file=server.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(server.stdout.readline())
-        story = "\n".join(f"rank {rank}:\n{output}" for rank, output in enumerate(answer["outputs"]))
-        assert answer["codes"] == [0] * program.ranks, f"{program.label} exited with {answer['codes']}\n{story}"
-        return list(answer["outputs"])
+        jobs.append(
+            {"label": program.label, "program": program.name, "folder": str(folder), "ranks": program.ranks},
+        )
+    command = [sys.executable, str(Path(__file__).with_name("docs_programs.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(jobs) + "\n")
+        server.stdin.flush()
+        yield Answers(server.stdout)
 
-    try:
-        yield run
-    finally:
-        server.stdin.close()
-        server.wait(30)
+
+class Answers:
+    """How programs ended, as they come in."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def of(self, program: Program) -> dict[str, Any]:
+        while program.label not in self._known:
+            answer = json.loads(self._stream.readline())
+            self._known[answer["label"]] = answer
+        return self._known[program.label]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.label)
-def test_program_runs(program: Program, run_program: Callable[..., list[str]], tmp_path: Path) -> None:
-    outputs = run_program(program, tmp_path)
-    if program.output is not None:
-        printed = [
-            f"[rank {rank}] {line}" if program.ranks > 1 else line
-            for rank, output in enumerate(outputs)
-            for line in output.splitlines()
-        ]
-        for line in program.output.splitlines():
-            pattern = re.compile(".*".join(map(re.escape, line.rstrip().split("…"))))
-            found = any(pattern.fullmatch(shown.rstrip()) for shown in printed)
-            assert found, f"{program.label} does not print\n{line}\nbut\n" + "\n".join(printed)
+def test_program_runs(program: Program, answers: Answers) -> None:
+    answer = answers.of(program)
+    printed = [
+        f"[rank {rank}] {line.rstrip()}" if program.ranks > 1 else line.rstrip()
+        for rank, output in enumerate(answer["outputs"])
+        for line in output.splitlines()
+    ]
+    story = "\n".join(printed)
+    assert answer["codes"] == [0] * program.ranks, f"{program.label} exited with {answer['codes']}\n{story}"
+    for line in (program.output or "").splitlines():
+        pattern = re.compile(".*".join(map(re.escape, line.rstrip().split("…"))))
+        assert any(map(pattern.fullmatch, printed)), f"{program.label} does not print\n{line}\nbut\n{story}"
 
 
 def test_the_first_program_runs_under_the_real_launcher(tmp_path: Path) -> None:
     program = next(program for program in PROGRAMS if program.page == "README.md")
     (tmp_path / program.name).write_text(program.text)
     command = [sys.executable, "-m", "ringway.cli", "run", "-n", str(program.ranks), program.name]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+    assert "[rank 1] tensor([3., 3., 3., 3.])" in run.stdout
 
 
 def test_every_block_runs_or_has_a_reason() -> None:
