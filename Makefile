@@ -1,12 +1,14 @@
-# make demo    set everything up, run a real multi-rank job
-# make test    set everything up, run lint, types and tests (what CI runs)
-# make soak    the long version: more seeds, more kills, sanitizers for minutes
+# make demo       set everything up, run a real multi-rank job
+# make quick      lint, types, unit tests, conformance of shm and gloo on 2 ranks: under 90 s, for the inner loop
+# make test       lint, types and all tests (what CI runs); says which proofs are older than the code they prove
+# make soak       hours: more seeds and kills, tests that depend on time ten times, the suite on busy CPUs
+# make sanitizers, make browser, make torch-versions  what make test leaves out, each written to docs/proofs
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit soak build clean help
+.PHONY: demo quick test lint types unit soak build clean help
 
 help:
 	@sed -n 's/^# \(make.*\)/\1/p' Makefile
@@ -38,13 +40,35 @@ lint: build
 types: build
 	@$(VENV)/bin/mypy
 
+PYTEST := $(PY) -m pytest -q
+SPREAD := -n 2 --dist worksteal
+# What has a target and a page of docs/proofs of its own.
+APART  := not sanitizers and not browser
+
 unit: build
-	@$(PY) -m pytest -q -n 2 --dist loadfile
+	@$(PYTEST) $(SPREAD) -m '$(APART)'
 
 test: lint types unit
+	@$(PY) scripts/proofs.py
+
+# Starts no processes, or is marked quick.
+quick: lint types
+	@$(PYTEST) $(SPREAD) -m 'quick or not (ranks or processes or sanitizers or browser)'
 
 soak: build
-	@RINGWAY_SOAK=1 $(PY) -m pytest -q
+	@RINGWAY_SOAK=1 $(PYTEST)
+	@for round in 1 2 3 4 5 6 7 8 9 10; do $(PYTEST) -m 'timing and ($(APART))' || exit 1; done
+	@$(PY) scripts/busy.py 2 $(PYTEST) $(SPREAD) -m '$(APART)'
+
+.PHONY: sanitizers browser torch-versions
+
+sanitizers browser: build
+	@$(PY) scripts/suite_proof.py $@
+
+TORCH_VERSIONS := 2.11.0 2.15.0
+
+torch-versions: build
+	@for version in $(TORCH_VERSIONS); do $(PY) scripts/suite_proof.py torch $$version || exit 1; done
 
 clean:
 	@rm -rf build $(VENV)/.built

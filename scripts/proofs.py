@@ -2,7 +2,7 @@
 
 A proof is a page of `docs/proofs/` whose head names the commit it was made on and the files it proves.
 
-    python scripts/proofs.py        lists the proofs that are older than the code they prove (make proofs)
+    python scripts/proofs.py        lists the proofs that are older than the code they prove (make proofs, make test)
 """
 
 from __future__ import annotations
@@ -15,6 +15,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "proofs"
+MADE_BY = {
+    "browser": "make browser",
+    "ccl": "make ccl-proof",
+    "nccl": "python scripts/nccl_proof.py",
+    "onebit_gpu": "python benchmarks/onebit_gpu.py",
+    "sanitizers": "make sanitizers",
+    "shm_x86": "python benchmarks/collectives.py",
+    "torch_2_11": "make torch-versions",
+    "torch_2_15": "make torch-versions",
+}
+"""The pages there should be, and what makes each."""
+
+_LISTED = 3
 _COMMIT = re.compile(r"^- Commit: `([0-9a-f]+)`", re.MULTILINE)
 _PROVES = re.compile(r"^- Proves: (.*)$", re.MULTILINE)
 
@@ -44,6 +57,8 @@ def write(path: Path, title: str, proves: Sequence[str], body: str, commit: str 
 
 def outdated(page: Path) -> str | None:
     """Why a proof no longer counts, or None."""
+    if not page.exists():
+        return "not made yet"
     text = page.read_text()
     commit, proves = _COMMIT.search(text), _PROVES.search(text)
     if commit is None or proves is None:
@@ -54,16 +69,20 @@ def outdated(page: Path) -> str | None:
     gone = [name for name in files if not (ROOT / name).exists()]
     if gone:
         return f"it proves {', '.join(gone)}, which is gone"
-    changed = _git("diff", "--name-only", commit.group(1), "--", *files)
-    return f"changed since: {', '.join(changed.split())}" if changed else None
+    changed = _git("diff", "--name-only", commit.group(1), "--", *files).split()
+    if not changed:
+        return None
+    more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
+    return f"changed since: {', '.join(changed[:_LISTED])}{more}"
 
 
 def main() -> None:
-    pages = sorted(FOLDER.glob("*.md"))
-    for page in pages:
-        print(f"{page.relative_to(ROOT)}: {outdated(page) or 'up to date'}")
-    if not pages:
-        print("there are no proofs")
+    names = sorted({*MADE_BY, *(page.stem for page in FOLDER.glob("*.md"))})
+    for name in names:
+        page = FOLDER / f"{name}.md"
+        why = outdated(page)
+        again = f" ({MADE_BY[name]})" if why and name in MADE_BY else ""
+        print(f"{page.relative_to(ROOT)}: {why or 'up to date'}{again}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,15 @@
-"""Fixtures of the whole suite."""
+"""Fixtures and markers of the whole suite."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
+
+# These tests are about CPU tensors. A GPU that torch sees changes its defaults: FSDP2 moves shards to it, and ringway
+# chooses nccl beside shm. What needs a GPU is proven by scripts/nccl_proof.py.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +19,40 @@ from ringway.testing import RankPool
 # A slow machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# A shell that starts a command with & outside a terminal makes it ignore SIGINT, and so do all its children. The tests
+# of Ctrl-C would then wait for an interrupt that never comes.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+TESTS = Path(__file__).parent
+TIMING = (
+    "backends/test_in_turn.py",
+    "backends/test_mixed.py",
+    "backends/test_ordered.py",
+    "backends/test_shm_faults.py",
+    "launch/test_rendezvous.py",
+    "launch/test_run.py",
+    "observe/test_across.py",
+    "observe/test_end.py",
+    "observe/test_logger.py",
+    "observe/test_mismatch.py",
+    "observe/test_stall.py",
+    "observe/test_straggler.py",
+    "test_teardown.py",
+    "test_work.py",
+    "testing/test_pool.py",
+)
+"""Tests that wait for a timeout, for a peer's death or for somebody who is late."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+        if item.path.relative_to(TESTS).as_posix() in TIMING:
+            item.add_marker(pytest.mark.timing)
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,20 @@ import time
 import ringway as dist
 
 
-def interrupt_inside(op: str) -> None:
-    """This process is interrupted once it waits in its next call of `op`, however long it takes to get there."""
+def interrupt_inside(op: str, *, elsewhere: bool = False) -> None:
+    """This process is interrupted once it waits in its next call of `op`, however long it takes to get there.
+
+    With `elsewhere`, another thread than the main one receives the signal: the main thread's sleep goes on.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
         while not any(call.op == op and call.state == "issued" for call in dist.recent_calls()):
             time.sleep(0.01)
         time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
+        if elsewhere:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
+from exits import ended_well, run_alone, run_together
 from interrupts import interrupt_inside
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.world import world
@@ -26,38 +27,24 @@ from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
 
 BACKENDS = ["gloo", "shm"]
-ALONE = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
 
 
-def _alone(code: str, timeout: float = 120, backend: str = "gloo") -> subprocess.CompletedProcess[str]:
-    """Runs a program of one rank in a process of its own."""
-    start = (
-        "import torch, os, sys, ringway as dist; from torch.distributed import HashStore\n"
-        "dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1)\n"
-    )
-    script = start.format(backend=backend) + code
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
+def test_leaving_without_destroying_is_silent(pool: RankPool) -> None:
+    done = run_alone(pool, "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(3), async_op=True)")
+    assert ended_well(done), done
+    assert done.output == ""
 
 
-def test_leaving_without_destroying_is_silent() -> None:
-    done = _alone("dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(3), async_op=True)")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "Traceback" not in done.stderr
-    assert "terminate" not in done.stderr
-
-
-def test_leaving_with_a_subgroup_and_adopted_groups_is_silent() -> None:
-    done = _alone(
+def test_leaving_with_a_subgroup_and_adopted_groups_is_silent(pool: RankPool) -> None:
+    done = run_alone(
+        pool,
         "g = dist.new_group([0]); dist.all_reduce(torch.ones(3), group=g)\n"
         "import torch.distributed as c10d; p = c10d.new_group([0], backend='gloo')\n"
         "dist.all_reduce(torch.ones(2), group=p)\n"
-        "w = dist.init_device_mesh('cpu', (1,))"
+        "w = dist.init_device_mesh('cpu', (1,))",
     )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    assert ended_well(done), done
+    assert "Traceback" not in done.output
 
 
 UNANSWERED = {
@@ -67,26 +54,45 @@ UNANSWERED = {
         "work.is_completed(); dist.barrier(); dist.destroy_process_group()"
     ),
     "collective": "work = dist.all_reduce(torch.ones(5), async_op=True) if dist.get_rank() == 0 else None",
+    "collectives of all ranks": (
+        "import time\n"
+        "class Slow:\n"  # deleted while the interpreter is finalized: meanwhile ranks of lower number exit
+        "    def __del__(self, sleep=time.sleep, rank=dist.get_rank()): sleep(0.4 * rank)\n"
+        "slow, rank, groups = Slow(), dist.get_rank(), [dist.new_group() for _ in range(3)]\n"
+        "work = dist.broadcast(torch.ones(5), src=(rank + 1) % 3, group=groups[rank], async_op=True); dist.barrier()"
+    ),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("what", UNANSWERED)
-def test_leaving_with_calls_that_nobody_answers_is_silent(backend: str, what: str, tmp_path: Path) -> None:
-    """Whatever waits in torch wakes when the others go, perhaps in the midst of this interpreter's end."""
+def test_leaving_with_calls_that_nobody_answers_is_silent(pool: RankPool, backend: str, what: str) -> None:
+    """Threads inside torch wake up when the other ranks exit, perhaps while this interpreter is being finalized.
+
+    The last case, run 50 times on gloo: no rank of 150 failed. Without `leave_threads_behind` two ranks of three did.
+    """
+    for ended in run_together(pool, UNANSWERED[what], backend, 3):
+        assert ended_well(ended), ended
+        assert "terminate" not in ended.output
+
+
+@pytest.mark.processes
+def test_leaving_a_launched_program_with_calls_that_nobody_answers(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
-        f"import torch, ringway as dist\ndist.init_distributed({backend!r}, verbose=False)\n"
-        f"{UNANSWERED[what]}\nif work is not None: work.is_completed()\n"
+        "import sys, torch, ringway as dist\ndist.init_distributed('gloo', verbose=False)\n"
+        f"{UNANSWERED['collective']}\nprint('left', dist.get_rank())\nsys.exit(3 if dist.get_rank() == 0 else 0)\n"
     )
-    command = [sys.executable, "-m", "ringway.cli", "run", "-n", "3", str(script)]
+    command = [sys.executable, "-m", "ringway.cli", "run", "-n", "2", "--on-death", "keep", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 3, done.stdout + done.stderr  # the program's own status
+    assert done.stdout.count("left") == 2
     assert "terminate" not in done.stderr
 
 
-def test_forked_child_is_refused_and_disturbs_nothing() -> None:
-    done = _alone(
+def test_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
+    done = run_alone(
+        pool,
         "import torch.utils.data as data\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
@@ -97,24 +103,25 @@ def test_forked_child_is_refused_and_disturbs_nothing() -> None:
         "loader = data.DataLoader(torch.arange(8.0), num_workers=2)\n"
         "print(sum(float(x) for x in loader))\n"
         "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n"
-        "dist.destroy_process_group()\n"
+        "dist.destroy_process_group()\n",
     )
-    assert done.returncode == 0, done.stderr
-    assert "refused: this process was forked from a rank" in done.stdout
-    assert "28.0" in done.stdout
-    assert "alive [1.0, 1.0, 1.0]" in done.stdout
+    assert ended_well(done), done
+    assert "refused: this process was forked from a rank" in done.output
+    assert "28.0" in done.output
+    assert "alive [1.0, 1.0, 1.0]" in done.output
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("own", [False, True])
-def test_a_forked_child_leaves_as_it_likes(backend: str, own: bool) -> None:
+def test_a_forked_child_leaves_as_it_likes(pool: RankPool, backend: str, own: bool) -> None:
     """Its end joins no thread of its parent's. It may have made groups of its own."""
     groups_of_its_own = (
         "    c10d = torch.distributed.distributed_c10d; c10d._world.pg_map.clear(); c10d._update_default_pg(None)\n"
         f"    dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1, group_name='own')\n"
         "    t = torch.ones(3); dist.all_reduce(t); print('own', t.tolist(), flush=True)\n"
     )
-    done = _alone(
+    done = run_alone(
+        pool,
         "import gc\n"
         "work = dist.all_reduce(torch.ones(3), async_op=True)\n"
         "cycle = [dist.communicator(dist.new_group([0]))]; cycle.append(cycle)\n"
@@ -128,28 +135,29 @@ def test_a_forked_child_leaves_as_it_likes(backend: str, own: bool) -> None:
         "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n",
         backend=backend,
     )
-    assert done.returncode == 0, done.stderr
-    assert "child 7" in done.stdout, done.stdout + done.stderr
-    assert ("own [1.0, 1.0, 1.0]" in done.stdout) is own
-    assert "alive [1.0, 1.0, 1.0]" in done.stdout
+    assert ended_well(done), done
+    assert "child 7" in done.output
+    assert ("own [1.0, 1.0, 1.0]" in done.output) is own
+    assert "alive [1.0, 1.0, 1.0]" in done.output
 
 
-def test_destroy_may_be_called_again() -> None:
-    done = _alone(
+def test_destroy_may_be_called_again(pool: RankPool) -> None:
+    done = run_alone(
+        pool,
         "group = dist.new_group([0]); held = dist.communicator(group)\n"
         "dist.destroy_process_group(group); dist.destroy_process_group(group)\n"
         "try: held.all_reduce(torch.ones(1))\n"
         "except dist.errors.RingwayError as error: print(error)\n"
         "dist.destroy_process_group(); dist.destroy_process_group()\n"
         "try: dist.all_reduce(torch.ones(1))\n"
-        "except dist.errors.UsageError as error: print(error)\n"
+        "except dist.errors.UsageError as error: print(error)\n",
     )
-    assert done.returncode == 0, done.stderr
-    assert "was destroyed" in done.stdout
-    assert "there is no group yet" in done.stdout
+    assert ended_well(done), done
+    assert "was destroyed" in done.output
+    assert "there is no group yet" in done.output
 
 
-def _one_is_late(context: RankContext, backend: str) -> str:
+def _one_is_late(context: RankContext, backend: str, elsewhere: bool) -> str:
     """Rank 0 waits in a collective that rank 1 comes to late, and is interrupted meanwhile."""
     context.start(backend)
     if dist.get_rank() == 1:
@@ -159,7 +167,7 @@ def _one_is_late(context: RankContext, backend: str) -> str:
         except PeerLost:
             return "told that rank 0 has left"  # shm knows; gloo carries the call on
         return "came"
-    interrupt_inside("all_reduce")
+    interrupt_inside("all_reduce", elsewhere=elsewhere)
     with pytest.raises(KeyboardInterrupt):
         dist.all_reduce(torch.ones(1))
     context.store.set("interrupted", "")
@@ -167,20 +175,21 @@ def _one_is_late(context: RankContext, backend: str) -> str:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ctrl_c_ends_a_wait(pool: RankPool, backend: str) -> None:
-    waiting, late = pool.run(_one_is_late, backend, world_size=2)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_ctrl_c_ends_a_wait(pool: RankPool, backend: str, elsewhere: bool) -> None:
+    waiting, late = pool.run(_one_is_late, backend, elsewhere, world_size=2)
     assert waiting == "interrupted"
     assert late == ("came" if backend == "gloo" else "told that rank 0 has left")
     pool.replace()
 
 
-def _recv_interrupted(context: RankContext, backend: str) -> str:
+def _recv_interrupted(context: RankContext, backend: str, elsewhere: bool) -> str:
     context.start(backend)
     if dist.get_rank() == 1:
         context.store.wait(["interrupted"])
         dist.send(torch.ones(1), 0)
         return "sent"
-    interrupt_inside("recv")
+    interrupt_inside("recv", elsewhere=elsewhere)
     with pytest.raises(KeyboardInterrupt):
         dist.recv(torch.ones(1), 1)
     context.store.set("interrupted", "")
@@ -188,8 +197,10 @@ def _recv_interrupted(context: RankContext, backend: str) -> str:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ctrl_c_ends_a_receive(pool: RankPool, backend: str) -> None:
-    assert pool.run(_recv_interrupted, backend, world_size=2) == ["interrupted", "sent"]
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_ctrl_c_ends_a_receive(pool: RankPool, backend: str, elsewhere: bool) -> None:
+    """Even where the signal does not interrupt the sleep: it came to another thread, or just before the sleep."""
+    assert pool.run(_recv_interrupted, backend, elsewhere, world_size=2) == ["interrupted", "sent"]
     pool.replace()
 
 

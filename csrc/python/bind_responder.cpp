@@ -11,6 +11,7 @@ using namespace ringway;
 
 void bind_responder(nb::module_& m) {
     m.def("stand_still_at_the_end", &stand_still_at_the_end);
+    m.def("leave_threads_behind", &leave_threads_behind);
     m.def("dumps_stacks", &dumps_stacks);
     m.def(
         "stacks_of_a_copy",

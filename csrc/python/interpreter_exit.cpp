@@ -1,7 +1,12 @@
 #include "python/interpreter_exit.h"
 
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <exception>
 #include <mutex>
 
@@ -9,20 +14,59 @@ namespace ringway {
 namespace {
 
 thread_local bool stands_still = false;
+std::atomic<bool> threads_left_behind{false};
+pthread_t exiting_thread;
 std::terminate_handler handler_before = nullptr;
 
-// A thread that is being ended comes here without an exception, from the first frame that lets nothing through.
+bool left_behind() {
+    return threads_left_behind.load(std::memory_order_acquire) && pthread_equal(pthread_self(), exiting_thread) == 0;
+}
+
+// CPython's forced end of a thread arrives here from the first frame that lets no exception pass. There is a current
+// exception if the thread was handling one, such as the loss of a peer.
 void terminated() {
-    while (stands_still && !std::current_exception()) pause();
+    while (left_behind() || (stands_still && !std::current_exception())) pause();
     handler_before();
+}
+
+void replace_terminate_handler() {
+    static std::once_flag once;
+    std::call_once(once, [] { handler_before = std::set_terminate(terminated); });
+}
+
+constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGABRT};
+struct sigaction actions_before[3];
+
+// Between the interpreter's end and the process's, a thread may ask for the GIL of an interpreter whose memory is freed.
+void crashed(int number) {
+    while (left_behind()) pause();
+    for (int i = 0; i < 3; ++i) sigaction(kCrashes[i], &actions_before[i], nullptr);
+    raise(number);
+}
+
+void end_now(int status, void*) {
+    fflush(nullptr);
+    _exit(status);
 }
 
 }  // namespace
 
 void stand_still_at_the_end() {
-    static std::once_flag once;
-    std::call_once(once, [] { handler_before = std::set_terminate(terminated); });
+    replace_terminate_handler();
     stands_still = true;
+}
+
+void leave_threads_behind() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        exiting_thread = pthread_self();
+        threads_left_behind.store(true, std::memory_order_release);
+        replace_terminate_handler();
+        struct sigaction action {};
+        action.sa_handler = crashed;
+        for (int i = 0; i < 3; ++i) sigaction(kCrashes[i], &action, &actions_before[i]);
+        on_exit(end_now, nullptr);
+    });
 }
 
 }  // namespace ringway

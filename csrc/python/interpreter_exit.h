@@ -1,10 +1,17 @@
-// The end of an interpreter that still has threads.
+// The end of an interpreter while other threads still run.
 #pragma once
 
 namespace ringway {
 
-// CPython before 3.14 ends a thread that asks for the GIL of an interpreter that is gone, wherever it is: in the midst
-// of C++ that takes the whole process down. After this call such a thread stands still instead, as it does from 3.14 on.
+// CPython before 3.14 ends a thread that asks for the GIL of a finalizing interpreter, wherever the thread is. In the
+// middle of C++ that takes the whole process down. After this call the calling thread sleeps instead, as it does from
+// 3.14 on.
 void stand_still_at_the_end();
+
+// For an exit while threads of other libraries are inside calls that may never be answered. The calling thread is the one
+// that exits. From here on every other thread sleeps where it would have taken the process down, and the process ends with
+// its exit status as soon as the interpreter is finalized: destructors of C++ statics, which those threads may use, do
+// not run.
+void leave_threads_behind();
 
 }  // namespace ringway

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "collectives.py"
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("benchmark_of_collectives", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -29,27 +29,27 @@ def _row(op: str, nbytes: int, ranks: int = 2, **seconds: float) -> dict[str, An
     return {"op": op, "bytes": nbytes, "ranks": ranks, "seconds": seconds}
 
 
-def test_goals_are_missed_where_a_peer_is_as_fast(benchmark: ModuleType) -> None:
+def test_goals_are_missed_where_a_peer_is_as_fast(script: ModuleType) -> None:
     ahead = _row("all_reduce", 8, ringway=1.0, gloo=3.0, openmpi=1.1, copy=0.01)
     behind = _row("all_reduce", 64, ringway=1.0, gloo=3.0, openmpi=1.0, copy=0.01)
-    assert benchmark.missed([ahead]) == []
-    assert benchmark.missed([ahead, behind]) == ["all_reduce of 64 bytes: openmpi takes 1.00 of our time"]
+    assert script.missed([ahead]) == []
+    assert script.missed([ahead, behind]) == ["all_reduce of 64 bytes: openmpi takes 1.00 of our time"]
 
 
-def test_other_ops_are_held_to_gloo_only(benchmark: ModuleType) -> None:
-    assert benchmark.missed([_row("broadcast", 8, ringway=1.0, gloo=3.0, openmpi=0.5)]) == []
-    assert benchmark.missed([_row("broadcast", 8, ringway=1.0, gloo=0.9, openmpi=5.0)]) == [
+def test_other_ops_are_held_to_gloo_only(script: ModuleType) -> None:
+    assert script.missed([_row("broadcast", 8, ringway=1.0, gloo=3.0, openmpi=0.5)]) == []
+    assert script.missed([_row("broadcast", 8, ringway=1.0, gloo=0.9, openmpi=5.0)]) == [
         "broadcast of 8 bytes: gloo takes 0.90 of our time"
     ]
 
 
-def test_the_copy_rate_is_a_goal_of_two_ranks(benchmark: ModuleType) -> None:
+def test_the_copy_rate_is_a_goal_of_two_ranks(script: ModuleType) -> None:
     slow = {"ringway": 1.0, "gloo": 3.0, "copy": 0.4}
-    assert benchmark.missed([_row("all_reduce", 64 << 20, 2, **slow)]) == [
+    assert script.missed([_row("all_reduce", 64 << 20, 2, **slow)]) == [
         "all_reduce of 67108864 bytes: 0.40 of the copy rate, the goal is 0.45"
     ]
-    assert benchmark.missed([_row("all_reduce", 64 << 20, 8, **slow)]) == []
-    assert benchmark.missed([_row("all_reduce", 4 << 20, 2, **slow)]) == []
+    assert script.missed([_row("all_reduce", 64 << 20, 8, **slow)]) == []
+    assert script.missed([_row("all_reduce", 4 << 20, 2, **slow)]) == []
 
 
 @pytest.mark.timeout(400)

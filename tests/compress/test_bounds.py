@@ -42,7 +42,7 @@ def test_kernels_touch_no_page_beside_their_buffers() -> None:
     assert "ok:" in done.stdout
 
 
-@pytest.mark.skipif(not os.environ.get("RINGWAY_SOAK"), reason="compiles for minutes; `make soak` runs it")
+@pytest.mark.sanitizers
 @pytest.mark.timeout(900)
 def test_no_sanitizer_objects_to_the_kernels(tmp_path: Path) -> None:
     program = built(tmp_path, ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"])

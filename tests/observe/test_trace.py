@@ -104,6 +104,7 @@ def test_a_trace_is_bounded_and_survives_an_error(pool: RankPool, tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.browser
 def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_path: Path) -> None:
     program = find_chromium()
     if program is None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import torch.distributed.distributed_c10d as c10d_module
 
-from ringway.backends.torch.handles import announcements
+import ringway._core as _core
+from ringway.backends.torch.handles import announcements, waiters
 from ringway.errors import UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import FORKED, world
 from ringway.references import keep_for_ever
 
-_MOST_SECONDS = 10.0
-_SECONDS_PER_RANK = 2.0
-"""An abandoned call ends only when a peer's process ends, and must end before this interpreter does. So ranks with
-unanswered calls exit in turn: each exit ends the next rank's wait."""
+_SECONDS = 2.0
+"""How long a rank that exits waits for calls in flight: its peers may still need them."""
 
 
 def leave_at_exit() -> None:
     """Closes every group without waiting for other ranks. No group written in Python may outlive the interpreter."""
-    communicators = world.communicators()
-    turn = max((communicator.ranks[communicator.rank] for communicator in communicators), default=0)
-    quiet = announcements.wait_for_quiet(min(_SECONDS_PER_RANK * (turn + 1), _MOST_SECONDS))
-    for communicator in communicators:
+    quiet = announcements.wait_for_quiet(_SECONDS)
+    if not quiet or waiters.busy():
+        # Threads inside torch wake up when a peer exits, perhaps while this interpreter is being finalized.
+        _core.leave_threads_behind()
+    for communicator in world.communicators():
         if not quiet:  # keep its connections until the process ends: closing them could wake threads that still wait
             communicator.abandon()
         communicator.close(wait=False)
@@ -44,3 +44,4 @@ def leave_in_child() -> None:
         keep_for_ever(communicator)
         communicator.poison(error)
     announcements.forget()
+    waiters.forget()

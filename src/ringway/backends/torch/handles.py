@@ -14,7 +14,7 @@ import torch
 
 from ringway.call import ANY_SOURCE, Call
 from ringway.errors import CommTimeout, PeerLost, RingwayError
-from ringway.threads import start
+from ringway.threads import start, wait_in_slices
 from ringway.work import Completion, Handle
 
 SLICE = timedelta(milliseconds=250)
@@ -88,8 +88,13 @@ class _Waiters:
     """Threads that wait for what torch cannot announce (gloo's point-to-point), reused when idle."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """For a forked child, which has none of these threads."""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle = 0
+        self._threads = 0
         self._lock = threading.Lock()
 
     def start(self, job: Callable[[], None]) -> None:
@@ -97,8 +102,13 @@ class _Waiters:
             if self._idle > 0:
                 self._idle -= 1
             else:
+                self._threads += 1
                 start("ringway-waiter", self._serve)
         self._jobs.put(job)
+
+    def busy(self) -> bool:
+        """Whether one of them is inside torch."""
+        return self._threads > self._idle
 
     def _serve(self) -> None:
         while True:
@@ -107,7 +117,7 @@ class _Waiters:
                 self._idle += 1
 
 
-_waiters = _Waiters()
+waiters = _Waiters()
 
 
 class Announced(Handle):
@@ -196,11 +206,11 @@ class Unannounced(Handle):
         with self._lock:
             started, self._started = self._started, True
         if not started:
-            _waiters.start(self._wait_here)
+            waiters.start(self._wait_here)
 
     def wait(self, timeout: float | None = None) -> None:
         self._watch()
-        if not self._ended.wait(timeout):
+        if not wait_in_slices(self._ended, timeout):
             raise self._call.not_done(timeout)
         if self._failure is not None:
             raise self._failure

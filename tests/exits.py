@@ -1,0 +1,49 @@
+"""Programs that run to the real end of their interpreter, in processes that need not import torch again."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import traceback
+from typing import Any
+
+from ringway.testing import RankContext, RankPool
+from ringway.testing.pool import Outcome
+
+_ALONE = (
+    "import os, sys, torch, ringway as dist; from torch.distributed import HashStore\n"
+    "dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1)\n"
+)
+
+
+def _to_the_end(context: RankContext, code: str, backend: str | None) -> None:
+    """Runs a program in `__main__` and exits as the interpreter does: atexit, finalization, exit status."""
+    main: dict[str, Any] = sys.modules["__main__"].__dict__
+    status = 0
+    try:
+        if backend is not None:
+            context.start(backend)
+        exec(compile(code, "program", "exec"), main)
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def run_alone(pool: RankPool, code: str, backend: str = "gloo") -> Outcome:
+    """How a program of one rank ended."""
+    return pool.try_run(_to_the_end, _ALONE.format(backend=backend) + code, None, world_size=1)[0]
+
+
+def run_together(pool: RankPool, code: str, backend: str, world_size: int) -> list[Outcome]:
+    """How a program ended on ranks of one group."""
+    start = "import torch, ringway as dist\n"
+    return pool.try_run(_to_the_end, start + code, backend, world_size=world_size)
+
+
+def ended_well(outcome: Outcome) -> bool:
+    return (outcome.kind, outcome.detail) == ("died", "it left the process with status 0")
