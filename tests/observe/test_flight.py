@@ -216,6 +216,8 @@ def test_torchs_analyzer_reads_our_record(
         "gloo:send 0->1",
     ]
     assert entries[0]["input_dtypes"] == ["BFloat16"]
+    if torch.__version__ < "2.13":
+        pytest.skip("the analyzer of this torch reads records of nccl only")
     with caplog.at_level("INFO"):
         fr_trace.main([str(tmp_path), "--prefix", "fr_"])
     assert ("Not all ranks" in caplog.text) == uneven, caplog.text
