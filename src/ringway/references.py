@@ -1,4 +1,4 @@
-"""How long things live: not longer for being told something, and beyond the interpreter where that is safer."""
+"""References with unusual lifetimes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 
-def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The method, as long as its object lives: whoever tells may live longer."""
-    known = weakref.WeakMethod(method)
+def weak_method(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Holds the method weakly: the caller may outlive its object. Does nothing once the object is gone."""
+    reference = weakref.WeakMethod(method)
 
-    def tell(what: Any) -> None:
-        found = known()
+    def call(argument: Any) -> None:
+        found = reference()
         if found is not None:
-            found(what)
+            found(argument)
 
-    return tell
+    return call
 
 
-def keep_for_ever(what: object) -> None:
-    """For what must not be destroyed in this process: its end would wait for threads that do not come."""
+def never_destroy(what: object) -> None:
+    """For objects whose destructor would wait for threads that never end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))

@@ -1,10 +1,11 @@
-"""A collective under way: the handle a backend returns, and the Work a user holds."""
+"""Collectives in flight: the handle a backend returns, and the Work a user holds."""
 
 from __future__ import annotations
 
 import abc
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,89 @@ from torch import Tensor
 from ringway.errors import UsageError
 
 Completion = Callable[[BaseException | None], None]
+"""A callback for the end of a call. Its argument is the error, or None."""
+
+_CHECK_SECONDS = 0.1
+"""How often a wait asks whether it can still succeed."""
+
+
+class CompletionCell:
+    """How a call ended. Thread-safe: finished once, awaited and observed by any number of threads.
+
+    `finish` keeps the error and runs the callbacks on the thread that calls it. A callback added later runs at once.
+    `settle` sees the error before anybody else does, exactly once; its result replaces the error. With
+    `callbacks_first`, waiters continue only after the callbacks have run.
+    """
+
+    __slots__ = ("_callbacks", "_hold_waiters", "_lock", "_settle", "_wake", "error", "finished")
+
+    def __init__(
+        self,
+        settle: Callable[[BaseException | None], BaseException | None] | None = None,
+        *,
+        callbacks_first: bool = False,
+    ) -> None:
+        self.finished = False
+        self.error: BaseException | None = None
+        self._settle = settle
+        self._hold_waiters = callbacks_first
+        self._callbacks: list[Completion] = []
+        self._lock = threading.RLock()
+        self._wake: threading.Event | None = None  # made by the first wait: most calls have none
+
+    def finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self.finished:
+                return
+            self.error = error if self._settle is None else self._settle(error)
+            self.finished = True
+            callbacks, self._callbacks = self._callbacks, []
+            if not self._hold_waiters and self._wake is not None:
+                self._wake.set()
+        try:
+            for callback in callbacks:
+                self._run(callback)
+        finally:
+            with self._lock:
+                self._hold_waiters = False
+                if self._wake is not None:
+                    self._wake.set()
+
+    def when_done(self, callback: Completion) -> None:
+        with self._lock:
+            if not self.finished:
+                self._callbacks.append(callback)
+                return
+        self._run(callback)
+
+    def _run(self, callback: Completion) -> None:
+        """A callback that raises harms neither the call nor the other callbacks."""
+        try:
+            callback(self.error)
+        except Exception:
+            logging.getLogger("ringway").exception("a completion callback raised")
+
+    def wait(self, timeout: float | None = None, check: Callable[[], None] | None = None) -> bool:
+        """Whether the call finished within `timeout` seconds. `check` raises if this wait can no longer succeed.
+
+        Waits in slices, so that Ctrl-C always ends it: CPython's sleep in a lock is interrupted only by a signal that
+        arrives in the main thread after the sleep began.
+        """
+        with self._lock:
+            if self.finished and not self._hold_waiters:
+                return True
+            wake = self._wake = self._wake or threading.Event()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not wake.wait(_CHECK_SECONDS if deadline is None else min(_CHECK_SECONDS, deadline - time.monotonic())):
+            if check is not None:
+                check()
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class Handle(abc.ABC):
@@ -26,16 +110,16 @@ class Handle(abc.ABC):
     """After a receive from any source: the rank of the group it came from."""
 
     notifies = True
-    """Whether completion is noticed without anybody waiting. If not, `when_done` costs something, and a Work asks for
-    it only when its user does."""
+    """Whether completion is noticed without anybody waiting. If not, `when_done` has a cost, and a Work calls it only
+    when its user asks."""
 
     on_device = False
-    """Whether `wait` only orders the device's work, as a collective on a CUDA stream does. Then the end is told
-    by `when_finished`."""
+    """Whether `wait` only orders the device's work, as a collective on a CUDA stream does. `when_finished` then reports
+    the end."""
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> None:
-        """Block until done, at most `timeout` seconds where given; raise what went wrong."""
+        """Block until done, or for `timeout` seconds; raise what went wrong."""
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -43,11 +127,11 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def when_done(self, completion: Completion) -> None:
-        """Call `completion` once, on whichever thread finishes the work, or now if it has finished."""
+        """Call `completion` once, on the thread that finishes the work, or now if it has finished."""
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        """As `when_done`, but at the end of the work itself where that comes after the wait's; with `soon` false, at
-        the backend's leisure."""
+        """Like `when_done`, but when the work itself ends, if that is after its wait returns. With `soon` false the
+        backend may take its time."""
         self.when_done(completion)
 
     def outcome(self) -> BaseException | None:
@@ -55,15 +139,16 @@ class Handle(abc.ABC):
         return None
 
     def behind(self) -> Handle:
-        """What was enqueued on the current stream up to now; for a collective that this stream has waited for."""
+        """A handle for everything enqueued on the current stream so far. The stream has already waited for this
+        collective."""
         return self
 
     def then(self, finish: Callable[[], None]) -> Handle:
-        """This, with a last step of our own: results copied back, divided, or reduced locally."""
+        """This handle followed by a local last step: results copied back, divided, or reduced."""
         if not self.on_device:
             return Finishing(self, finish)
-        # There the step is enqueued at once, behind the collective, on the stream of whoever issued it: so it is done
-        # though nobody waits, and is part of a graph that is being captured.
+        # On a device the step is enqueued right away, behind the collective, on the caller's stream. It runs even if
+        # nobody waits, and becomes part of a graph that is being captured.
         self.wait()
         with torch.inference_mode():
             finish()
@@ -82,14 +167,27 @@ class _Done(Handle):
 
 
 DONE: Handle = _Done()
-"""The handle of a call that was finished before its method returned."""
+"""The handle of a call that finished before its method returned."""
+
+
+class PendingHandle(Handle):
+    """A handle that its backend finishes through a cell."""
+
+    def __init__(self, *, callbacks_first: bool = False) -> None:
+        self._cell = CompletionCell(callbacks_first=callbacks_first)
+
+    def done(self) -> bool:
+        return self._cell.finished
+
+    def when_done(self, completion: Completion) -> None:
+        self._cell.when_done(completion)
 
 
 class Finishing(Handle):
-    """A handle with a last step of our own, not on a device.
+    """A handle with a local last step, not on a device.
 
-    The step runs once, on whichever thread sees the inner handle done first; in inference mode, because that
-    thread does not know in which mode the call was made, and tensors made in inference mode are written in no other.
+    The step runs once, on the first thread that sees the inner handle done. It runs in inference mode: that thread does
+    not know the mode of the call, and tensors made in inference mode can be written in no other.
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], None]) -> None:
@@ -120,7 +218,7 @@ class Finishing(Handle):
             self._inner.wait(timeout)
         except BaseException:
             if self._inner.done():
-                self._finish = None  # nothing came that could be finished
+                self._finish = None  # nothing arrived, so there is nothing to finish
             raise
         self._finish_once()
 
@@ -155,10 +253,10 @@ class Together(Handle):
         return all(handle.done() for handle in self._handles)
 
     def when_done(self, completion: Completion) -> None:
-        self._when_all(completion, [handle.when_done for handle in self._handles])
+        _when_all([handle.when_done for handle in self._handles], completion)
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        self._when_all(completion, [partial(handle.when_finished, soon=soon) for handle in self._handles])
+        _when_all([partial(handle.when_finished, soon=soon) for handle in self._handles], completion)
 
     def outcome(self) -> BaseException | None:
         return next((error for handle in self._handles if (error := handle.outcome()) is not None), None)
@@ -166,25 +264,27 @@ class Together(Handle):
     def behind(self) -> Handle:
         return next(handle for handle in self._handles if handle.on_device).behind()
 
-    def _when_all(self, completion: Completion, tellers: Sequence[Callable[[Completion], None]]) -> None:
-        if not tellers:
-            completion(None)
-            return
-        lock = threading.Lock()
-        left = len(tellers)
-        first: BaseException | None = None
 
-        def one_done(error: BaseException | None) -> None:
-            nonlocal left, first
-            with lock:
-                left -= 1
-                first = first or error
-                last = left == 0
-            if last:
-                completion(first)
+def _when_all(subscribe: Sequence[Callable[[Completion], None]], completion: Completion) -> None:
+    """Calls `completion` with the first error once every one of them has ended."""
+    if not subscribe:
+        completion(None)
+        return
+    lock = threading.Lock()
+    left = len(subscribe)
+    first: BaseException | None = None
 
-        for tell in tellers:
-            tell(one_done)
+    def one_done(error: BaseException | None) -> None:
+        nonlocal left, first
+        with lock:
+            left -= 1
+            first = first or error
+            last = left == 0
+        if last:
+            completion(first)
+
+    for when_done in subscribe:
+        when_done(one_done)
 
 
 def seconds(timeout: timedelta | float | None) -> float | None:
@@ -200,19 +300,11 @@ def seconds(timeout: timedelta | float | None) -> float | None:
     return value if value > 0 else None
 
 
-def _tell(callback: Completion, error: BaseException | None) -> None:
-    """What a callback raises is its own affair: neither the work nor the other callbacks are to suffer."""
-    try:
-        callback(error)
-    except Exception:
-        logging.getLogger("ringway").exception("a completion callback raised")
-
-
 class Work(c10d.Work):
     """What an asynchronous call returns; its methods mean what torch's do.
 
-    `settle` is told the error or None exactly once, before anybody learns that the work is done; what it
-    returns takes the error's place. It is how the communicator records the end and tells the observers.
+    `settle` gets the error or None exactly once, before anybody learns that the work is done. Its result replaces the
+    error. The communicator uses it to record the end and to inform the observers.
     """
 
     def __init__(
@@ -221,45 +313,27 @@ class Work(c10d.Work):
         super().__init__()
         self._handle = handle
         self._result = list(result)
-        self._settle = settle
-        self._lock = threading.RLock()
-        self._settled = False
-        self._error: BaseException | None = None
+        self._cell = CompletionCell(settle)
         self._watched = handle.notifies
-        self._future: torch.futures.Future[Any] | None = None
-        self._callbacks: list[Completion] = []
         if self._watched:
-            handle.when_done(self._completed)
-
-    def _completed(self, error: BaseException | None) -> None:
-        with self._lock:
-            if self._settled:
-                return
-            self._error = self._settle(error)
-            self._settled = True
-            callbacks, self._callbacks = self._callbacks, []
-            future = self._future
-        if future is not None:
-            future.set_result(self._result)
-        for callback in callbacks:
-            _tell(callback, self._error)
+            handle.when_done(self._cell.finish)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the work for whoever holds it, though its backend has not: nothing will come any more."""
-        self._completed(error)
+        """Ends the work for its user although the backend has not ended it: no result will arrive."""
+        self._cell.finish(error)
 
     def has_ended(self) -> bool:
-        """Whether the backend is known to be done with it, though nobody may have been told yet."""
-        return self._settled or (self._handle.notifies and self._handle.done())
+        """Whether the backend has finished it, even if nobody has been informed yet."""
+        return self._cell.finished or (self._handle.notifies and self._handle.done())
 
     def _watch(self) -> None:
-        with self._lock:
-            watched, self._watched = self._watched, True
+        watched, self._watched = self._watched, True
         if not watched:
-            self._handle.when_done(self._completed)
+            self._handle.when_done(self._cell.finish)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if not self._settled:
+        cell = self._cell
+        if not cell.finished:
             try:
                 self._handle.wait(seconds(timeout))
             except (KeyboardInterrupt, SystemExit):
@@ -267,27 +341,27 @@ class Work(c10d.Work):
             except BaseException as error:
                 if not self._handle.done():
                     raise  # this wait's own limit ran out; the collective goes on
-                self._completed(error)
+                cell.finish(error)
             else:
                 if not self._handle.on_device:  # there only the stream has waited
-                    self._completed(None)
-        if self._error is not None:
-            raise self._error
+                    cell.finish(None)
+        if cell.error is not None:
+            raise cell.error
         return True
 
     def is_completed(self) -> bool:
-        if not self._settled:
+        if not self._cell.finished:
             if not self._handle.on_device:
                 self._watch()
             elif self._handle.done():
-                self._completed(self._handle.outcome())
-        return self._settled
+                self._cell.finish(self._handle.outcome())
+        return self._cell.finished
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self._cell.error is None
 
     def exception(self) -> BaseException | None:
-        return self._error if self.is_completed() else None
+        return self._cell.error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
         return self._result
@@ -302,44 +376,34 @@ class Work(c10d.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the result. Its callbacks run on the thread that completes the work."""
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._settled:
-                    self._future.set_result(self._result)
-            future = self._future
-        self._watch()
+        cell, result = self._cell, self._result
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self.on_complete(lambda _: future.set_result(result))
 
-        # An error must come out of `then`: a future that itself holds an exception takes DDP's process down.
+        # `then` must raise the error: a future that itself holds an exception takes DDP's process down.
         def deliver(done: torch.futures.Future[Any]) -> list[Tensor]:
-            if self._error is not None:
-                raise self._error
+            cell.raise_error()
             return list(done.value())
 
         return future.then(deliver)
 
     def on_complete(self, callback: Completion) -> None:
         """Call `callback` with the error or None when the work is done, or now if it is."""
-        with self._lock:
-            if not self._settled:
-                self._callbacks.append(callback)
-                callback_now = False
-            else:
-                callback_now = True
-        if callback_now:
-            _tell(callback, self._error)
-        else:
+        self._cell.when_done(callback)
+        if not self._cell.finished:
             self._watch()
 
 
+_SENT = CompletionCell()
+_SENT.finish(None)
+
+
 class Sent(Work):
-    """Of a send that has left: nothing can happen to it any more."""
+    """The Work of a send that has left: nothing can happen to it any more."""
 
     _handle = DONE
-    _settled = _watched = True
-    _error = None
-    _future = None
-    _lock = threading.RLock()
+    _cell = _SENT
+    _watched = True
 
     def __init__(self) -> None:
         c10d.Work.__init__(self)
@@ -350,7 +414,7 @@ class Sent(Work):
 
 
 class WorkHandle(Handle):
-    """A Work seen as a handle, to be waited for together with others or with a last step behind it."""
+    """A Work as a handle, to be combined with others or followed by a last step."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ringway.backends.several.hierarchical import Layout
+from ringway.backends.several.hosts import HostLayout
 from ringway.errors import BackendUnavailable
 from ringway.testing import RankContext, RankPool
 
@@ -73,7 +73,7 @@ def test_less_crosses_the_link_and_it_is_faster(hosts: tuple[Host, Host]) -> Non
 
 
 def test_layouts() -> None:
-    layout = Layout.of(["a", "b", "a", "b"], 3)
+    layout = HostLayout.of(["a", "b", "a", "b"], 3)
     assert layout.hosts == ((0, 2), (1, 3))
     assert (layout.host, layout.place) == (1, 1)
     assert layout.neighbours == (1, 3)
@@ -81,7 +81,7 @@ def test_layouts() -> None:
     assert layout.by_place() == [0, 1, 2, 3]
     for identities in (["a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "a", "b", "c"]):
         with pytest.raises(BackendUnavailable, match="equally many ranks"):
-            Layout.of(identities, 0)
+            HostLayout.of(identities, 0)
 
 
 def _on_one_host(context: RankContext) -> str:

@@ -342,7 +342,7 @@ def test_a_rule_is_for_the_devices_that_its_backend_takes() -> None:
 def test_sizes_become_one_sorted_list() -> None:
     import torch.distributed as c10d
 
-    from ringway.backends.torch.backend import GlooBackend
+    from ringway.backends.torch.gloo import GlooBackend
 
     info = GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="alone", timeout=5)
     own = GlooBackend(info)

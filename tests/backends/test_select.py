@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from ringway.backends import registry, select
-from ringway.backends.select import Choice, Obstacle, Standing, decide, obstacle
+from ringway.backends.select import Choice, Obstacle, RankFacts, decide, obstacle
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
@@ -22,7 +22,7 @@ def _decide(
     *standings: tuple[bool, Mapping[str, Obstacle]], explicit: str | None = None, source: str = "torchrun"
 ) -> Choice:
     info = LaunchInfo(rank=0, size=len(standings), source=source)
-    told = {rank: Standing(here, NO_GPU | dict(lacking)) for rank, (here, lacking) in enumerate(standings)}
+    told = {rank: RankFacts(here, NO_GPU | dict(lacking)) for rank, (here, lacking) in enumerate(standings)}
     return decide(explicit, "argument", info, told)
 
 
@@ -48,7 +48,7 @@ def _decide_on(
     """One rank for each name of a host; `proven` says which host rank 0's socket reached, if not its own."""
     near = hosts[0] if proven is None else proven
     told = {
-        rank: Standing(rank == 0 or host == near, {**NO_GPU, **(lacking or {})}, host=host)
+        rank: RankFacts(rank == 0 or host == near, {**NO_GPU, **(lacking or {})}, host=host)
         for rank, host in enumerate(hosts)
     }
     return decide(None, "", LaunchInfo(rank=0, size=len(hosts), source=source), told)
@@ -88,7 +88,7 @@ def test_mpi_across_hosts_stays_mpis_own_business() -> None:
 def test_ranks_with_different_policies_are_told_before_anything_is_made(second: dict[str, str], told: str) -> None:
     info = LaunchInfo(rank=0, size=2, source="torchrun")
     with pytest.raises(ConfigError, match=told):
-        decide(None, "", info, {0: Standing(True, policy="one"), 1: Standing(True, **second)})
+        decide(None, "", info, {0: RankFacts(True, policy="one"), 1: RankFacts(True, **second)})
 
 
 def test_hosts_apart_under_mpi_get_mpi_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_hosts_apart_under_mpi_get_mpi_where_all_have_it(monkeypatch: pytest.Mon
 
 def test_cuda_goes_to_nccl() -> None:
     info = LaunchInfo(rank=0, size=1, source="torchrun")
-    assert decide(None, "", info, {0: Standing(True, {})}).backend == "cpu:shm,cuda:nccl"
+    assert decide(None, "", info, {0: RankFacts(True, {})}).backend == "cpu:shm,cuda:nccl"
 
 
 def test_explicit_choice_wins() -> None:
@@ -125,7 +125,7 @@ def test_unknown_backend_suggests_the_nearest() -> None:
 
 
 def test_ranks_that_were_told_different_things_are_named() -> None:
-    told = {0: Standing(True, {}, "gloo"), 1: Standing(True, {}, "gloo"), 2: Standing(True, {})}
+    told = {0: RankFacts(True, {}, "gloo"), 1: RankFacts(True, {}, "gloo"), 2: RankFacts(True, {})}
     info = LaunchInfo(rank=0, size=3, source="torchrun")
     with pytest.raises(UsageError, match="rank 0 was told to use backend 'gloo', rank 2 no backend"):
         decide("gloo", "argument", info, told)

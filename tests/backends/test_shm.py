@@ -23,6 +23,7 @@ import ringway._core as _core
 from ringway.backends.shm import join as shm_meeting
 from ringway.backends.shm.backend import ShmBackend
 from ringway.call import DTYPE_CODE, DTYPES, Reduce, reduces
+from ringway.store import Deadline, read
 from ringway.testing import RankContext, RankPool
 
 GROUPS = 1000 if os.environ.get("RINGWAY_SOAK") else 20
@@ -327,11 +328,11 @@ def test_a_stranger_is_turned_away() -> None:
     segments: dict[int, shm_meeting.SharedSegment] = {}
 
     def arrive(rank: int) -> None:
-        segments[rank] = shm_meeting.meet(store, rank, 2, 60, replace)
+        segments[rank] = shm_meeting.share_segment(store, rank, 2, 60, replace)
 
     host = threading.Thread(target=arrive, args=(0,))
     host.start()
-    meeting = json.loads(shm_meeting._wait_for_key(store, time.monotonic() + 60))
+    meeting = json.loads(Deadline(60).poll(lambda: read(store, shm_meeting._KEY)) or b"")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(30)
         stranger.connect("\0" + meeting["name"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ringway
 from ringway.backends.base import Handle
-from ringway.backends.torch.backend import GlooBackend
+from ringway.backends.torch.gloo import GlooBackend
 from ringway.call import Call
 
 

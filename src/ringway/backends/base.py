@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
 
 import ringway._core as _core
+from ringway.backends.process import Process
 from ringway.call import Call, Reduce, reduces
 from ringway.work import DONE, Completion, Handle
 
@@ -38,8 +39,9 @@ from ringway.work import DONE, Completion, Handle
 class GroupInfo:
     """What a backend is made from: the group's place in the job.
 
-    `ranks` are the global ranks of the group's members in order; `store` is the group's own corner of the
-    job's store; `name` is unique in the job; `timeout` in seconds is the default of every wait.
+    `ranks` are the global ranks of the group's members in order; `store` is the group's own part of the job's store;
+    `name` is unique in the job; `timeout` in seconds is the default of every wait; `process` holds what all groups of
+    this process share.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class GroupInfo:
     name: str
     timeout: float
     options: Any = None
+    process: Process = field(default_factory=Process, repr=False, compare=False)
 
 
 class _LikeTorch(abc.ABCMeta):

@@ -95,6 +95,31 @@ def reduce_rows(rows: Sequence[Tensor], reduce: Reduce, factor: Any = None) -> T
     return total.to(dtype)
 
 
+def padded(flat: Tensor, parts: int) -> Tensor:
+    """The tensor, with zeros at its end if it does not divide into equal parts."""
+    short = -flat.numel() % parts
+    return torch.cat([flat, flat.new_zeros(short)]) if short else flat
+
+
+def reduced_share(call: Call, exchange: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """This rank's share of a reduction that the library does not have, or would round at each step.
+
+    `exchange(source, target)` sends an equal part of `source` to each rank. The parts are reduced here, in rank order.
+    """
+    source = padded(call.inputs[0].reshape(-1), call.size)
+    received = torch.empty_like(source)
+    exchange(source, received)
+    return reduce_rows(list(received.view(call.size, -1)), call.reduce, call.factor)
+
+
+def reduced(call: Call, exchange: Callable[[Tensor, Tensor], None], gather: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """The whole of such a reduction. `gather(share, whole)` joins every rank's share, wherever the result is needed."""
+    share = reduced_share(call, exchange)
+    whole = share.new_empty(share.numel() * call.size)
+    gather(share, whole)
+    return whole[: call.inputs[0].numel()].view(call.inputs[0].shape)
+
+
 def _accumulate(total: Tensor, row: Tensor, reduce: Reduce, factor: Any) -> None:
     if reduce in (Reduce.SUM, Reduce.AVG):
         total.add_(row)

@@ -114,6 +114,3 @@ def _leave_captures_alone() -> None:
     thread_local = ctypes.c_int(1)
     with suppress(OSError, AttributeError):  # a device of another make
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(thread_local))
-
-
-device_watch = DeviceWatch()

@@ -1,16 +1,15 @@
-"""Runs what blocks, in order: the collectives of a group whose library has no asynchronous calls, or whose
-algorithm has several steps.
+"""Runs blocking calls in order: the collectives of a group whose library has no asynchronous calls, or whose algorithm
+has several steps.
 
-A synchronous call that finds nothing before it may run on the caller's own thread. Everything else runs on one
-thread of the group, in the order of issue. A collective issued from a completion callback runs at once, before
-the next in the queue, so that ranks whose callbacks run at different moments still agree about the order.
+A synchronous call that finds the queue empty may run on the caller's thread. Everything else runs on one thread of the
+group, in the order of issue. A collective issued from a completion callback runs at once, ahead of the queue, so that
+ranks whose callbacks run at different moments still agree about the order.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,27 +17,21 @@ from collections.abc import Callable
 from ringway.call import Call
 from ringway.errors import CommTimeout
 from ringway.threads import start
-from ringway.work import DONE, Completion, Handle
+from ringway.work import DONE, Handle, PendingHandle
 
-_WATCH_EVERY = 0.25
-_SLICE = 0.1
-"""Seconds after which a wait asks whether it has become vain: ranks may have called different things."""
+_DEADLINE_CHECK_SECONDS = 0.25
 
 
-class _Job(Handle):
+class _QueuedCall(PendingHandle):
     """One collective, from its issue to the last of its completion callbacks."""
 
-    def __init__(self, runner: Ordered, call: Call, work: Callable[[], None], deadline: float) -> None:
-        self._runner = runner
+    def __init__(self, queue: CallQueue, call: Call, work: Callable[[], None], deadline: float) -> None:
+        super().__init__(callbacks_first=True)
+        self._queue = queue
         self._call = call
         self._work: Callable[[], None] | None = work
         self._issued = time.monotonic()
         self.deadline = deadline
-        self.finished = False
-        self._error: BaseException | None = None
-        self._completions: list[Completion] = []
-        self._lock = threading.Lock()
-        self._delivered = threading.Event()
 
     def run(self) -> None:
         error: BaseException | None = None
@@ -48,24 +41,11 @@ class _Job(Handle):
                 work()
             except BaseException as failure:
                 error = failure
-        self.end(error)
+        self.finish(error)
 
-    def end(self, error: BaseException | None) -> None:
-        """Tells the end, once; whoever waits goes on when the callbacks have run."""
-        with self._lock:
-            if self.finished:
-                return
-            self.finished = True
-            self._error = error
-            self._work = None
-            completions, self._completions = self._completions, []
-        try:
-            for completion in completions:
-                completion(error)
-        except Exception:
-            traceback.print_exc()
-        finally:
-            self._delivered.set()
+    def finish(self, error: BaseException | None) -> None:
+        self._work = None
+        self._cell.finish(error)
 
     def expired(self) -> CommTimeout:
         waited = time.monotonic() - self._issued
@@ -77,46 +57,31 @@ class _Job(Handle):
         )
 
     def wait(self, timeout: float | None = None) -> None:
-        self._runner.help_with(self)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._delivered.wait(_SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())):
-            if self._call.check is not None:
-                self._call.check()
-            if deadline is not None and time.monotonic() >= deadline:
-                raise self._call.not_done(timeout)
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self.finished
-
-    def when_done(self, completion: Completion) -> None:
-        with self._lock:
-            if not self.finished:
-                self._completions.append(completion)
-                return
-        completion(self._error)
+        self._queue.help_with(self)
+        if not self._cell.wait(timeout, self._call.check):
+            raise self._call.not_done(timeout)
+        self._cell.raise_error()
 
 
-class Ordered:
+class CallQueue:
     """The queue of one group.
 
-    `inline`: a synchronous call may run on its caller's thread. That is for functions that end by the deadline
-    on their own; those that cannot be interrupted run on the group's thread and are given up at the deadline.
+    A synchronous call may run on its caller's thread, if the calls end by their own deadlines. Calls that cannot be
+    interrupted need `deadlines`: they run on the group's thread and are given up when their time is over.
     """
 
-    def __init__(self, name: str, timeout: float, *, inline: bool) -> None:
+    def __init__(self, name: str, timeout: float, deadlines: Deadlines | None = None) -> None:
         self._name = name
         self._timeout = timeout
-        self._inline = inline
-        self._queue: deque[_Job] = deque()
-        self._active: list[_Job] = []
+        self._inline = deadlines is None
+        self._queue: deque[_QueuedCall] = deque()
+        self._active: list[_QueuedCall] = []
         self._busy = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        if not inline:
-            _watch.add(self)
+        if deadlines is not None:
+            deadlines.add(self)
 
     @property
     def failed(self) -> bool:
@@ -132,7 +97,7 @@ class Ordered:
                 self.give_back()
             return DONE
         limit = self._timeout if call.timeout is None else call.timeout
-        job = _Job(self, call, work, time.monotonic() + limit)
+        job = _QueuedCall(self, call, work, time.monotonic() + limit)
         if threading.current_thread() is self._thread:
             self._run(job)
             return job
@@ -144,17 +109,17 @@ class Ordered:
         return job
 
     def stop(self, error: BaseException) -> None:
-        """What is queued or under way ends with `error`, and so does whatever comes later. Does not wait."""
+        """Ends everything queued or running, and every later call, with `error`. Does not wait."""
         with self._changed:
             self._failure = self._failure or error
             left = [*self._active, *self._queue]
             self._queue.clear()
             self._changed.notify()
         for job in left:
-            job.end(error)
+            job.finish(error)
 
     def take(self) -> bool:
-        """Takes the turn for a call on this thread, if nothing is before it; then it has to be given back."""
+        """Claims the queue for a call on this thread, if the queue is idle. The caller must `give_back` it."""
         if not self._inline:
             return False
         with self._changed:
@@ -181,47 +146,44 @@ class Ordered:
             self._run(job)
             self.give_back()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _QueuedCall) -> None:
         self._active.append(job)
         try:
             job.run()
         finally:
             self._active.remove(job)
 
-    def help_with(self, job: _Job) -> None:
-        """A callback that waits for a job behind it in the queue would wait for itself."""
-        while threading.current_thread() is self._thread and not job.finished and self._queue:
+    def help_with(self, job: _QueuedCall) -> None:
+        """A callback that waits for a job queued behind it would wait for itself: its thread runs the queue first."""
+        while threading.current_thread() is self._thread and not job.done() and self._queue:
             self._run(self._queue.popleft())
 
     def expire(self) -> None:
-        """Gives up what is past its deadline: the thread may be stuck in a library for ever."""
-        first = next((job for job in [*self._active, *self._queue] if not job.finished), None)
+        """Gives up a call past its deadline: its thread may be stuck in a library forever."""
+        first = next((job for job in [*self._active, *self._queue] if not job.done()), None)
         if first is not None and time.monotonic() > first.deadline:
             self.stop(first.expired())
 
 
-class _Watch:
-    """One thread that keeps the deadlines of all queues whose work cannot be interrupted."""
+class Deadlines:
+    """One thread that enforces the deadlines of all queues whose work cannot be interrupted."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Ordered] = weakref.WeakSet()
+        self._queues: weakref.WeakSet[CallQueue] = weakref.WeakSet()
         self._started = False
         self._lock = threading.Lock()
 
-    def add(self, ordered: Ordered) -> None:
+    def add(self, queue: CallQueue) -> None:
         with self._lock:
-            self._watched.add(ordered)
+            self._queues.add(queue)
             if not self._started:
                 start("ringway-deadlines", self._serve)
                 self._started = True
 
     def _serve(self) -> None:
         while True:
-            time.sleep(_WATCH_EVERY)
+            time.sleep(_DEADLINE_CHECK_SECONDS)
             with self._lock:
-                watched = list(self._watched)
-            for ordered in watched:
-                ordered.expire()
-
-
-_watch = _Watch()
+                queues = list(self._queues)
+            for queue in queues:
+                queue.expire()

@@ -45,7 +45,7 @@ def _lazily(module: str, name: str) -> Factory:
 _OWN: dict[str, Registration] = {
     "ccl": Registration("ccl", "ringway_ccl", ("cpu",), _lazily("ringway.backends.ccl.backend", "CclBackend")),
     "gloo": Registration(
-        "gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.torch.backend", "GlooBackend")
+        "gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.torch.gloo", "GlooBackend")
     ),
     "hierarchical": Registration(
         "hierarchical", "ringway_hierarchical", ("cpu",), _lazily("ringway.backends.several.hierarchical", "over_gloo")

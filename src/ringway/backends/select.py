@@ -10,7 +10,6 @@ all ranks decide alike, and an obstacle on one is an error on all.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -22,11 +21,12 @@ import torch.distributed as c10d
 from torch._C._distributed_c10d import Store
 
 from ringway.backends import registry
-from ringway.backends.several.hosts import Layout, host_identity
+from ringway.backends.several.hosts import HostLayout, host_identity
 from ringway.backends.several.policy import Policy
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
+from ringway.store import Deadline, read
 
 MPI_LAUNCHERS = ("Open MPI", "PMI (MPICH, Intel MPI)", "PMIx", "AzureML", "SageMaker")
 CONSIDERED = ("shm", "mpi", "ccl", "gloo", "nccl", "ucc")
@@ -49,7 +49,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankFacts:
     """What one rank tells the others: whether it shares rank 0's host (proven), which host that is (as it says
     itself), what it lacks, what it was told to use, and the digest of the policy it loaded or what is wrong with it."""
 
@@ -92,13 +92,13 @@ def _no_torch_mpi() -> Obstacle | None:
 
 
 def _missing_module(name: str) -> Callable[[], Obstacle | None]:
-    """A backend file of ringway's own says itself what it lacks, in a function `obstacle`."""
+    """A backend of ringway's own says what it lacks, in a function `obstacle`."""
 
     def ask() -> Obstacle | None:
         if find_spec(f"ringway.backends.{name}") is None:
             return Obstacle("this build of ringway does not have it")
-        told = getattr(import_module(f"ringway.backends.{name}"), "obstacle", None)
-        reason = told() if told is not None else None
+        find = getattr(import_module(f"ringway.backends.{name}.backend"), "obstacle", None)
+        reason = find() if find is not None else None
         return None if reason is None else Obstacle(str(reason))
 
     return ask
@@ -139,49 +139,49 @@ def select(
     names = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
     wrong = str(policy) if isinstance(policy, ConfigError) else None
     digest = policy.digest if isinstance(policy, Policy) else None
-    mine = Standing(True, obstacles(names), explicit, host_identity(), digest, wrong)
+    mine = RankFacts(True, obstacles(names), explicit, host_identity(), digest, wrong)
     try:
-        standings = _tell_each_other(mine, info, store, timeout)
+        facts = _tell_each_other(mine, info, store, timeout)
     except c10d.DistError as error:
         host = "the launcher" if info.hosted_by_launcher else "rank 0"
         raise RendezvousError(
             f"rank {info.rank}: the job's store went away while the ranks chose a backend: its host, {host}, died",
             missing=[] if info.hosted_by_launcher else [0],
         ) from error
-    return decide(explicit, said_by, info, standings)
+    return decide(explicit, said_by, info, facts)
 
 
-def decide(explicit: str | None, said_by: str, info: LaunchInfo, standings: Mapping[int, Standing]) -> Choice:
+def decide(explicit: str | None, said_by: str, info: LaunchInfo, facts: Mapping[int, RankFacts]) -> Choice:
     """The choice, out of what all ranks said. Pure, so equal on all."""
-    _agreed(standings)
-    elsewhere = [rank for rank, standing in standings.items() if not standing.with_rank_0]
+    _agreed(facts)
+    elsewhere = [rank for rank, said in facts.items() if not said.with_rank_0]
     lacking: dict[str, tuple[int, Obstacle]] = {}
-    for rank, standing in standings.items():
-        for name, what in standing.obstacles.items():
+    for rank, said in facts.items():
+        for name, what in said.obstacles.items():
             lacking.setdefault(name, (rank, what))
     if explicit:
         for name in registry.parse(explicit).values():
             _require(name, lacking, elsewhere, info.size)
         return Choice(explicit, f"chosen by {said_by}")
-    cpu, reason = _for_cpu(info, standings, elsewhere, lacking)
+    cpu, reason = _for_cpu(info, facts, elsewhere, lacking)
     if "nccl" not in lacking:
         return Choice(f"cpu:{cpu},cuda:nccl", f"{reason}; every rank has CUDA and NCCL")
     return Choice(cpu, reason)
 
 
-def _agreed(standings: Mapping[int, Standing]) -> None:
+def _agreed(facts: Mapping[int, RankFacts]) -> None:
     """Ranks on different backends would wait for each other until the timeout: their settings differ."""
-    for rank, standing in standings.items():
-        if standing.policy_error is not None:
-            raise ConfigError(f"rank {rank}: {standing.policy_error}", key="policy")
-        if standing.policy != standings[0].policy:
-            ours, theirs = ("a policy" if digest else "none" for digest in (standings[0].policy, standing.policy))
+    for rank, said in facts.items():
+        if said.policy_error is not None:
+            raise ConfigError(f"rank {rank}: {said.policy_error}", key="policy")
+        if said.policy != facts[0].policy:
+            ours, theirs = ("a policy" if digest else "none" for digest in (facts[0].policy, said.policy))
             told = "another policy than rank 0" if ours == theirs else f"{theirs}, and rank 0 {ours}"
             raise ConfigError(f"rank {rank} loaded {told}; all ranks must decide alike", key="policy")
-    first = standings[0].wanted
-    for rank, standing in standings.items():
-        if standing.wanted != first:
-            ours, theirs = (f"backend '{name}'" if name else "no backend" for name in (first, standing.wanted))
+    first = facts[0].wanted
+    for rank, said in facts.items():
+        if said.wanted != first:
+            ours, theirs = (f"backend '{name}'" if name else "no backend" for name in (first, said.wanted))
             raise UsageError(f"rank 0 was told to use {ours}, rank {rank} {theirs}; give all ranks the same")
 
 
@@ -202,7 +202,7 @@ def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: 
 
 def _for_cpu(
     info: LaunchInfo,
-    standings: Mapping[int, Standing],
+    facts: Mapping[int, RankFacts],
     elsewhere: list[int],
     lacking: Mapping[str, tuple[int, Obstacle]],
 ) -> tuple[str, str]:
@@ -214,55 +214,50 @@ def _for_cpu(
     apart = f"{len(elsewhere)} of {info.size} ranks are on other hosts than rank 0"
     if info.source in MPI_LAUNCHERS and "mpi" not in lacking and registry.own("mpi") is not None:
         return "mpi", f"{apart}, started by {info.source}, and every rank has mpi4py"
-    layout = _even_layout(standings)
+    layout = _even_layout(facts)
     if layout is not None and "shm" not in lacking:
         hosts = len(layout.hosts)
         return "hierarchical", f"{hosts} hosts with {layout.width} ranks each: shared memory inside, gloo between them"
     return "gloo", apart
 
 
-def _even_layout(standings: Mapping[int, Standing]) -> Layout | None:
+def _even_layout(facts: Mapping[int, RankFacts]) -> HostLayout | None:
     """The hosts, where they have equally many ranks each, two at least, and what ranks say of themselves does not
     contradict what was proven."""
-    hosts = [standings[rank].host for rank in sorted(standings)]
-    if "" in hosts or any(standing.with_rank_0 != (standing.host == hosts[0]) for standing in standings.values()):
+    hosts = [facts[rank].host for rank in sorted(facts)]
+    if "" in hosts or any(said.with_rank_0 != (said.host == hosts[0]) for said in facts.values()):
         return None
     try:
-        return Layout.of(hosts, 0)
+        return HostLayout.of(hosts, 0)
     except BackendUnavailable:
         return None
 
 
-def _tell_each_other(mine: Standing, info: LaunchInfo, store: Store, timeout: float) -> dict[int, Standing]:
+def _tell_each_other(mine: RankFacts, info: LaunchInfo, store: Store, timeout: float) -> dict[int, RankFacts]:
     if info.size == 1:
         return {0: mine}
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     with ExitStack() as open_until_all_told:
         if info.rank == 0:
-            store.set("standing/meet", open_until_all_told.enter_context(meeting_point()))
-        name = _wait(store, "standing/meet", 0, deadline).decode()
+            store.set("facts/meet", open_until_all_told.enter_context(meeting_point()))
+        name = _said(store, "facts/meet", 0, deadline).decode()
         mine = replace(mine, with_rank_0=info.rank == 0 or shares_host(name))
-        store.set(f"standing/{info.rank}", json.dumps(asdict(mine)))
-        found = {rank: _read(_wait(store, f"standing/{rank}", rank, deadline)) for rank in range(info.size)}
-        # Rank 0 may host the store, and may be about to raise what was decided: it stays until all have read.
-        read = store.add("standing/read", 1)
-        while info.rank == 0 and read < info.size and time.monotonic() < deadline:
-            time.sleep(0.002)
-            read = store.add("standing/read", 0)
+        store.set(f"facts/{info.rank}", json.dumps(asdict(mine)))
+        found = {rank: _parsed(_said(store, f"facts/{rank}", rank, deadline)) for rank in range(info.size)}
+        store.add("facts/read", 1)
+        if info.rank == 0:  # it may host the store, and be about to raise an error: it stays until all have read
+            deadline.poll(lambda: store.add("facts/read", 0) >= info.size or None)
         return found
 
 
-def _read(text: bytes) -> Standing:
+def _parsed(text: bytes) -> RankFacts:
     said = json.loads(text)
     said["obstacles"] = {name: Obstacle(**what) for name, what in said["obstacles"].items()}
-    return Standing(**said)
+    return RankFacts(**said)
 
 
-def _wait(store: Store, key: str, rank: int, deadline: float) -> bytes:
-    pause = 0.002
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise RendezvousError(f"rank {rank} arrived but did not say what it can do", missing=[rank])
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
-    return bytes(store.get(key))
+def _said(store: Store, key: str, rank: int, deadline: Deadline) -> bytes:
+    value = deadline.poll(lambda: read(store, key))
+    if value is None:
+        raise RendezvousError(f"rank {rank} arrived but did not say what it can do", missing=[rank])
+    return value

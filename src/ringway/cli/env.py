@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ringway.backends.select import Standing
+    from ringway.backends.select import RankFacts
     from ringway.launch.discover import Seen
     from ringway.launch.info import LaunchInfo
 
@@ -70,15 +70,15 @@ def report() -> dict[str, Any]:
     return document
 
 
-def _standings(info: LaunchInfo) -> dict[int, Standing]:
+def _standings(info: LaunchInfo) -> dict[int, RankFacts]:
     """What the ranks would tell each other, as far as the launcher says where they are."""
-    from ringway.backends.select import Standing, obstacles
+    from ringway.backends.select import RankFacts, obstacles
 
     lacking = obstacles()
     if info.local_size is None:
-        return {rank: Standing(rank == 0, lacking) for rank in range(min(info.size, 2))}
+        return {rank: RankFacts(rank == 0, lacking) for rank in range(min(info.size, 2))}
     hosts = [rank // info.local_size for rank in range(info.size)]
-    return {rank: Standing(host == 0, lacking, host=f"host {host}") for rank, host in enumerate(hosts)}
+    return {rank: RankFacts(host == 0, lacking, host=f"host {host}") for rank, host in enumerate(hosts)}
 
 
 def _seen(entry: Seen) -> dict[str, Any]:

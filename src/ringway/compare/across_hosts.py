@@ -26,6 +26,7 @@ import ringway._core as _core
 from ringway.backends.base import GroupInfo
 from ringway.compare.one_host import describe_posted
 from ringway.errors import CollectiveMismatch, mismatch_error
+from ringway.store import Connections
 
 _SLOTS = 128
 _FIRST_CALLS = 16
@@ -35,23 +36,6 @@ _PREFIX = "ringway/compare"
 
 Facts = tuple[int, int, int, int, int]
 """A call's op, bytes, dtype, reduction and root, as `_core.signature` takes them. The root is the group's."""
-
-_connections: dict[tuple[str, int], c10d.Store] = {}
-"""This process's own connections, one per store: another thread may be blocked in a wait on the program's."""
-
-
-def _own_connection(store: c10d.Store) -> c10d.Store:
-    inner: Any = store
-    while isinstance(inner, c10d.PrefixStore):
-        inner = inner.underlying_store
-    if not isinstance(inner, c10d.TCPStore):
-        return inner  # a file, or memory: another thread's wait does not block it
-    where = (inner.host, inner.port)
-    try:
-        _connections[where].check([_PREFIX])
-    except Exception:  # there is none yet, or it was to an earlier job's store
-        _connections[where] = inner.clone()  # type: ignore[attr-defined]
-    return _connections[where]
 
 
 def reserve_prefix(info: GroupInfo) -> None:
@@ -66,7 +50,7 @@ def join_comparison(info: GroupInfo, check: str, recorder: _core.Recorder) -> Ho
     if check == "stall":
         return None
     prefix = info.store.get(_PREFIX).decode()
-    store = c10d.PrefixStore(f"{_PREFIX}/{prefix}", _own_connection(info.store))
+    store = c10d.PrefixStore(f"{_PREFIX}/{prefix}", info.process.part(Connections).to(info.store))
     # The more ranks use the store, the less often each of them does.
     return HostComparison(info, store, recorder, 1 if check == "always" else max(_SAMPLE_EVERY, info.size))
 

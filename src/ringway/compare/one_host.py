@@ -20,6 +20,7 @@ from ringway.backends.base import GroupInfo
 from ringway.backends.several.hosts import host_identity
 from ringway.call import DTYPES, OPS, Reduce, describe_call
 from ringway.errors import CollectiveMismatch, mismatch_error
+from ringway.store import read
 
 _BOARDS = "ringway/call boards"
 _SEATS_AT_LEAST = 64
@@ -64,7 +65,8 @@ def spans_hosts(info: GroupInfo) -> bool:
 
 def _join_board(info: GroupInfo) -> tuple[_core.CallBoard | None, HostBoard | None]:
     key = f"ringway/call board/{host_identity()}"
-    joined = _open(info, info.store.get(key)) if info.store.check([key]) else None
+    offered = read(info.store, key)
+    joined = None if offered is None else _open(info, offered)
     if joined is not None:
         return joined, None
     board = HostBoard(info)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.backends.device_watch import device_watch
+from ringway.backends.device_watch import DeviceWatch
 from ringway.errors import CommTimeout
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
@@ -104,9 +104,10 @@ class _EventHandle(Handle):
     notifies = False
     on_device = True
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, watch: DeviceWatch) -> None:
         self._event = event
         self._device = device
+        self._watch = watch
 
     def wait(self, timeout: float | None = None) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -115,7 +116,7 @@ class _EventHandle(Handle):
         return self._event.query()
 
     def when_done(self, completion: Completion) -> None:
-        device_watch.add(self, self, completion, soon=True)
+        self._watch.add(self, self, completion, soon=True)
 
 
 class _StreamWork(Work):
@@ -149,4 +150,5 @@ class StreamLane(Lane):
                 event = torch.cuda.Event()
                 event.record(self._stream)
                 future.set_result(list(result))
-            return _StreamWork(_EventHandle(event, self._device), result, future)
+            watch = self._communicator.info.process.part(DeviceWatch)
+            return _StreamWork(_EventHandle(event, self._device, watch), result, future)

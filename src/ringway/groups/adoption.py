@@ -12,12 +12,13 @@ import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.process import Process
 from ringway.backends.torch.adopt import adopt
-from ringway.backends.torch.backend import GlooBackend
+from ringway.backends.torch.gloo import GlooBackend
 from ringway.errors import UsageError
 
 
-def read_group(group: c10d.ProcessGroup) -> tuple[GroupInfo, dict[str, Any]]:
+def read_group(group: c10d.ProcessGroup, process: Process) -> tuple[GroupInfo, dict[str, Any]]:
     """The facts of a group that torch made, and its backends by device."""
     entry = c10d_module._world.pg_map.get(group)
     if entry is None:
@@ -30,6 +31,7 @@ def read_group(group: c10d.ProcessGroup) -> tuple[GroupInfo, dict[str, Any]]:
         store=store,
         name=c10d_module._world.pg_names[group],
         timeout=_timeout_of(group).total_seconds(),
+        process=process,
     )
     return info, torch_backends(info, group, str(backend))
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from ringway.backends.base import GroupInfo
 from ringway.errors import CommTimeout, RingwayError
-
-_POLL_FIRST = 0.0005
-_POLL_MOST = 0.02
+from ringway.store import Deadline, absent
 
 
 def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ranks: bool) -> None:
@@ -24,7 +20,7 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
         if number > 2:
             # All have come to the barrier before this one, so nobody looks at the one before that any more.
             info.store.delete_key(f"ringway/barrier/{number - 2}/{info.rank}")
-        missing = _absent(info, keys, timeout)
+        missing = absent(info.store, keys, Deadline(timeout))
         if missing:
             info.store.set(gave_up, str(info.ranks[info.rank]))
         elif info.store.check([gave_up]):
@@ -61,16 +57,3 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
             waited=timeout,
             missing=[info.ranks[place] for place in named],
         )
-
-
-def _absent(info: GroupInfo, keys: list[str], timeout: float) -> list[int]:
-    """Polls rather than blocks, because a wait inside the store is deaf to Ctrl-C."""
-    deadline = time.monotonic() + timeout
-    waiting = list(range(info.size))
-    pause = _POLL_FIRST
-    while True:
-        waiting = [rank for rank in waiting if not info.store.check([keys[rank]])]
-        if not waiting or time.monotonic() >= deadline:
-            return waiting
-        time.sleep(pause)
-        pause = min(pause * 2, _POLL_MOST)

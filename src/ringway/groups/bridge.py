@@ -15,7 +15,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.backends.torch.backend import Gloo
+from ringway.backends.torch.gloo import Gloo
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -41,7 +41,7 @@ from ringway.call import (
 )
 from ringway.groups.communicator import Communicator
 from ringway.groups.sparse import all_reduce_sparse
-from ringway.references import weakly
+from ringway.references import weak_method
 from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 
@@ -60,7 +60,7 @@ class Bridge(c10d.ProcessGroup):
         self._register_backend(torch.device("cpu"), custom, inner)
         self._torchs = (inner, *devices.values())  # torch would give out another object for `inner`, that tells nobody
         if isinstance(inner, Gloo):
-            inner.told = weakly(communicator.set_timeout)
+            inner.timeout_changed = weak_method(communicator.set_timeout)
         for device, backend in devices.items():
             self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
 

@@ -29,7 +29,7 @@ from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayErr
 from ringway.groups.checks import admit, check
 from ringway.groups.fast_path import ShortCut, ShortCuts
 from ringway.groups.listener import Listener
-from ringway.references import weakly
+from ringway.references import weak_method
 from ringway.work import Handle, Work
 
 _KNOWN_LABELS = 4096
@@ -77,7 +77,7 @@ class Issuer:
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
                 self._plans[device] = plan(backend)
-        self._offers = ShortCuts(self._lane, weakly(self._poison_late))
+        self._offers = ShortCuts(self._lane, weak_method(self._poison_late))
         self._short_cuts: dict[str, ShortCut] = {}
         self._instead: dict[int, ShortCut] = {}
         self.quick_all_reduce: Callable[[Tensor, int], int] | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.distributed.distributed_c10d as c10d_module
 
 import ringway._core as _core
-from ringway.backends.torch.handles import announcements, waiters
+from ringway.backends.torch.handles import PendingCallbacks, WaiterThreads
 from ringway.errors import UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import FORKED, world
-from ringway.references import keep_for_ever
+from ringway.references import never_destroy
 
 _SECONDS = 2.0
 """How long a rank that exits waits for calls in flight: its peers may still need them."""
@@ -17,8 +17,8 @@ _SECONDS = 2.0
 
 def leave_at_exit() -> None:
     """Closes every group without waiting for other ranks. No group written in Python may outlive the interpreter."""
-    quiet = announcements.wait_for_quiet(_SECONDS)
-    if not quiet or waiters.busy():
+    quiet = world.process.part(PendingCallbacks).wait_for_quiet(_SECONDS)
+    if not quiet or world.process.part(WaiterThreads).busy():
         # Threads inside torch wake up when a peer exits, perhaps while this interpreter is being finalized.
         _core.leave_threads_behind()
     for communicator in world.communicators():
@@ -38,10 +38,9 @@ def leave_in_child() -> None:
     them."""
     # Destroying a group joins its threads, which do not exist in the child: never destroy the parent's groups here.
     for group in c10d_module._world.pg_map:
-        keep_for_ever(group)
+        never_destroy(group)
     error = UsageError(FORKED)
     for communicator in world.start_over():
-        keep_for_ever(communicator)
+        never_destroy(communicator)
         communicator.poison(error)
-    announcements.forget()
-    waiters.forget()
+    world.process.forked()

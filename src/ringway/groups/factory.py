@@ -13,7 +13,7 @@ from ringway.backends import registry
 from ringway.backends.base import GroupInfo
 from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.several.mixed import mixed, mixes
-from ringway.backends.torch.backend import make_gloo
+from ringway.backends.torch.gloo import make_gloo
 from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.groups.bridge import Bridge
@@ -43,6 +43,7 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         name=options.group_id,
         timeout=options.timeout.total_seconds(),
         options=extra,
+        process=world.process,
     )
     # shm compares calls in its own segment, but only those that go through it.
     compared = not registration.one_host or mixes(world.policy, registration.name, size)

@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d_module
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
+from ringway.backends.process import Process
 from ringway.backends.several.policy import Policy
 from ringway.config import resolve
 from ringway.errors import UsageError
@@ -47,6 +48,7 @@ class World:
     def __init__(self) -> None:
         self.recorder = _core.Recorder(_RECORDER_CAPACITY)
         self.listeners: list[Listener] = []
+        self.process = Process()
         self.group_counts = GroupCounts()
         self.next_backend: str | None = None
         self.backend_reason: str | None = None
@@ -101,7 +103,7 @@ class World:
                 if known is None:
                     if group in self._left_behind:
                         raise UsageError(FORKED)
-                    known = self._adopted[group] = self.add(*read_group(group))
+                    known = self._adopted[group] = self.add(*read_group(group, self.process))
         return known
 
     def add(self, info: GroupInfo, backends: dict[str, Any]) -> Communicator:

@@ -15,11 +15,9 @@ import hashlib
 import json
 import os
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -27,17 +25,16 @@ from torch.distributed import DistError
 from ringway.errors import DiscoveryError, RendezvousError
 from ringway.launch import ports
 from ringway.launch.info import LaunchInfo
+from ringway.store import Deadline, read
 from ringway.threads import start
 
 FAREWELL = 5.0
 """Seconds that rank 0 waits, after a failed roll call, for the others to read who was missing."""
 
 _IDENTITY = "ringway/job"
-_PAUSES = (0.005, 0.25)
+_LONGEST_PAUSE = 0.25  # between attempts to reach a store that may not be open yet
 _GRACE = 5.0  # during which another job's store is taken for one that is about to close
 _PROBE = 5.0  # to connect to a host that answers, and to read what its store says of itself
-
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -53,25 +50,6 @@ class _Place:
         return address + (f":{self.port}" if self.port else "") + (f" ({self.host})" if self.host else "")
 
 
-class _Deadline:
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        return max(0.0, self.end - time.monotonic())
-
-    def poll(self, question: Callable[[], Value | None]) -> Value | None:
-        """Ask until there is an answer or no time is left."""
-        pause, longest = _PAUSES
-        while True:
-            answer = question()
-            if answer is not None or self.left() == 0:
-                return answer
-            time.sleep(min(pause, self.left()))
-            pause = min(pause * 1.5, longest)
-
-
 def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str | None = None) -> Store:
     """The store at which all ranks of the job are known to have arrived.
 
@@ -80,7 +58,7 @@ def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str |
     """
     if info.size == 1 and path is None:
         return HashStore()  # nobody to meet: no port, no address
-    deadline = _Deadline(timeout)
+    deadline = Deadline(timeout)
     named = identity(info.job, token)
     if path is not None:
         if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it, and not say so
@@ -147,7 +125,7 @@ _hosted: list[Store] = []
 and the next start on the same port joins it again."""
 
 
-def _host(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
+def _host(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place]:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job)
     for port in offered:
@@ -194,12 +172,12 @@ def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
     return f"MASTER_PORT={port} is taken {by}; set another, or none where the launcher is ringway run"
 
 
-def _join(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
+def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place]:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job)
     obstacles: dict[int, str] = {}
     # An earlier job may still be closing its store on the port that this one was given.
-    grace = _Deadline(min(_GRACE, deadline.seconds))
+    grace = Deadline(min(_GRACE, deadline.seconds))
 
     def attempt() -> tuple[Store, _Place] | None:
         for port in offered:
@@ -215,7 +193,7 @@ def _join(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Plac
                 obstacles[port] = str(error).splitlines()[0]
         return None
 
-    found = deadline.poll(attempt)
+    found = deadline.poll(attempt, _LONGEST_PAUSE)
     if found is not None:
         return found
     where = str(_Place(info.address, info.port)) + ("" if info.port is not None else f", ports {offered}")
@@ -228,17 +206,17 @@ def _join(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Plac
     )
 
 
-def _opened_again(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place] | None:
+def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place] | None:
     """A program that starts again may find rank 0's earlier store while that is being closed: its next one."""
     if info.rank == 0 or info.hosted_by_launcher or info.address is None:
         return None
     try:
-        return _join(info, job, _Deadline(min(_GRACE, deadline.left())))
+        return _join(info, job, Deadline(min(_GRACE, deadline.left())))
     except RendezvousError:
         return None
 
 
-def _open(info: LaunchInfo, job: str, port: int, deadline: _Deadline) -> tuple[Store, _Place]:
+def _open(info: LaunchInfo, job: str, port: int, deadline: Deadline) -> tuple[Store, _Place]:
     """Connect to one port. OSError: nobody there yet. RendezvousError: somebody else is there."""
     assert info.address is not None
     patience = min(_PROBE, deadline.left()) or 0.001
@@ -276,7 +254,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
     return result[0]
 
 
-def _agree_through_mpi(info: LaunchInfo, job: str, deadline: _Deadline) -> tuple[Store, _Place]:
+def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place]:
     """Several hosts, and a launcher that tells no address: MPI itself carries rank 0's to the others."""
     try:
         from mpi4py import MPI
@@ -315,7 +293,7 @@ def _recognize(store: Store, info: LaunchInfo, job: str, place: _Place) -> str:
         claim = json.dumps({**mine, "host": "torchrun"})
         said = store.compare_set(_IDENTITY, "", claim)
     else:
-        found = _Deadline(_PROBE).poll(lambda: _read(store, _IDENTITY))
+        found = Deadline(_PROBE).poll(lambda: read(store, _IDENTITY))
         if found is None:
             raise RendezvousError(f"the store at {place} is not ringway's: it does not name its job")
         said = found
@@ -336,14 +314,10 @@ def _recognize(store: Store, info: LaunchInfo, job: str, place: _Place) -> str:
     return host
 
 
-def _read(store: Store, key: str) -> bytes | None:
-    return store.get(key) if store.check([key]) else None
-
-
 # --- roll call
 
 
-def _roll_call(store: Store, info: LaunchInfo, deadline: _Deadline, place: _Place) -> Store:
+def _roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: _Place) -> Store:
     # A program may start, end and start again on a store that outlives it: each start is a round of its own,
     # and each rank counts its own.
     rounds = PrefixStore(f"ringway/attempt {info.attempt}", store)
@@ -361,10 +335,10 @@ def _roll_call(store: Store, info: LaunchInfo, deadline: _Deadline, place: _Plac
     here.set(f"rank {info.rank}", me)
     if here.add("arrived", 1) == info.size:
         here.compare_set("outcome", "", "all here")
-    outcome = deadline.poll(lambda: _read(here, "outcome"))
+    outcome = deadline.poll(lambda: read(here, "outcome"), _LONGEST_PAUSE)
     if outcome is None:
         outcome = here.compare_set("outcome", "", "gave up")
-    if bytes(outcome) == b"all here":
+    if outcome == b"all here":
         return PrefixStore("job", here)
     arrived = _arrived(here, info.size)
     _part(here, info, len(arrived))
@@ -379,7 +353,7 @@ def _roll_call(store: Store, info: LaunchInfo, deadline: _Deadline, place: _Plac
 
 
 def _arrived(here: Store, size: int) -> dict[int, str]:
-    found = ((rank, _read(here, f"rank {rank}")) for rank in range(size))
+    found = ((rank, read(here, f"rank {rank}")) for rank in range(size))
     return {rank: bytes(signature).decode() for rank, signature in found if signature is not None}
 
 
@@ -388,7 +362,7 @@ def _part(here: Store, info: LaunchInfo, arrived: int) -> None:
     if info.rank != 0 or info.hosted_by_launcher:
         here.add("read the outcome", 1)
         return
-    _Deadline(FAREWELL).poll(lambda: True if here.add("read the outcome", 0) >= arrived - 1 else None)
+    Deadline(FAREWELL).poll(lambda: True if here.add("read the outcome", 0) >= arrived - 1 else None)
 
 
 def _by_host(arrived: dict[int, str]) -> dict[str, list[int]]:

@@ -1,10 +1,10 @@
 """oneCCL on CPU tensors, through its C API.
 
-A call of oneCCL on host memory blocks until its part is done and cannot be interrupted, so each runs on the
-group's thread (`ordered.py`), and whoever waits does so elsewhere, until its deadline and with an ear for Ctrl-C.
+A call of oneCCL on host memory blocks until its part is done and cannot be interrupted. So each runs on the group's
+thread (`backends/queue.py`), and its caller waits elsewhere, until the deadline or Ctrl-C.
 
-oneCCL has no gather, no barrier and no bitwise reductions: they are made here of what it has. Its messages know
-neither tags nor "from anyone" and two ranks that both send first block each other, so messages go through gloo.
+oneCCL has no gather, no barrier and no bitwise reductions; they are composed here. Its messages have neither tags nor
+"from anyone", and two ranks that both send first block each other, so messages go through gloo.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch import Tensor
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.ccl import library as ccl_library
 from ringway.backends.ccl.library import BYTES, DATATYPES, REDUCTIONS, UniqueId
-from ringway.backends.compose import reduce_rows
-from ringway.backends.queue import Ordered
-from ringway.backends.several.hosts import announced, exchange, host_identity
+from ringway.backends.compose import reduced, reduced_share
+from ringway.backends.exchange import exchange, from_rank_0
+from ringway.backends.queue import CallQueue, Deadlines
+from ringway.backends.several.hosts import host_identity
 from ringway.backends.tensors import even_splits, overlap, row_bytes
-from ringway.backends.torch.backend import GlooBackend
+from ringway.backends.torch.gloo import GlooBackend
 from ringway.call import BARRIER, Call, Reduce, reduces
 from ringway.errors import BackendUnavailable, RingwayError
 from ringway.work import Handle
@@ -72,8 +73,8 @@ class CclBackend(Backend):
         configure(hosts, info.rank)
         self._comm = ctypes.c_void_p()
         self._closed = False
-        self._ordered = Ordered(f"ccl-{info.name}", info.timeout, inline=False)
-        self._ordered.submit(Call(BARRIER, async_op=True, group=info.name), self._connect).wait()
+        self._queue = CallQueue(f"ccl-{info.name}", info.timeout, info.process.part(Deadlines))
+        self._queue.submit(Call(BARRIER, async_op=True, group=info.name), self._connect).wait()
         corner = replace(info, store=c10d.PrefixStore("ringway/messages", info.store))
         self._messages = GlooBackend(corner)
         self.torch_group = self._messages.torch_group
@@ -82,7 +83,7 @@ class CclBackend(Backend):
         unique = UniqueId()
         if self.rank == 0:
             self._checked("onecclGetUniqueId", ctypes.byref(unique))
-        told = announced(self.group, "ccl/id", bytes(unique) if self.rank == 0 else None)
+        told = from_rank_0(self.group, "ccl/id", bytes(unique) if self.rank == 0 else None)
         unique = UniqueId.from_buffer_copy(told)
         self._checked("onecclCommInitRank", ctypes.byref(self._comm), self.size, unique, self.rank)
 
@@ -100,7 +101,7 @@ class CclBackend(Backend):
         return dtype in DATATYPES and reduce in REDUCTIONS
 
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
-        return self._ordered.submit(call, lambda: body(call))
+        return self._queue.submit(call, lambda: body(call))
 
     def _run(self, function: str, *arguments: Any) -> None:
         """A collective on host memory: communicator and no stream come last."""
@@ -132,10 +133,7 @@ class CclBackend(Backend):
         if not source.numel():
             return
         if call.reduce in _BITWISE:
-            share = self._reduced_share(call)
-            gathered = share.new_empty(share.numel() * self.size)
-            self._gather_all(share, gathered)
-            target.copy_(gathered[: target.numel()].view(target.shape))
+            target.copy_(reduced(call, self._exchange_evenly, self._gather_all))
             return
         self._run(
             "onecclAllReduce",
@@ -146,16 +144,9 @@ class CclBackend(Backend):
             REDUCTIONS[call.reduce],
         )
 
-    def _reduced_share(self, call: Call) -> Tensor:
-        """This rank's share of a reduction that oneCCL does not have: exchanged, and reduced here."""
-        flat = call.inputs[0].reshape(-1)
-        short = -flat.numel() % self.size
-        if short:
-            flat = torch.cat([flat, flat.new_zeros(short)])
-        received = torch.empty_like(flat)
-        shares = [flat.nbytes // self.size] * self.size
-        self._exchange(flat, shares, received, shares)
-        return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
+    def _exchange_evenly(self, source: Tensor, target: Tensor) -> None:
+        shares = [source.nbytes // self.size] * self.size
+        self._exchange(source, shares, target, shares)
 
     def _exchange(self, source: Tensor, given: Sequence[int], target: Tensor, taken: Sequence[int]) -> None:
         """Bytes for every rank from `source`, bytes from every rank into `target`."""
@@ -198,7 +189,7 @@ class CclBackend(Backend):
         if not source.numel():
             return
         if call.reduce in _BITWISE:
-            target.copy_(self._reduced_share(call).view(target.shape))
+            target.copy_(reduced_share(call, self._exchange_evenly).view(target.shape))
             return
         into = torch.empty_like(target) if overlap(source, target) else target
         self._run(
@@ -278,11 +269,11 @@ class CclBackend(Backend):
         if self._closed:
             return
         self._closed = True
-        if wait and not self._ordered.failed:
+        if wait and not self._queue.failed:
             last = Call(BARRIER, async_op=True, group=self.group.name)
             with suppress(RingwayError):  # others may have left without a word; the process's end will do
-                self._ordered.submit(last, self._destroy).wait(_LEAVE_SECONDS)
-        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
+                self._queue.submit(last, self._destroy).wait(_LEAVE_SECONDS)
+        self._queue.stop(RingwayError(f"the group {self.group.name} was destroyed"))
         self._messages.close()
 
     def _destroy(self) -> None:

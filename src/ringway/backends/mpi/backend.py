@@ -1,7 +1,7 @@
 """MPI through mpi4py, on any wheel of torch.
 
 Collectives are MPI's non-blocking ones, waited for by polling (so that a wait ends at its deadline and on
-Ctrl-C); `ordered.py` keeps their order and makes the asynchronous ones overlap with the program. fp16 and bf16
+Ctrl-C); `backends/queue.py` keeps their order and makes the asynchronous ones overlap with the program. fp16 and bf16
 are exchanged, summed in fp32 in rank order, rounded once, and gathered: an MPI_Op would round at each step.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.compose import reduce_rows
+from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.mpi import world as mpi_world
 from ringway.backends.mpi.buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
 from ringway.backends.mpi.messages import Message
 from ringway.backends.mpi.world import LOCK, MPI, mapped
-from ringway.backends.queue import Ordered
+from ringway.backends.queue import CallQueue
 from ringway.backends.tensors import even_splits, overlap
 from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Reduce, dtype_bits, reduces
 from ringway.errors import RingwayError, UsageError
@@ -48,7 +48,7 @@ def _nothing() -> None:
 class _MpiQuick:
     """The short way of an all_reduce in place that MPI does as it is."""
 
-    def __init__(self, backend: MpiBackend, comm: Any, ordered: Ordered, lane: _core.Lane) -> None:
+    def __init__(self, backend: MpiBackend, comm: Any, ordered: CallQueue, lane: _core.Lane) -> None:
         self._backend = backend
         self._start = comm.Iallreduce
         self._ordered = ordered
@@ -114,7 +114,7 @@ class MpiBackend(Backend):
         # The first group that torch makes is its world, which must be MPI's; `part` of it may come before.
         self._comm = mpi_world.connect(info, whole_world=not part and not c10d.is_initialized())
         self.departures = mpi_world.Departures(info)
-        self._ordered = Ordered(f"mpi-{info.name}", info.timeout, inline=True)
+        self._queue = CallQueue(f"mpi-{info.name}", info.timeout)
         self._takes_cuda: bool | None = None
         self._most_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
 
@@ -128,7 +128,7 @@ class MpiBackend(Backend):
         return dtype in DATATYPES and reduce in _OPERATIONS
 
     def quick(self, lane: _core.Lane) -> _MpiQuick:
-        return _MpiQuick(self, self._comm, self._ordered, lane)
+        return _MpiQuick(self, self._comm, self._queue, lane)
 
     def set_timeout(self, seconds: float) -> None:
         self.group = replace(self.group, timeout=seconds)
@@ -143,7 +143,7 @@ class MpiBackend(Backend):
             body(host)
             after()
 
-        return self._ordered.submit(call, run)
+        return self._queue.submit(call, run)
 
     def finish(self, request: Any, call: Call, *keep: Tensor) -> None:
         limit = self.group.timeout if call.timeout is None else call.timeout
@@ -199,27 +199,24 @@ class MpiBackend(Backend):
     def _all_reduce(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.dtype in _HALVES:
-            share = self._reduced_share(call)
-            gathered = share.new_empty(share.numel() * self.size)
-            request = self._start(self._comm.Iallgather, call, as_bytes(share), as_bytes(gathered, self.size))
-            self.finish(request, call, share, gathered)
-            target.copy_(gathered[: target.numel()].view(target.shape))
+
+            def gather(share: Tensor, whole: Tensor) -> None:
+                request = self._start(self._comm.Iallgather, call, as_bytes(share), as_bytes(whole, self.size))
+                self.finish(request, call, share, whole)
+
+            target.copy_(reduced(call, self._exchange(call), gather))
             return
         in_place = source.data_ptr() == target.data_ptr()
         for part, into in zip(countable(source), countable(target), strict=True):
             given = MPI.IN_PLACE if in_place else as_numbers(part)
             self._do(self._comm.Iallreduce, call, given, as_numbers(into), op=_OPERATIONS[call.reduce])
 
-    def _reduced_share(self, call: Call) -> Tensor:
-        """This rank's share of a half-precision reduction: exchanged, and summed here in rank order."""
-        flat = call.inputs[0].reshape(-1)
-        short = -flat.numel() % self.size
-        if short:
-            flat = torch.cat([flat, flat.new_zeros(short)])
-        received = torch.empty_like(flat)
-        request = self._start(self._comm.Ialltoall, call, as_bytes(flat, self.size), as_bytes(received, self.size))
-        self.finish(request, call, flat, received)
-        return reduce_rows(list(received.view(self.size, -1)), call.reduce, call.factor)
+    def _exchange(self, call: Call) -> Callable[[Tensor, Tensor], None]:
+        def exchange(source: Tensor, target: Tensor) -> None:
+            shares = as_bytes(source, self.size), as_bytes(target, self.size)
+            self.finish(self._start(self._comm.Ialltoall, call, *shares), call, source, target)
+
+        return exchange
 
     def reduce(self, call: Call) -> Handle:
         return self._submit(call, self._reduce)
@@ -228,13 +225,15 @@ class MpiBackend(Backend):
         at_root = self.rank == call.peer
         source, target = call.inputs[0], call.outputs[0]
         if source.dtype in _HALVES:
-            share = self._reduced_share(call)
-            gathered = share.new_empty(share.numel() * self.size if at_root else 0)
-            into = as_bytes(gathered, self.size) if at_root else None
-            request = self._start(self._comm.Igather, call, as_bytes(share), into, root=call.peer)
-            self.finish(request, call, share, gathered)
+
+            def gather(share: Tensor, whole: Tensor) -> None:
+                into = as_bytes(whole, self.size) if at_root else None
+                request = self._start(self._comm.Igather, call, as_bytes(share), into, root=call.peer)
+                self.finish(request, call, share, whole)
+
+            total = reduced(call, self._exchange(call), gather)
             if at_root:
-                target.copy_(gathered[: target.numel()].view(target.shape))
+                target.copy_(total)
             return
         in_place = at_root and source.data_ptr() == target.data_ptr()
         for part, total in zip(countable(source), countable(target), strict=True):
@@ -248,7 +247,7 @@ class MpiBackend(Backend):
     def _reduce_scatter_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.dtype in _HALVES or target.numel() > MOST:
-            target.copy_(self._reduced_share(call).view(target.shape))
+            target.copy_(reduced_share(call, self._exchange(call)).view(target.shape))
             return
         into = torch.empty_like(target) if overlap(source, target) else target
         request = self._start(
@@ -342,7 +341,7 @@ class MpiBackend(Backend):
             return
         self.closed = True
         self.departures.forget()
-        self._ordered.stop(RingwayError(f"the group {self.group.name} was destroyed"))
+        self._queue.stop(RingwayError(f"the group {self.group.name} was destroyed"))
         with LOCK:
             if not mpi_world.anything_abandoned() and not MPI.Is_finalized():
                 self._comm.Free()
@@ -350,7 +349,7 @@ class MpiBackend(Backend):
     def abort(self) -> None:
         self.closed = True
         self.departures.forget()
-        self._ordered.stop(RingwayError(f"the group {self.group.name} was aborted"))
+        self._queue.stop(RingwayError(f"the group {self.group.name} was aborted"))
 
 
 def part_of_world(info: GroupInfo) -> MpiBackend:

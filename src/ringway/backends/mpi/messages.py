@@ -1,38 +1,41 @@
-"""Sends and receives of MPI under way, and the thread that moves them on while the program computes."""
+"""MPI's sends and receives in flight, and the thread that progresses them while the program computes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ringway.backends.base import GroupInfo
 from ringway.backends.mpi import world as mpi_world
 from ringway.backends.mpi.world import LOCK, MPI, mapped
 from ringway.call import ANY_SOURCE, SEND, Call, describe_call
 from ringway.errors import CommTimeout, RingwayError, message_sizes, mismatch_error
 from ringway.threads import start
-from ringway.work import Completion, Handle
+from ringway.work import Completion, PendingHandle
 
 _POLL_NAP = 50e-6
 _POLL_MOST = 1e-3
 
 
-class Place(Protocol):
-    """What a message has to know of its group."""
+class MessageGroup(Protocol):
+    """What a message needs to know about its group."""
 
     rank: int
     closed: bool
     departures: mpi_world.Departures
+    group: GroupInfo
 
     @property
     def ranks(self) -> Sequence[int]: ...
 
 
-class Message(Handle):
-    """A send or a receive under way. Its end is noticed by whoever waits, or by the poller."""
+class Message(PendingHandle):
+    """A send or a receive in flight. A waiting thread or the progress thread notices its end."""
 
-    def __init__(self, request: Any, call: Call, deadline: float, backend: Place, keep: Any) -> None:
+    def __init__(self, request: Any, call: Call, deadline: float, backend: MessageGroup, keep: Any) -> None:
+        super().__init__()
         self._request = request
         self._call = call
         self._deadline = deadline
@@ -40,33 +43,27 @@ class Message(Handle):
         self._keep = keep
         self._began = time.monotonic()
         self._status = MPI.Status()
-        self._finished = False
         self._error: RingwayError | None = None
 
-    def poll(self) -> bool:
-        """Whether it has ended, well or not."""
+    def done(self) -> bool:
+        """Progresses the message. Its callbacks run here if this is where it ends."""
         with LOCK:
-            if self._finished:
-                return True
-            try:
-                if self._request.Test(self._status):
-                    self._end(self._shortfall())
-                elif time.monotonic() > self._deadline or self._backend.closed:
-                    self._give_up()
-                elif (gone := self._backend.departures.missing(time.monotonic() - self._began)) is not None:
-                    mpi_world.abandon(self._request, self._keep, cancel=bool(self._call.outputs))
-                    self._end(mpi_world.left(self._call, gone))
-            except MPI.Exception as error:
-                self._end(mapped(error, self._call))
-            return self._finished
-
-    def _end(self, error: RingwayError | None) -> None:
-        self._error = error
-        self._finished = True
-        self._keep = None
+            if self._request is not None:
+                try:
+                    if self._request.Test(self._status):
+                        self._error = self._shortfall()
+                    else:
+                        self._error = self._given_up()
+                        if self._error is None:
+                            return False
+                except MPI.Exception as error:
+                    self._error = mapped(error, self._call)
+                self._request = self._keep = None
+        self._cell.finish(self._error)  # outside the lock: callbacks may issue collectives
+        return True
 
     def _shortfall(self) -> RingwayError | None:
-        """MPI accepts a message that is shorter than the buffer without an error."""
+        """MPI silently accepts a message that is shorter than the buffer."""
         if not self._call.outputs:
             return None
         self.source = self._status.Get_source()
@@ -81,52 +78,51 @@ class Message(Handle):
             details=[message_sizes(source, own, came, expected)],
         )
 
-    def _give_up(self) -> None:
-        mpi_world.abandon(self._request, self._keep, cancel=bool(self._call.outputs))
+    def _given_up(self) -> RingwayError | None:
+        """Why the message will not end any more, if so; MPI then keeps the request and its buffers."""
         waited = time.monotonic() - self._began
         if self._backend.closed:
-            self._end(RingwayError(f"{self._call.describe()} ended: its group was destroyed"))
-            return
-        self._end(
-            CommTimeout(
+            error: RingwayError = RingwayError(f"{self._call.describe()} ended: its group was destroyed")
+        elif time.monotonic() > self._deadline:
+            error = CommTimeout(
                 f"{self._call.describe()} timed out after {waited:.1f} s",
                 op=self._call.op.name,
                 waited=waited,
                 missing=[] if self._call.peer == ANY_SOURCE else [self._backend.ranks[self._call.peer]],
             )
-        )
+        elif (gone := self._backend.departures.missing(waited)) is not None:
+            error = mpi_world.left(self._call, gone)
+        else:
+            return None
+        mpi_world.abandon(self._request, self._keep, cancel=bool(self._call.outputs))
+        return error
 
     def wait(self, timeout: float | None = None) -> None:
         began = time.monotonic()
-        while not self.poll():
+        while not self.done():
             waited = time.monotonic() - began
             if timeout is not None and waited > timeout:
                 raise self._call.not_done(timeout)
             mpi_world.pause(waited, self._call.nbytes)
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self.poll()
+        self._cell.raise_error()
 
     def when_done(self, completion: Completion) -> None:
-        _poller.watch(self, lambda: completion(self._error))
+        self._cell.when_done(completion)
+        if not self.done():
+            self._backend.group.process.part(_ProgressThread).add(self)
 
 
-class _Poller:
-    """The progress thread of messages: it moves them on while the program computes."""
+class _ProgressThread:
+    """Progresses the messages that somebody wants to be called back for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pending: list[tuple[Message, Callable[[], None]]] = []
+        self._messages: list[Message] = []
         self._thread: threading.Thread | None = None
 
-    def watch(self, message: Message, ended: Callable[[], None]) -> None:
-        if message.poll():
-            ended()
-            return
+    def add(self, message: Message) -> None:
         with self._changed:
-            self._pending.append((message, ended))
+            self._messages.append(message)
             if self._thread is None:
                 self._thread = start("ringway-mpi-messages", self._serve)
             self._changed.notify()
@@ -135,18 +131,13 @@ class _Poller:
         nap = _POLL_NAP
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending)
-                pending = list(self._pending)
-            over = [entry for entry in pending if entry[0].poll()]
-            if over:
+                self._changed.wait_for(lambda: self._messages)
+                messages = list(self._messages)
+            ended = {message for message in messages if message.done()}
+            if ended:
                 with self._changed:
-                    self._pending = [entry for entry in self._pending if entry not in over]
-                for _, ended in over:
-                    ended()
+                    self._messages = [message for message in self._messages if message not in ended]
                 nap = _POLL_NAP
             else:
                 time.sleep(nap)
                 nap = min(nap * 1.5, _POLL_MOST)
-
-
-_poller = _Poller()

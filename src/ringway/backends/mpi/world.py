@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ringway.backends.base import GroupInfo
-from ringway.backends.several.hosts import exchange
+from ringway.backends.exchange import exchange
 from ringway.call import Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
-from ringway.backends.compose import reduce_rows
+from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.nccl.fast_path import NcclQuick
 from ringway.backends.nccl.handles import NcclHandle, Works, cuda_device, way
 from ringway.backends.torch.backend import TorchBackend
@@ -46,7 +46,7 @@ class NcclBackend(TorchBackend):
     ) -> None:
         """`destroyed` tells whether torch has ended the group behind our back; one of `ours` it never ends."""
         super().__init__(info, group)
-        self._works = Works()
+        self._works = Works(info.process)
         self._closed = False
         self._quick: NcclQuick | None = None
         self._limit: float | None = None
@@ -84,23 +84,25 @@ class NcclBackend(TorchBackend):
         number = -1 if captured else self._works.issued(way(call), work)
         return NcclHandle(work, call, self._works, number, captured)
 
-    # Bitwise reductions, of which NCCL has none: exchanged and reduced, all of it on the current stream.
+    # NCCL has no bitwise reductions: data is exchanged and reduced here, all of it on the current stream.
 
-    def _shares(self, call: Call) -> Tensor:
-        flat = call.inputs[0].reshape(-1)
-        short = -flat.numel() % self.size
-        if short:
-            flat = torch.cat([flat, flat.new_zeros(short)])
-        received = torch.empty_like(flat)
+    def _exchange(self, call: Call) -> Callable[[Tensor, Tensor], None]:
         plain = replace(call, input_splits=None, output_splits=None)
-        super().all_to_all_single(replace(plain, inputs=[_bytes(flat)], outputs=[_bytes(received)])).wait()
-        return reduce_rows(list(received.view(self.size, -1)), call.reduce)
+
+        def exchange(source: Tensor, target: Tensor) -> None:
+            super(NcclBackend, self).all_to_all_single(
+                replace(plain, inputs=[_bytes(source)], outputs=[_bytes(target)])
+            ).wait()
+
+        return exchange
 
     def _reduced(self, call: Call) -> Tensor:
-        share = self._shares(call)
-        whole = share.new_empty(share.numel() * self.size)
-        super().all_gather_into_tensor(replace(call, inputs=[_bytes(share)], outputs=[_bytes(whole)])).wait()
-        return whole[: call.inputs[0].numel()].view(call.inputs[0].shape)
+        def gather(share: Tensor, whole: Tensor) -> None:
+            super(NcclBackend, self).all_gather_into_tensor(
+                replace(call, inputs=[_bytes(share)], outputs=[_bytes(whole)])
+            ).wait()
+
+        return reduced(call, self._exchange(call), gather)
 
     def all_reduce(self, call: Call) -> Handle:
         if call.reduce not in _BITWISE:
@@ -125,7 +127,7 @@ class NcclBackend(TorchBackend):
     def reduce_scatter_tensor(self, call: Call) -> Handle:
         if call.reduce not in _BITWISE:
             return super().reduce_scatter_tensor(call)
-        call.outputs[0].copy_(self._shares(call).view(call.outputs[0].shape))
+        call.outputs[0].copy_(reduced_share(call, self._exchange(call)).view(call.outputs[0].shape))
         return DONE
 
     # The end

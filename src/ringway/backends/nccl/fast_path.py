@@ -17,7 +17,6 @@ from torch._C import _distributed_c10d as native
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
-from ringway.backends.device_watch import device_watch
 from ringway.backends.nccl.handles import OnStream, Works
 from ringway.backends.torch.backend import REDUCE_OPS, options_for
 from ringway.backends.torch.handles import mapped
@@ -165,7 +164,7 @@ class NcclQuick:
                 self.lane.end(token, True)
             else:
                 standing = _Standing(self, call, token, number, self._stream(tensor.get_device()))
-                device_watch.add(standing.line, standing, standing.told, self.lane.keeps_times)
+                self.works.watch.add(standing.line, standing, standing.told, self.lane.keeps_times)
         except BaseException as error:
             self.lane.end(token, False)
             if not isinstance(error, Exception):

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ringway.backends.device_watch import Ending, device_watch
-from ringway.backends.torch.handles import Announced, mapped
+from ringway.backends.device_watch import DeviceWatch, Ending
+from ringway.backends.process import Process
+from ringway.backends.torch.handles import C10dHandle, mapped
 from ringway.call import Call
 from ringway.work import Completion, Handle
 
@@ -24,7 +25,9 @@ peer is lost, the next call says so."""
 class Works:
     """What may be under way in one group, and what ended all of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.watch = process.part(DeviceWatch)
         self.abortion: BaseException | None = None
         self._issued = 0
         self._last: dict[Hashable, tuple[int, Any]] = {}
@@ -48,18 +51,24 @@ class Works:
             if self._last.get(way, (0, None))[0] == number:
                 del self._last[way]
 
+    def when_ended(self, line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
+        if captured:
+            completion(None)  # it became part of a graph, and runs whenever that is replayed
+        else:
+            self.watch.add(line, ending, completion, soon)
+
     def all_ended(self) -> bool:
         return all(_has_ended(work) for _, work in list(self._last.values()))
 
 
-class NcclHandle(Announced):
+class NcclHandle(C10dHandle):
     """A collective on NCCL's stream."""
 
     notifies = False
     on_device = True
 
     def __init__(self, work: Any, call: Call, works: Works, number: int, captured: bool) -> None:
-        super().__init__(work, call)
+        super().__init__(work, call, works.process)
         self._works = works
         self._number = number
         self._captured = captured
@@ -77,13 +86,14 @@ class NcclHandle(Announced):
 
     def when_done(self, completion: Completion) -> None:
         # Somebody asks late: not in line with those that were issued.
-        _watch(self, self, self._captured, completion, soon=True)
+        self._works.when_ended(self, self, self._captured, completion, soon=True)
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
         call = self._call
         device = cuda_device(call)
         if call.async_op or soon or device is None:
-            _watch((self._works, device, way(call)), self, self._captured, completion, soon)
+            line = (self._works, device, way(call))
+            self._works.when_ended(line, self, self._captured, completion, soon)
         else:
             self.behind().when_finished(completion, soon)
 
@@ -144,10 +154,10 @@ class OnStream(Handle):
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def when_done(self, completion: Completion) -> None:
-        _watch(self, self, self._captured, completion, soon=True)
+        self._works.when_ended(self, self, self._captured, completion, soon=True)
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        _watch(self.line, self, self._captured, completion, soon)
+        self._works.when_ended(self.line, self, self._captured, completion, soon)
 
     def done(self) -> bool:
         return self._captured or bool(self._event.query()) or self._trouble() is not None
@@ -164,13 +174,6 @@ class OnStream(Handle):
             return None
         last = self._works.last(way(self._call))
         return _trouble(last) if last is not None and _has_ended(last) else None
-
-
-def _watch(line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
-    if captured:
-        completion(None)  # it was written down, and runs whenever the graph is replayed
-    else:
-        device_watch.add(line, ending, completion, soon)
 
 
 def way(call: Call) -> Hashable:

@@ -1,133 +1,97 @@
 """One order for the calls of a group that has several backends.
 
-Each backend keeps the order of its own calls. A call goes straight to its backend where nothing is under way on
-another one; else it waits in a queue (`ordered.py`) until what was issued before it is over, callbacks included.
-So every backend sees its calls in the order of issue, on every rank, whether a rank had to wait or not. What a
-completion callback issues does not wait for the call it belongs to: it runs before whatever comes after that.
+Each backend keeps the order of its own calls. A call goes straight to its backend if nothing is in flight on another
+one. Otherwise it is queued (`backends/queue.py`) until the calls issued before it have ended, callbacks included.
+So every backend sees its calls in the order of issue, on every rank, whether a rank had to wait or not. A call issued
+from a completion callback does not wait for the call whose callback it is: it runs before anything that comes after it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from ringway.backends.queue import Ordered
+from ringway.backends.queue import CallQueue
 from ringway.call import Call
 from ringway.errors import CommTimeout
-from ringway.work import DONE, Completion, Handle
+from ringway.work import DONE, Handle, PendingHandle
 
 Runner = Callable[[Call], Handle]
 Hold = Callable[[int], None]
 
 QUEUED = ""
-"""The place of a call that has not reached its backend yet."""
+"""Where a call is that has not reached its backend yet."""
 
 
-class _Turn(Handle):
-    """A call under way, on the backend named `where`; over when its completion callbacks have run too."""
+class _CallInFlight(PendingHandle):
+    """A call on the backend named `where`. It counts as in flight until its completion callbacks have run."""
 
-    def __init__(self, order: Order, where: str, inner: Handle) -> None:
+    def __init__(self, order: CallOrder, where: str, inner: Handle) -> None:
+        super().__init__()
         self._order = order
-        self._lock = threading.Lock()
-        self._ended = False
-        self._error: BaseException | None = None
-        self._completions: list[Completion] = []
         self.where = where
         self.inner = inner
-        self.passed = threading.Event()
-        """Set when what comes after this call need not wait for it any more."""
+        self.released = threading.Event()
+        """Set when the calls behind this one need not wait for it any more."""
         order.began(self)
         inner.when_done(self._end)
 
     def _end(self, error: BaseException | None) -> None:
-        with self._order.delivering(self):
-            with self._lock:
-                self._ended, self._error = True, error
-                completions, self._completions = self._completions, []
-            for completion in completions:
-                try:
-                    completion(error)
-                except Exception:
-                    traceback.print_exc()
+        with self._order.callbacks_of(self):
+            self._cell.finish(error)
 
     def wait(self, timeout: float | None = None) -> None:
         if self.where == QUEUED:
-            self._order.let_pass()
+            self._order.release_callers()
         self.inner.wait(timeout)
 
     def done(self) -> bool:
         return self.inner.done()
 
-    def when_done(self, completion: Completion) -> None:
-        with self._lock:
-            if not self._ended:
-                self._completions.append(completion)
-                return
-        completion(self._error)
 
-
-class _Delivering:
-    """While it lasts, this thread runs the completion callbacks of a call."""
-
-    def __init__(self, order: Order, turn: _Turn) -> None:
-        self._order = order
-        self._turn = turn
-
-    def __enter__(self) -> None:
-        self._order.callbacks.setdefault(threading.get_ident(), []).append(self._turn)
-
-    def __exit__(self, *_: object) -> None:
-        mine = self._order.callbacks[threading.get_ident()]
-        mine.remove(self._turn)
-        if not mine:
-            del self._order.callbacks[threading.get_ident()]
-        self._order.ended(self._turn)
-
-
-class Order:
+class CallOrder:
     """The order of one group."""
 
     def __init__(self, group: str, timeout: float) -> None:
-        self._group = group
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._turns: list[_Turn] = []
-        self._ordered = Ordered(f"mixed-{group}", timeout, inline=True)
+        self._in_flight: list[_CallInFlight] = []
+        self._queue = CallQueue(f"mixed-{group}", timeout)
         self._holds: list[tuple[str, Hold]] = []
-        self.callbacks: dict[int, list[_Turn]] = {}
+        self.callbacks: dict[int, list[_CallInFlight]] = {}
         """By thread: the calls whose completion callbacks it is running, innermost last."""
 
     def holding(self, backend: str, hold: Hold) -> None:
-        """A backend's short cuts go past this order: `hold` shuts them (+1) while a call elsewhere is under way,
-        and opens them again (-1)."""
+        """A backend's fast path bypasses this order. `hold` shuts it (+1) while a call is in flight elsewhere, and
+        opens it again (-1)."""
         with self._lock:
             self._holds.append((backend, hold))
-            hold(sum(turn.where != backend for turn in self._turns))
+            hold(sum(earlier.where != backend for earlier in self._in_flight))
 
     def start(self, backend: str, runner: Runner, call: Call) -> Handle:
-        if not self._turns or self._may_go(backend):
+        if not self._in_flight or self._may_go(backend):
             handle = runner(call)
-            return _Turn(self, backend, handle) if call.async_op and handle is not DONE else handle
+            return _CallInFlight(self, backend, handle) if call.async_op and handle is not DONE else handle
         before = self._started()
-        job = self._ordered.submit(call, lambda: self._after(before, runner, call))
-        return job if job is DONE else _Turn(self, QUEUED, job)
+        job = self._queue.submit(call, lambda: self._after(before, runner, call))
+        return job if job is DONE else _CallInFlight(self, QUEUED, job)
 
     def _may_go(self, backend: str) -> bool:
         if threading.get_ident() in self.callbacks:
             return True
         with self._lock:
-            return all(turn.where == backend for turn in self._turns)
+            return all(earlier.where == backend for earlier in self._in_flight)
 
-    def _after(self, before: list[_Turn], runner: Runner, call: Call) -> None:
-        """Runs the call when what was issued before it is over, and what callbacks of that have issued."""
+    def _after(self, before: list[_CallInFlight], runner: Runner, call: Call) -> None:
+        """Runs the call once the calls before it have ended, and the calls that their callbacks issued."""
         deadline = time.monotonic() + (self._timeout if call.timeout is None else call.timeout)
         while before:
-            for turn in before:
-                turn.inner.wait(max(0.0, deadline - time.monotonic()))  # what went wrong with it ends this call too
-                if not turn.passed.wait(max(0.0, deadline - time.monotonic())):
+            for earlier in before:
+                earlier.inner.wait(max(0.0, deadline - time.monotonic()))  # its error ends this call too
+                if not earlier.released.wait(max(0.0, deadline - time.monotonic())):
                     raise CommTimeout(
                         f"{call.describe()} timed out: the completion callbacks of an earlier call have not ended",
                         op=call.op.name,
@@ -136,34 +100,44 @@ class Order:
             before = self._started()
         runner(replace(call, async_op=False)).wait()
 
-    def _started(self) -> list[_Turn]:
-        """The calls that backends are at and that others wait for."""
+    def _started(self) -> list[_CallInFlight]:
+        """The calls that backends are running and that others wait for."""
         with self._lock:
-            return [turn for turn in self._turns if turn.where != QUEUED and not turn.passed.is_set()]
+            return [earlier for earlier in self._in_flight if earlier.where != QUEUED and not earlier.released.is_set()]
 
-    def let_pass(self) -> None:
-        """A callback is about to wait for a call that waits for the callback's own."""
-        for turn in self.callbacks.get(threading.get_ident(), ()):
-            turn.passed.set()
+    def release_callers(self) -> None:
+        """A callback is about to wait for a queued call, which in turn waits for the call of that callback."""
+        for earlier in self.callbacks.get(threading.get_ident(), ()):
+            earlier.released.set()
 
-    def delivering(self, turn: _Turn) -> _Delivering:
-        return _Delivering(self, turn)
+    @contextmanager
+    def callbacks_of(self, call: _CallInFlight) -> Iterator[None]:
+        """While it lasts, this thread runs the completion callbacks of `call`."""
+        me = threading.get_ident()
+        self.callbacks.setdefault(me, []).append(call)
+        try:
+            yield
+        finally:
+            self.callbacks[me].remove(call)
+            if not self.callbacks[me]:
+                del self.callbacks[me]
+            self.ended(call)
 
-    def began(self, turn: _Turn) -> None:
+    def began(self, call: _CallInFlight) -> None:
         with self._lock:
-            self._turns.append(turn)
-            self._hold_others(turn, 1)
+            self._in_flight.append(call)
+            self._hold_others(call, 1)
 
-    def ended(self, turn: _Turn) -> None:
+    def ended(self, call: _CallInFlight) -> None:
         with self._lock:
-            self._turns.remove(turn)
-            self._hold_others(turn, -1)
-        turn.passed.set()
+            self._in_flight.remove(call)
+            self._hold_others(call, -1)
+        call.released.set()
 
-    def _hold_others(self, turn: _Turn, change: int) -> None:
+    def _hold_others(self, call: _CallInFlight, change: int) -> None:
         for backend, hold in self._holds:
-            if backend != turn.where:
+            if backend != call.where:
                 hold(change)
 
     def stop(self, error: BaseException) -> None:
-        self._ordered.stop(error)
+        self._queue.stop(error)

@@ -19,12 +19,13 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.compose import Plan, plan
-from ringway.backends.queue import Ordered
-from ringway.backends.several.call_order import Order
-from ringway.backends.several.hosts import Layout, exchange, host_identity
+from ringway.backends.compose import Plan, padded, plan
+from ringway.backends.exchange import exchange
+from ringway.backends.queue import CallQueue
+from ringway.backends.several.call_order import CallOrder
+from ringway.backends.several.hosts import HostLayout, host_identity
 from ringway.backends.shm.backend import ShmBackend
-from ringway.backends.torch.backend import GlooBackend
+from ringway.backends.torch.gloo import GlooBackend
 from ringway.call import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
@@ -71,7 +72,7 @@ def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend])
     shared memory, or what runs between the hosts, alone."""
     identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
     try:
-        layout = Layout.of(identities, info.rank)
+        layout = HostLayout.of(identities, info.rank)
     except BackendUnavailable:
         if not c10d.is_initialized():
             raise
@@ -94,7 +95,7 @@ class HierarchicalBackend(Backend):
         ),
     }
 
-    def __init__(self, info: GroupInfo, layout: Layout, name: str, across: Callable[[GroupInfo], Backend]) -> None:
+    def __init__(self, info: GroupInfo, layout: HostLayout, name: str, across: Callable[[GroupInfo], Backend]) -> None:
         super().__init__(info)
         self.name = name  # type: ignore[misc]
         self._layout = layout
@@ -103,8 +104,8 @@ class HierarchicalBackend(Backend):
         self._local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
         self._across = across(_part(info, f"slice{layout.place}", layout.counterparts))
         self._local_plan, self._across_plan, self._flat_plan = map(plan, (self._local, self._across, self._flat))
-        self._order = Order(info.name, info.timeout)
-        self._by_hosts = Ordered(f"hierarchical-{info.name}", info.timeout, inline=True)
+        self._order = CallOrder(info.name, info.timeout)
+        self._by_hosts = CallQueue(f"hierarchical-{info.name}", info.timeout)
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         # A mean of means would round twice, and a factor would be applied twice.
@@ -149,8 +150,8 @@ class HierarchicalBackend(Backend):
         length = max(_CHUNK_BYTES // tensor.element_size() // width, 1) * width
         pieces: list[tuple[Tensor, Tensor | None]] = []
         for piece in flat.split(length) if flat.numel() else ():
-            short = -piece.numel() % width
-            pieces.append((torch.cat([piece, piece.new_zeros(short)]), piece) if short else (piece, None))
+            whole = padded(piece, width)
+            pieces.append((whole, None if whole is piece else piece))
         return pieces
 
     def all_reduce(self, call: Call) -> Handle:

@@ -1,5 +1,5 @@
 """Several backends of one group as one: each call goes where the policy says (`policy.py`), in one order
-(`in_turn.py`). Where only the size decides, the choice is one look into a sorted list, and calls that shared
+(`call_order.py`). Where only the size decides, the choice is one look into a sorted list, and calls that shared
 memory takes a short cut for still take it.
 """
 
@@ -20,9 +20,9 @@ import ringway._core as _core
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo, either
 from ringway.backends.compose import Plan, plan
+from ringway.backends.exchange import exchange
 from ringway.backends.select import obstacle
-from ringway.backends.several.call_order import Order
-from ringway.backends.several.hosts import exchange
+from ringway.backends.several.call_order import CallOrder
 from ringway.backends.several.policy import ANY, Policy, Rule
 from ringway.call import ALL_TO_ALL_SINGLE, OPS, REDUCE_SCATTER_SINGLE, Call, Op
 from ringway.errors import BackendUnavailable, ConfigError, RingwayError
@@ -101,7 +101,7 @@ class MixedBackend(Backend):
         here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
         self._rules = [told for rule in rules for told in _on_devices(rule, here)]
         self._backends = {own.name: own}
-        self._order = Order(info.name, info.timeout)
+        self._order = CallOrder(info.name, info.timeout)
         with ExitStack() as unless_all_are_made:
             unless_all_are_made.callback(self.close)
             for name in sorted({rule.backend for rule in self._rules} - {own.name}):

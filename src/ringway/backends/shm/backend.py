@@ -8,7 +8,7 @@ import atexit
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.autograd import profiler
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.shm.errors import Faults
-from ringway.backends.shm.join import SharedSegment, meet
+from ringway.backends.shm.join import SharedSegment, share_segment
 from ringway.backends.shm.profiler import profiled
 from ringway.call import DTYPE_CODE, UNKNOWN_DTYPE, Call, Reduce
 from ringway.errors import UsageError
@@ -25,8 +25,6 @@ from ringway.work import DONE, Completion, Handle
 
 _FOREVER = 1e9
 _DONE = 0
-
-_open: weakref.WeakSet[ShmBackend] = weakref.WeakSet()
 
 
 class _Handle(Handle):
@@ -73,8 +71,8 @@ class ShmBackend(Backend):
         super().__init__(group)
         self._faults = Faults(group)
         self._limit = _finite(group.timeout)
-        self._native = meet(group.store, group.rank, group.size, group.timeout, self._attach)
-        _open.add(self)
+        self._native = share_segment(group.store, group.rank, group.size, group.timeout, self._attach)
+        group.process.part(_OpenBackends).add(self)
 
     def _attach(self, segment: SharedSegment) -> _core.ShmGroup:
         return _core.ShmGroup(
@@ -192,10 +190,16 @@ def _split_bytes(tensors: Sequence[Tensor], splits: Sequence[int] | None) -> lis
     return [int(split) * row for split in splits]
 
 
-def _close_all(*_: Any) -> None:
-    """The engine's threads end while the interpreter still stands."""
-    for backend in list(_open):
-        backend.close()
+class _OpenBackends:
+    """Closes what is open when the interpreter exits: the engine's threads must end before it does."""
 
+    def __init__(self) -> None:
+        self._backends: weakref.WeakSet[ShmBackend] = weakref.WeakSet()
+        atexit.register(self._close)
 
-atexit.register(_close_all)
+    def add(self, backend: ShmBackend) -> None:
+        self._backends.add(backend)
+
+    def _close(self) -> None:
+        for backend in list(self._backends):
+            backend.close()

@@ -1,11 +1,10 @@
 """How the ranks of a group come to share a segment.
 
-Rank 0 makes the segment, a memfd, and listens on an abstract unix socket whose name stands, with a token, in the
-group's corner of the store. The others connect, which proves that they are on the same host and in the same
-network namespace; both ends look at the other's credentials, so that the user is the same; the token proves that
-they belong to the group. Each hands over a descriptor of its own process, and gets the segment and those of all.
-Only when every rank has mapped the segment does any of them begin.
-Nothing has a name in a file system, so nothing is left behind, however the ranks end.
+Rank 0 makes the segment, a memfd, listens on an abstract unix socket, and puts the socket's name and a token into the
+group's store. The others connect, which proves that they are on the same host and in the same network namespace. Both
+ends check the other's credentials, so all run as the same user. The token proves that they belong to the group. Each
+hands over a descriptor of its own process, and gets the segment and the descriptors of all. No rank begins before every
+rank has mapped the segment. Nothing has a name in a file system, so nothing is left behind, however the ranks end.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -27,13 +25,14 @@ import torch.distributed as c10d
 
 import ringway._core as _core
 from ringway.errors import BackendUnavailable, RendezvousError
+from ringway.store import Deadline, read
 
 _KEY = "shm/meeting"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: Linux's struct ucred
 _MESSAGE_BYTES = 64 << 10
 _FDS_A_MESSAGE = 200  # the kernel takes 253
 _PATIENCE = 300.0
-"""Seconds for a group to meet: its ranks have just talked through the store, so nobody is far."""
+"""Seconds for a group to meet: its ranks have just talked through the store, so none is far behind."""
 
 
 Group = TypeVar("Group")
@@ -41,8 +40,8 @@ Group = TypeVar("Group")
 
 @dataclass
 class SharedSegment:
-    """What a rank has after the meeting. The descriptors are its own; -1 where the kernel has no pidfds. `cpus` are
-    those that any rank of the group may run on."""
+    """What a rank gets. The descriptors are its own; -1 where the kernel has no pidfds. `cpus` are those that any rank
+    of the group may run on."""
 
     fd: int
     pids: list[int]
@@ -53,11 +52,13 @@ class SharedSegment:
         _close([self.fd, *self.pidfds])
 
 
-def meet(store: c10d.Store, rank: int, size: int, timeout: float, attach: Callable[[SharedSegment], Group]) -> Group:
-    """Every rank of the group calls it; all get what their `attach` makes of the same segment, or all raise."""
+def share_segment(
+    store: c10d.Store, rank: int, size: int, timeout: float, attach: Callable[[SharedSegment], Group]
+) -> Group:
+    """Every rank of the group calls it. All get what their `attach` makes of the same segment, or all raise."""
     if size > _core.SHM_MAX_RANKS:
         raise BackendUnavailable("shm", f"a group of {size} ranks is larger than its limit of {_core.SHM_MAX_RANKS}")
-    deadline = time.monotonic() + min(timeout, _PATIENCE)
+    deadline = Deadline(min(timeout, _PATIENCE))
     if rank == 0:
         return _host(store, size, deadline, attach)
     return _join(store, rank, size, deadline, attach)
@@ -66,7 +67,7 @@ def meet(store: c10d.Store, rank: int, size: int, timeout: float, attach: Callab
 # Rank 0's side
 
 
-def _host(store: c10d.Store, size: int, deadline: float, attach: Callable[[SharedSegment], Group]) -> Group:
+def _host(store: c10d.Store, size: int, deadline: Deadline, attach: Callable[[SharedSegment], Group]) -> Group:
     try:
         fd = _core.shm_create_segment(size)
     except MemoryError as error:
@@ -98,8 +99,8 @@ def _host(store: c10d.Store, size: int, deadline: float, attach: Callable[[Share
     return group
 
 
-def _gather(store: c10d.Store, segment: SharedSegment, members: dict[int, socket.socket], deadline: float) -> None:
-    """Takes the others in, each with its descriptor, until all are there."""
+def _gather(store: c10d.Store, segment: SharedSegment, members: dict[int, socket.socket], deadline: Deadline) -> None:
+    """Accepts the other ranks, each with its descriptor."""
     size = len(segment.pids)
     name, token = f"ringway-shm-{secrets.token_hex(16)}", secrets.token_hex(32)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -130,14 +131,14 @@ def _gather(store: c10d.Store, segment: SharedSegment, members: dict[int, socket
             members[rank] = member
 
 
-def _accept(listener: socket.socket, deadline: float) -> socket.socket:
-    listener.settimeout(max(0.001, deadline - time.monotonic()))
+def _accept(listener: socket.socket, deadline: Deadline) -> socket.socket:
+    listener.settimeout(deadline.left() or 0.001)
     connection, _ = listener.accept()
     return connection
 
 
 def _send_segment(member: socket.socket, segment: SharedSegment) -> None:
-    """The memfd and the pidfds that there are, in as many messages as they need."""
+    """Sends the memfd and the pidfds, in as many messages as they need."""
     have = [rank for rank, fd in enumerate(segment.pidfds) if fd >= 0]
     parts = [have[at : at + _FDS_A_MESSAGE] for at in range(0, len(have), _FDS_A_MESSAGE)] or [[]]
     for index, ranks in enumerate(parts):
@@ -149,8 +150,13 @@ def _send_segment(member: socket.socket, segment: SharedSegment) -> None:
 # The others' side
 
 
-def _join(store: c10d.Store, rank: int, size: int, deadline: float, attach: Callable[[SharedSegment], Group]) -> Group:
-    meeting = json.loads(_wait_for_key(store, deadline))
+def _join(
+    store: c10d.Store, rank: int, size: int, deadline: Deadline, attach: Callable[[SharedSegment], Group]
+) -> Group:
+    said = deadline.poll(lambda: read(store, _KEY))
+    if said is None:
+        raise RendezvousError("rank 0 did not make the group's shared segment in time", missing=[0])
+    meeting = json.loads(said)
     if "error" in meeting:
         raise _no_memory(meeting["error"])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
@@ -181,7 +187,7 @@ def _join(store: c10d.Store, rank: int, size: int, deadline: float, attach: Call
         return group
 
 
-def _receive_segment(link: socket.socket, size: int, deadline: float) -> SharedSegment:
+def _receive_segment(link: socket.socket, size: int, deadline: Deadline) -> SharedSegment:
     segment = SharedSegment(-1, [0] * size, [-1] * size)
     more = True
     while more:
@@ -197,16 +203,6 @@ def _receive_segment(link: socket.socket, size: int, deadline: float) -> SharedS
             segment.fd = fds[-1]
         more = bool(part["more"])
     return segment
-
-
-def _wait_for_key(store: c10d.Store, deadline: float) -> bytes:
-    pause = 0.0005
-    while not store.check([_KEY]):
-        if time.monotonic() > deadline:
-            raise RendezvousError("rank 0 did not make the group's shared segment in time", missing=[0])
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.05)
-    return bytes(store.get(_KEY))
 
 
 # Both
@@ -238,7 +234,7 @@ def _error_in(told: dict[str, Any]) -> BackendUnavailable | RendezvousError:
 
 
 def _own_pidfd() -> int:
-    """A descriptor of this process that shows its end, or -1 where the kernel has none."""
+    """A descriptor that shows the end of this process, or -1 where the kernel has none."""
     try:
         return os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -254,11 +250,11 @@ def _send(link: socket.socket, message: dict[str, Any], fds: Sequence[int] = ())
     socket.send_fds(link, [json.dumps(message).encode()], list(fds))
 
 
-def _receive(link: socket.socket, deadline: float, who: str) -> tuple[dict[str, Any], list[int]]:
-    link.settimeout(max(0.001, deadline - time.monotonic()))
+def _receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[str, Any], list[int]]:
+    link.settimeout(deadline.left() or 0.001)
     fds = array.array("i")
     try:
-        # Not socket.recv_fds, which drops the flag: a program that this one starts is to inherit nothing.
+        # Not socket.recv_fds, which drops the flag: a program that this one starts must inherit nothing.
         room = socket.CMSG_LEN((_FDS_A_MESSAGE + 1) * fds.itemsize)
         data, extra, _, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
@@ -272,7 +268,7 @@ def _receive(link: socket.socket, deadline: float, who: str) -> tuple[dict[str, 
     return json.loads(data), list(fds)
 
 
-def _read(link: socket.socket, deadline: float, who: str) -> dict[str, Any]:
+def _read(link: socket.socket, deadline: Deadline, who: str) -> dict[str, Any]:
     message, fds = _receive(link, deadline, who)
     _close(fds)
     return message

@@ -7,7 +7,8 @@ from typing import Any
 
 from ringway.backends.base import GroupInfo
 from ringway.backends.nccl.backend import NcclBackend
-from ringway.backends.torch.backend import C10dBackend, GlooBackend, TorchBackend
+from ringway.backends.torch.backend import C10dBackend, TorchBackend
+from ringway.backends.torch.gloo import GlooBackend
 
 
 def adopt(info: GroupInfo, group: Any, backend: str, destroyed: Callable[[], bool] = lambda: False) -> C10dBackend:

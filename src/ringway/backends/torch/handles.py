@@ -1,4 +1,4 @@
-"""Collectives of torch's under way, as handles: how they are waited for, and how their end is learnt."""
+"""Handles for torch's collectives and messages: how to wait for them, and how to learn that they have ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from ringway.backends.process import Process
 from ringway.call import ANY_SOURCE, Call
 from ringway.errors import CommTimeout, PeerLost, RingwayError
-from ringway.threads import start, wait_in_slices
-from ringway.work import Completion, Handle
+from ringway.threads import start
+from ringway.work import Completion, Handle, PendingHandle
 
-SLICE = timedelta(milliseconds=250)
-"""A wait inside torch is deaf to Ctrl-C, so a long one is made of slices."""
+WAIT_SLICE = timedelta(milliseconds=250)
+"""A wait inside torch does not hear Ctrl-C, so long waits are cut into slices."""
 
 _TIMED_OUT = re.compile(r"tim(ed?|ing) ?out", re.IGNORECASE)
 _CLOSED = re.compile(
@@ -28,7 +29,7 @@ _CLOSED = re.compile(
 
 
 def mapped(error: BaseException, call: Call, waited: float) -> RingwayError:
-    """What torch threw, as one of ours."""
+    """torch's error as one of ringway's."""
     if isinstance(error, RingwayError):
         return error
     text = str(error).split("\n")[0]
@@ -44,54 +45,43 @@ def mapped(error: BaseException, call: Call, waited: float) -> RingwayError:
     return RingwayError(f"{call.describe()} failed: {text}")
 
 
-class _Announcements:
-    """How many completions torch has still to announce.
+class PendingCallbacks:
+    """Counts the completion callbacks that torch has yet to run.
 
-    torch's threads announce them, and take the interpreter's lock to do so, once more after the callback has
-    returned. An interpreter that ends meanwhile takes the process down, so its end waits for quiet.
+    torch runs them on its own threads, which take the interpreter's lock once more after the callback has returned. If
+    the interpreter ends in between, the process crashes, so the exit waits for quiet.
     """
 
     _TAIL = 0.05
 
     def __init__(self) -> None:
-        self._pending = 0
+        self._count = 0
         self._last = 0.0
         self._lock = threading.Lock()
 
-    def forget(self) -> None:
-        """For a forked child, to which nobody announces anything."""
-        self.__init__()  # type: ignore[misc]
-
     def expect(self) -> None:
         with self._lock:
-            self._pending += 1
+            self._count += 1
 
-    def came(self) -> None:
+    def ran(self) -> None:
         with self._lock:
-            self._pending -= 1
+            self._count -= 1
             self._last = time.monotonic()
 
     def wait_for_quiet(self, timeout: float) -> bool:
-        """Whether nothing is to be expected any more."""
+        """Whether no callback is outstanding any more."""
         deadline = time.monotonic() + timeout
-        while self._pending or time.monotonic() - self._last < self._TAIL:
+        while self._count or time.monotonic() - self._last < self._TAIL:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
         return True
 
 
-announcements = _Announcements()
-
-
-class _Waiters:
-    """Threads that wait for what torch cannot announce (gloo's point-to-point), reused when idle."""
+class WaiterThreads:
+    """Threads for waits that torch has no callback for (gloo's messages). Idle ones are reused."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """For a forked child, which has none of these threads."""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle = 0
         self._threads = 0
@@ -117,48 +107,49 @@ class _Waiters:
                 self._idle += 1
 
 
-waiters = _Waiters()
+def wait_in_slices(work: Any, call: Call, began: float, timeout: float | None = None) -> None:
+    """Waits for torch's `work`, and raises its error as one of ringway's."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        try:
+            left = WAIT_SLICE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            work.wait(min(WAIT_SLICE, left))
+            return
+        except Exception:
+            if work.is_completed():
+                break
+            if call.check is not None:
+                call.check()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise call.not_done(timeout) from None
+    try:
+        work.wait(WAIT_SLICE)  # it may have succeeded at the very end of the slice that raised
+    except Exception as error:
+        raise mapped(error, call, time.monotonic() - began) from None
 
 
-class Announced(Handle):
-    """A collective of torch's, whose future tells the end."""
+class C10dHandle(Handle):
+    """A collective of torch's, whose future reports the end."""
 
-    def __init__(self, work: Any, call: Call) -> None:
+    def __init__(self, work: Any, call: Call, process: Process) -> None:
         self._work = work
         self._call = call
+        self._process = process
         self._began = time.monotonic()
 
     def _error(self, error: BaseException) -> RingwayError:
         return mapped(error, self._call, time.monotonic() - self._began)
 
-    def _finished(self) -> None:
-        """The outcome of a work that has ended: its own, not that of the slice in which it did."""
-        try:
-            self._work.wait(SLICE)
-        except Exception as error:
-            raise self._error(error) from None
-
     def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            try:
-                left = SLICE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
-                self._work.wait(min(SLICE, left))
-                return
-            except Exception:
-                if self._work.is_completed():
-                    self._finished()  # perhaps well, at the very end of the slice
-                    return
-                if self._call.check is not None:
-                    self._call.check()
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise self._call.not_done(timeout) from None
+        wait_in_slices(self._work, self._call, self._began, timeout)
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
     def when_done(self, completion: Completion) -> None:
-        def tell(future: torch.futures.Future[Any]) -> None:
+        callbacks = self._process.part(PendingCallbacks)
+
+        def ended(future: torch.futures.Future[Any]) -> None:
             try:
                 future.value()
             except Exception as error:
@@ -166,26 +157,25 @@ class Announced(Handle):
             else:
                 completion(None)
             finally:
-                announcements.came()
+                callbacks.ran()
 
-        announcements.expect()
-        self._work.get_future().add_done_callback(tell)
+        callbacks.expect()
+        self._work.get_future().add_done_callback(ended)
 
 
-class Unannounced(Handle):
-    """A message of gloo's: its end shows only to somebody who waits, and waiting cannot be cut in slices."""
+class GlooMessage(PendingHandle):
+    """A message through gloo. Only a blocking wait shows its end, and that wait cannot be sliced: it needs a thread."""
 
     notifies = False
 
-    def __init__(self, work: Any, call: Call) -> None:
+    def __init__(self, work: Any, call: Call, process: Process) -> None:
+        super().__init__()
         self._work = work
         self._call = call
+        self._process = process
         self._began = time.monotonic()
-        self._ended = threading.Event()
         self._started = False
         self._lock = threading.Lock()
-        self._completions: list[Completion] = []
-        self._failure: RingwayError | None = None
 
     def _wait_here(self) -> None:
         failure: RingwayError | None = None
@@ -195,36 +185,24 @@ class Unannounced(Handle):
                 self.source = self._work._source_rank()
         except Exception as error:
             failure = mapped(error, self._call, time.monotonic() - self._began)
-        with self._lock:
-            self._failure = failure
-            self._ended.set()
-            completions, self._completions = self._completions, []
-        for completion in completions:
-            completion(failure)
+        self._cell.finish(failure)
 
     def _watch(self) -> None:
         with self._lock:
             started, self._started = self._started, True
         if not started:
-            waiters.start(self._wait_here)
+            self._process.part(WaiterThreads).start(self._wait_here)
 
     def wait(self, timeout: float | None = None) -> None:
         self._watch()
-        if not wait_in_slices(self._ended, timeout):
+        if not self._cell.wait(timeout):
             raise self._call.not_done(timeout)
-        if self._failure is not None:
-            raise self._failure
+        self._cell.raise_error()
 
     def done(self) -> bool:
         self._watch()
-        return self._ended.is_set()
+        return self._cell.finished
 
     def when_done(self, completion: Completion) -> None:
-        with self._lock:
-            ended = self._ended.is_set()
-            if not ended:
-                self._completions.append(completion)
-        if ended:
-            completion(self._failure)
-        else:
-            self._watch()
+        self._cell.when_done(completion)
+        self._watch()

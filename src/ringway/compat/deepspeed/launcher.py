@@ -32,6 +32,7 @@ from ringway.launch import ports
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo, Variables
 from ringway.launch.sources import LOOPBACK, SOURCES
+from ringway.store import unwrapped
 
 
 def init_distributed(
@@ -82,9 +83,7 @@ def _leave_variables(port: int) -> None:
 
 def _store_address(port: int) -> tuple[str, int]:
     """Where the job's store is; a world of one has none, and says what deepspeed would."""
-    store = c10d.distributed_c10d._get_default_store()
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
+    store = unwrapped(c10d.distributed_c10d._get_default_store())
     if isinstance(store, c10d.TCPStore):
         return store.host, store.port
     return LOOPBACK, port

@@ -9,6 +9,7 @@ import torch.distributed as c10d
 
 from ringway.groups.listener import Group
 from ringway.observe.stall.peers import Address
+from ringway.store import read
 
 
 class Job:
@@ -41,7 +42,8 @@ class Job:
         if self.store_gone:
             return None
         try:
-            return self.store.get(key).decode() if self.store.check([key]) else None
+            value = read(self.store, key)
+            return None if value is None else value.decode()
         except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything
             self.store_gone = True
             return None

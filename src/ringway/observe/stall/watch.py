@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
 import ringway._core as _core
@@ -37,6 +36,7 @@ from ringway.observe.stall import fault_board
 from ringway.observe.stall.job import Job
 from ringway.observe.stall.peers import Address, Answer, ask_all
 from ringway.observe.stall.verdict import Verdict, judge, named, own_stack
+from ringway.store import unwrapped
 from ringway.threads import start
 
 STALL_AFTER = 30.0
@@ -331,9 +331,7 @@ def farewell_text() -> str:
 
 def _own_ip(store: Any) -> str:
     """The address of this host as the store's host sees it."""
-    inner = store
-    while isinstance(inner, c10d.PrefixStore):
-        inner = inner.underlying_store
+    inner = unwrapped(store)
     host = getattr(inner, "host", None)
     if not host:
         return "127.0.0.1"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ringway.backends.queue import Ordered
+from ringway.backends.queue import CallQueue, Deadlines
 from ringway.call import BARRIER, Call
 from ringway.errors import CollectiveMismatch, CommTimeout, RingwayError
 from ringway.work import DONE
@@ -18,90 +18,90 @@ def _call(async_op: bool = True, timeout: float | None = None) -> Call:
 
 
 def test_a_synchronous_call_with_nothing_before_it_runs_here() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
     where: list[threading.Thread] = []
-    handle = ordered.submit(_call(async_op=False), lambda: where.append(threading.current_thread()))
+    handle = queue.submit(_call(async_op=False), lambda: where.append(threading.current_thread()))
     assert handle is DONE
     assert where == [threading.current_thread()]
-    ordered.stop(RingwayError("over"))
+    queue.stop(RingwayError("over"))
 
 
 def test_calls_run_in_the_order_of_issue() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
     seen: list[int] = []
     gate = threading.Event()
-    handles = [ordered.submit(_call(), gate.wait)]
-    handles += [ordered.submit(_call(), lambda number=number: seen.append(number)) for number in range(20)]
-    late = ordered.submit(_call(async_op=False), lambda: seen.append(20))
+    handles = [queue.submit(_call(), gate.wait)]
+    handles += [queue.submit(_call(), lambda number=number: seen.append(number)) for number in range(20)]
+    late = queue.submit(_call(async_op=False), lambda: seen.append(20))
     assert late is not DONE
     assert seen == []
     gate.set()
     late.wait()
     assert seen == list(range(21))
     assert all(handle.done() for handle in handles)
-    ordered.stop(RingwayError("over"))
+    queue.stop(RingwayError("over"))
 
 
 def test_what_a_callback_issues_runs_before_the_next_in_the_queue() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
     seen: list[str] = []
     gate = threading.Event()
 
     def again(error: BaseException | None) -> None:
-        ordered.submit(_call(), lambda: seen.append("from the callback")).wait()
+        queue.submit(_call(), lambda: seen.append("from the callback")).wait()
 
-    first = ordered.submit(_call(), gate.wait)
+    first = queue.submit(_call(), gate.wait)
     first.when_done(again)
-    last = ordered.submit(_call(), lambda: seen.append("queued"))
+    last = queue.submit(_call(), lambda: seen.append("queued"))
     gate.set()
     last.wait()
     assert seen == ["from the callback", "queued"]
-    ordered.stop(RingwayError("over"))
+    queue.stop(RingwayError("over"))
 
 
 def test_a_callback_may_wait_for_what_is_behind_it() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
     gate = threading.Event()
-    first = ordered.submit(_call(), gate.wait)
-    second = ordered.submit(_call(), lambda: None)
+    first = queue.submit(_call(), gate.wait)
+    second = queue.submit(_call(), lambda: None)
     first.when_done(lambda error: second.wait())
     gate.set()
     first.wait(30)
     assert second.done()
-    ordered.stop(RingwayError("over"))
+    queue.stop(RingwayError("over"))
 
 
 def test_errors_reach_whoever_waits() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
 
     def fail() -> None:
         raise RingwayError("no")
 
     told: list[BaseException | None] = []
-    handle = ordered.submit(_call(), fail)
+    handle = queue.submit(_call(), fail)
     handle.when_done(told.append)
     with pytest.raises(RingwayError, match="no"):
         handle.wait()
     assert [str(error) for error in told] == ["no"]
-    ordered.submit(_call(), lambda: None).wait()
-    ordered.stop(RingwayError("over"))
+    queue.submit(_call(), lambda: None).wait()
+    queue.stop(RingwayError("over"))
 
 
 def test_a_wait_may_end_before_the_call() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
     gate = threading.Event()
-    handle = ordered.submit(_call(), gate.wait)
+    handle = queue.submit(_call(), gate.wait)
     with pytest.raises(CommTimeout, match="is not done after"):
         handle.wait(0.05)
     assert not handle.done()
     gate.set()
     handle.wait()
-    ordered.stop(RingwayError("over"))
+    queue.stop(RingwayError("over"))
 
 
-def test_a_wait_ends_when_it_has_become_vain() -> None:
+def test_a_wait_that_cannot_succeed_ends() -> None:
     """The library never returns; that ranks called different things shows elsewhere."""
-    ordered = Ordered("test", 300, inline=False)
+    queue = CallQueue("test", 300, Deadlines())
     gate = threading.Event()
     parted: list[BaseException] = []
 
@@ -111,37 +111,37 @@ def test_a_wait_ends_when_it_has_become_vain() -> None:
 
     call = _call()
     call.check = check
-    handle = ordered.submit(call, gate.wait)
+    handle = queue.submit(call, gate.wait)
     threading.Timer(0.05, lambda: parted.append(CollectiveMismatch("ranks called different things"))).start()
     with pytest.raises(CollectiveMismatch):
         handle.wait()
     gate.set()
-    ordered.stop(RingwayError("over"))
+    queue.stop(RingwayError("over"))
 
 
 def test_what_cannot_be_interrupted_is_given_up_at_its_deadline() -> None:
     """Also where nobody waits: a callback is told."""
-    ordered = Ordered("test", 30, inline=False)
+    queue = CallQueue("test", 30, Deadlines())
     gate = threading.Event()
     told: list[BaseException | None] = []
     began = time.monotonic()
-    handle = ordered.submit(_call(timeout=0.3), gate.wait)
+    handle = queue.submit(_call(timeout=0.3), gate.wait)
     handle.when_done(told.append)
     with pytest.raises(CommTimeout, match="timed out"):
-        ordered.submit(_call(), lambda: None).wait()
+        queue.submit(_call(), lambda: None).wait()
     assert 0.3 <= time.monotonic() - began < 25
     assert isinstance(told[0], CommTimeout)
-    assert ordered.failed
+    assert queue.failed
     with pytest.raises(CommTimeout):
-        ordered.submit(_call(), lambda: None)
+        queue.submit(_call(), lambda: None)
     gate.set()
 
 
 def test_stopping_ends_what_is_queued() -> None:
-    ordered = Ordered("test", 30, inline=True)
+    queue = CallQueue("test", 30)
     gate = threading.Event()
-    handles = [ordered.submit(_call(), gate.wait), ordered.submit(_call(), lambda: None)]
-    ordered.stop(RingwayError("the group was destroyed"))
+    handles = [queue.submit(_call(), gate.wait), queue.submit(_call(), lambda: None)]
+    queue.stop(RingwayError("the group was destroyed"))
     for handle in handles:
         with pytest.raises(RingwayError, match="destroyed"):
             handle.wait()

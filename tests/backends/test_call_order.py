@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ringway.backends.several.call_order import Order
+from ringway.backends.several.call_order import CallOrder
 from ringway.call import BARRIER, Call
 from ringway.errors import CommTimeout, RingwayError
 from ringway.work import DONE, Completion, Handle
@@ -64,8 +64,8 @@ class Library:
 
 
 @pytest.fixture
-def order() -> Order:
-    return Order("test", 30.0)
+def order() -> CallOrder:
+    return CallOrder("test", 30.0)
 
 
 def _call(async_op: bool = True, timeout: float | None = None) -> Call:
@@ -79,7 +79,7 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_calls_of_one_backend_go_straight_to_it(order: Order) -> None:
+def test_calls_of_one_backend_go_straight_to_it(order: CallOrder) -> None:
     log: list[str] = []
     one = Library("one", log)
     order.start("one", one.runner("a"), _call())
@@ -88,7 +88,7 @@ def test_calls_of_one_backend_go_straight_to_it(order: Order) -> None:
     assert log == ["a on one", "b on one", "c on one"]
 
 
-def test_a_call_waits_for_what_is_under_way_elsewhere(order: Order) -> None:
+def test_a_call_waits_for_what_is_under_way_elsewhere(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     first = order.start("one", one.runner("a"), _call())
@@ -106,7 +106,7 @@ def test_a_call_waits_for_what_is_under_way_elsewhere(order: Order) -> None:
     assert log[-1] == "d on two"
 
 
-def test_a_synchronous_call_waits_on_its_callers_thread(order: Order) -> None:
+def test_a_synchronous_call_waits_on_its_callers_thread(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())
@@ -115,7 +115,7 @@ def test_a_synchronous_call_waits_on_its_callers_thread(order: Order) -> None:
     assert one.handles["a"].done()
 
 
-def test_what_a_callback_issues_comes_before_what_was_issued_after_its_call(order: Order) -> None:
+def test_what_a_callback_issues_comes_before_what_was_issued_after_its_call(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     first = order.start("one", one.runner("a"), _call())
@@ -130,7 +130,7 @@ def test_what_a_callback_issues_comes_before_what_was_issued_after_its_call(orde
     assert log == ["a on one", "from the callback on two", "behind on two"]
 
 
-def test_a_callback_may_wait_for_what_waits_for_it(order: Order) -> None:
+def test_a_callback_may_wait_for_what_waits_for_it(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     first = order.start("one", one.runner("a"), _call())
@@ -140,7 +140,7 @@ def test_a_callback_may_wait_for_what_waits_for_it(order: Order) -> None:
     assert log == ["a on one", "b on two"]
 
 
-def test_a_failure_before_it_ends_a_call_too(order: Order) -> None:
+def test_a_failure_before_it_ends_a_call_too(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())
@@ -151,7 +151,7 @@ def test_a_failure_before_it_ends_a_call_too(order: Order) -> None:
     assert log == ["a on one"]
 
 
-def test_a_wait_for_others_ends_at_the_deadline(order: Order) -> None:
+def test_a_wait_for_others_ends_at_the_deadline(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())
@@ -160,7 +160,7 @@ def test_a_wait_for_others_ends_at_the_deadline(order: Order) -> None:
     one.handles["a"].finish()
 
 
-def test_short_cuts_are_shut_while_a_call_is_under_way_elsewhere(order: Order) -> None:
+def test_short_cuts_are_shut_while_a_call_is_under_way_elsewhere(order: CallOrder) -> None:
     held = {"one": 0, "two": 0}
 
     def hold(name: str) -> Callable[[int], None]:
@@ -178,7 +178,7 @@ def test_short_cuts_are_shut_while_a_call_is_under_way_elsewhere(order: Order) -
     assert held == {"one": 0, "two": 0}
 
 
-def test_the_end_reaches_what_waits(order: Order) -> None:
+def test_the_end_reaches_what_waits(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())

@@ -1,0 +1,37 @@
+"""What the ranks of a group tell each other through its store while a backend is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringway.backends.base import GroupInfo
+from ringway.errors import RendezvousError
+from ringway.store import Deadline, absent
+
+
+def exchange(info: GroupInfo, topic: str, mine: bytes) -> list[bytes]:
+    """What every rank of the group says, in rank order. At the group's timeout the error names the silent ranks."""
+    keys = [f"ringway/{topic}/{rank}" for rank in range(info.size)]
+    info.store.set(keys[info.rank], mine)  # type: ignore[arg-type] # the store accepts bytes
+    _await(info, topic, keys)
+    return [bytes(value) for value in info.store.multi_get(keys)]
+
+
+def from_rank_0(info: GroupInfo, topic: str, mine: bytes | None) -> bytes:
+    """What rank 0 of the group says. Only rank 0 passes a value."""
+    key = f"ringway/{topic}"
+    if mine is not None:
+        info.store.set(key, mine)  # type: ignore[arg-type]
+        return mine
+    _await(info, topic, [key])
+    return bytes(info.store.get(key))
+
+
+def _await(info: GroupInfo, topic: str, keys: Sequence[str]) -> None:
+    """Waits for one key of each rank, in rank order."""
+    missing = [info.ranks[rank] for rank in absent(info.store, keys, Deadline(info.timeout))]
+    if missing:
+        raise RendezvousError(
+            f"group {info.name}: rank {', '.join(map(str, missing))} did not come to {topic} within {info.timeout:g} s",
+            missing=missing,
+        )

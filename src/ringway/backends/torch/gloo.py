@@ -1,0 +1,163 @@
+"""gloo, as a backend of ringway's own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as c10d
+
+import ringway._core as _core
+from ringway.backends.base import GroupInfo
+from ringway.backends.torch.backend import REDUCE_OPS, C10dBackend, options_for
+from ringway.backends.torch.handles import WAIT_SLICE, wait_in_slices
+from ringway.call import ALL_REDUCE, BARRIER, Call, Reduce, dtype_bits
+from ringway.errors import BackendUnavailable
+from ringway.launch.ports import address_towards
+from ringway.references import never_destroy
+from ringway.store import unwrapped
+from ringway.work import Finishing, Handle
+
+
+class _GlooQuick:
+    """The short way of a small all_reduce through gloo."""
+
+    def __init__(self, group: Any, lane: _core.Lane, name: str, dtypes: Iterable[torch.dtype]) -> None:
+        self._allreduce = group.allreduce
+        self._begin = lane.begin_plain
+        self._end = lane.end
+        self._check = lane.check
+        self._name = name
+        self._dtypes = dtype_bits(dtypes)
+        self._options = {
+            int(reduce): options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op)
+            for reduce, op in REDUCE_OPS.items()
+        }
+
+    def all_reduce(self, tensor: torch.Tensor, reduce: int) -> int:
+        token = self._begin(ALL_REDUCE.code, tensor, reduce, -1, self._dtypes)
+        if token == 0:
+            return 1
+        ok = False
+        try:
+            work = self._allreduce([tensor], self._options[reduce])
+            try:
+                work.wait(WAIT_SLICE)
+            except Exception:
+                call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._name, check=self._check)
+                wait_in_slices(work, call, time.monotonic())
+            ok = True
+        finally:
+            self._end(token, ok)
+        return 0
+
+
+class GlooBackend(C10dBackend):
+    """gloo. It takes some dtypes only, has no list all_to_all, and its reduce_scatter is an allreduce a rank."""
+
+    name = "gloo"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    messages_have_futures = False
+
+    _REDUCED = frozenset(
+        {
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int8,
+            torch.uint8,
+            torch.int32,
+            torch.int64,
+        }
+    )
+    _MOVED = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64})
+
+    def __init__(self, info: GroupInfo, group: Any = None) -> None:
+        if group is None:
+            group = self.torch_group = make_gloo(info)
+        super().__init__(info, group)
+
+    def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
+        return dtype in self._REDUCED and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
+
+    def can_move(self, dtype: torch.dtype) -> bool:
+        return dtype in self._MOVED
+
+    def send(self, call: Call) -> Handle:
+        tensor = call.inputs[0]
+        return super().send(replace(call, inputs=(tensor.cpu(),)) if tensor.is_cuda else call)
+
+    def recv(self, call: Call) -> Handle:
+        """gloo's messages use host memory only."""
+        tensor = call.outputs[0]
+        if not tensor.is_cuda:
+            return super().recv(call)
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype)
+        handle = super().recv(replace(call, outputs=(landing,)))
+        return Finishing(handle, lambda: _discard(tensor.copy_(landing)))
+
+    def quick(self, lane: _core.Lane) -> _GlooQuick:
+        return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
+
+    def set_timeout(self, seconds: float) -> None:
+        if isinstance(self._group, Gloo):
+            _TorchsGloo._set_default_timeout(
+                self._group, timedelta(seconds=seconds)
+            )  # not our override, which reports back
+
+    def close(self) -> None:
+        # The last reference joins gloo's threads, which must happen while the interpreter lives. The join lasts until
+        # their current calls time out, so a group whose calls were given up is never destroyed.
+        if self.abandoned and self._group is not None:
+            never_destroy(self._group)
+        self._group = self.torch_group = None
+
+
+def _discard(_: object) -> None:
+    """For a callback that must return nothing."""
+
+
+_TorchsGloo: Any = c10d.ProcessGroupGloo if c10d.is_gloo_available() else object
+
+
+class Gloo(_TorchsGloo):  # type: ignore[misc]
+    """torch's gloo. It reports when torch changes the group's timeout (`_set_pg_timeout`)."""
+
+    timeout_changed: Callable[[float], None] | None = None
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        if self.timeout_changed is not None:
+            self.timeout_changed(timeout.total_seconds())
+
+
+def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
+    """torch's gloo for the group. With `loopback` it uses the loopback interface: all ranks share a host."""
+    if not c10d.is_gloo_available():
+        raise BackendUnavailable("gloo", "this build of torch has none", remedy="Install a torch wheel with gloo")
+    timeout = timedelta(seconds=info.timeout)
+    device = _gloo_device(info, loopback or info.size == 1)
+    if device is None:
+        return Gloo(info.store, info.rank, info.size, timeout)
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timeout
+    return Gloo(info.store, info.rank, info.size, options)
+
+
+def _gloo_device(info: GroupInfo, loopback: bool) -> Any:
+    """The interface that leads to the job's store. None leaves the choice to gloo, which takes GLOO_SOCKET_IFNAME, or
+    the address of this host's name: often one that no other host can reach."""
+    if loopback:
+        return c10d.ProcessGroupGloo.create_device(interface="lo", lazy_init=True)
+    store = unwrapped(info.store)
+    if "GLOO_SOCKET_IFNAME" in os.environ or not isinstance(store, c10d.TCPStore):
+        return None
+    towards = address_towards(store.host)
+    return None if towards is None else c10d.ProcessGroupGloo.create_device(hostname=towards)
