@@ -19,6 +19,7 @@ from ringway.errors import UsageError
 
 Completion = Callable[[BaseException | None], None]
 """A callback for the end of a call. Its argument is the error, or None."""
+Settle = Callable[[BaseException | None], BaseException | None]
 
 _CHECK_SECONDS = 0.1
 """How often a wait asks whether it can still succeed."""
@@ -34,12 +35,7 @@ class CompletionCell:
 
     __slots__ = ("_callbacks", "_hold_waiters", "_lock", "_settle", "_wake", "error", "finished")
 
-    def __init__(
-        self,
-        settle: Callable[[BaseException | None], BaseException | None] | None = None,
-        *,
-        callbacks_first: bool = False,
-    ) -> None:
+    def __init__(self, settle: Settle | None = None, *, callbacks_first: bool = False) -> None:
         self.finished = False
         self.error: BaseException | None = None
         self._settle = settle
@@ -173,8 +169,8 @@ DONE: Handle = _Done()
 class PendingHandle(Handle):
     """A handle that its backend finishes through a cell."""
 
-    def __init__(self, *, callbacks_first: bool = False) -> None:
-        self._cell = CompletionCell(callbacks_first=callbacks_first)
+    def __init__(self, settle: Settle | None = None, *, callbacks_first: bool = False) -> None:
+        self._cell = CompletionCell(settle, callbacks_first=callbacks_first)
 
     def done(self) -> bool:
         return self._cell.finished
@@ -183,7 +179,7 @@ class PendingHandle(Handle):
         self._cell.when_done(completion)
 
 
-class Finishing(Handle):
+class Finishing(PendingHandle):
     """A handle with a local last step, not on a device.
 
     The step runs once, on the first thread that sees the inner handle done. It runs in inference mode: that thread does
@@ -191,50 +187,39 @@ class Finishing(Handle):
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], None]) -> None:
+        super().__init__(self._run_step)
         self._inner = inner
-        self._finish: Callable[[], None] | None = finish
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._finish = finish
         self.notifies = inner.notifies
 
     @property
     def source(self) -> int:  # type: ignore[override]
         return self._inner.source
 
-    def _finish_once(self) -> None:
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                try:
-                    with torch.inference_mode():
-                        finish()
-                except BaseException as error:
-                    self._error = error
-        if self._error is not None:
-            raise self._error
+    def _run_step(self, error: BaseException | None) -> BaseException | None:
+        if error is None:
+            try:
+                with torch.inference_mode():
+                    self._finish()
+            except BaseException as failure:
+                return failure
+        return error
 
     def wait(self, timeout: float | None = None) -> None:
         try:
             self._inner.wait(timeout)
-        except BaseException:
-            if self._inner.done():
-                self._finish = None  # nothing arrived, so there is nothing to finish
+        except (KeyboardInterrupt, SystemExit):
             raise
-        self._finish_once()
-
-    def done(self) -> bool:
-        return self._inner.done() and self._finish is None
+        except BaseException as error:
+            if self._inner.done():
+                self._cell.finish(error)
+            raise
+        self._cell.finish(None)
+        self._cell.raise_error()
 
     def when_done(self, completion: Completion) -> None:
-        def finished(error: BaseException | None) -> None:
-            if error is None:
-                try:
-                    self._finish_once()
-                except BaseException as failure:
-                    error = failure
-            completion(error)
-
-        self._inner.when_done(finished)
+        self._cell.when_done(completion)
+        self._inner.when_done(self._cell.finish)
 
 
 class Together(Handle):
@@ -307,9 +292,7 @@ class Work(c10d.Work):
     error. The communicator uses it to record the end and to inform the observers.
     """
 
-    def __init__(
-        self, handle: Handle, result: Sequence[Tensor], settle: Callable[[BaseException | None], BaseException | None]
-    ) -> None:
+    def __init__(self, handle: Handle, result: Sequence[Tensor], settle: Settle) -> None:
         super().__init__()
         self._handle = handle
         self._result = list(result)

@@ -13,6 +13,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial, wraps
+from typing import Protocol, TypeVar
 
 from ringway.call import Call
 from ringway.errors import CommTimeout
@@ -20,6 +22,23 @@ from ringway.threads import start
 from ringway.work import DONE, Handle, PendingHandle
 
 _DEADLINE_CHECK_SECONDS = 0.25
+
+
+class _HasQueue(Protocol):
+    def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle: ...
+
+
+_Queued = TypeVar("_Queued", bound=_HasQueue)
+
+
+def queued(body: Callable[[_Queued, Call], None]) -> Callable[[_Queued, Call], Handle]:
+    """Makes an op of a backend's blocking method: `_submit` puts it into the backend's queue."""
+
+    @wraps(body)
+    def op(self: _Queued, call: Call) -> Handle:
+        return self._submit(call, partial(body, self))
+
+    return op
 
 
 class _QueuedCall(PendingHandle):

@@ -25,7 +25,7 @@ from ringway.backends.ccl import library as ccl_library
 from ringway.backends.ccl.library import BYTES, DATATYPES, REDUCTIONS, UniqueId
 from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.exchange import exchange, from_rank_0
-from ringway.backends.queue import CallQueue, Deadlines
+from ringway.backends.queue import CallQueue, Deadlines, queued
 from ringway.backends.several.hosts import host_identity
 from ringway.backends.tensors import even_splits, overlap, row_bytes
 from ringway.backends.torch.gloo import GlooBackend
@@ -109,26 +109,20 @@ class CclBackend(Backend):
 
     # Collectives
 
-    def barrier(self, call: Call) -> Handle:
+    @queued
+    def barrier(self, call: Call) -> None:
         token = torch.ones(1)
-        return self._submit(call, lambda _: self._sum(token, token))
+        place, datatype, total = token.data_ptr(), DATATYPES[token.dtype], REDUCTIONS[Reduce.SUM]
+        self._run("onecclAllReduce", place, place, 1, datatype, total)
 
-    def _sum(self, source: Tensor, target: Tensor) -> None:
-        count, datatype = source.numel(), DATATYPES[source.dtype]
-        self._run("onecclAllReduce", source.data_ptr(), target.data_ptr(), count, datatype, REDUCTIONS[Reduce.SUM])
-
-    def broadcast(self, call: Call) -> Handle:
-        return self._submit(call, self._broadcast)
-
-    def _broadcast(self, call: Call) -> None:
+    @queued
+    def broadcast(self, call: Call) -> None:
         tensor = call.outputs[0]
         if tensor.nbytes:
             self._run("onecclBroadcast", tensor.data_ptr(), tensor.data_ptr(), tensor.nbytes, BYTES, call.peer)
 
-    def all_reduce(self, call: Call) -> Handle:
-        return self._submit(call, self._all_reduce)
-
-    def _all_reduce(self, call: Call) -> None:
+    @queued
+    def all_reduce(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if not source.numel():
             return
@@ -156,16 +150,15 @@ class CclBackend(Backend):
     def _gather_all(self, source: Tensor, target: Tensor) -> None:
         self._run("onecclAllGather", source.data_ptr(), target.data_ptr(), source.nbytes, BYTES)
 
-    def reduce(self, call: Call) -> Handle:
-        return self._submit(call, self._reduce)
-
-    def _reduce(self, call: Call) -> None:
+    @queued
+    def reduce(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if not source.numel():
             return
         if call.reduce in _BITWISE:
-            whole = replace(call, outputs=[target if self.rank == call.peer else torch.empty_like(target)])
-            self._all_reduce(whole)
+            total = reduced(call, self._exchange_evenly, self._gather_all)
+            if self.rank == call.peer:
+                target.copy_(total)
             return
         # What oneCCL leaves in the buffer of a rank that is not the root is its own business, not the user's.
         into = torch.empty_like(target)
@@ -181,10 +174,8 @@ class CclBackend(Backend):
         if self.rank == call.peer:
             target.copy_(into)
 
-    def reduce_scatter_tensor(self, call: Call) -> Handle:
-        return self._submit(call, self._reduce_scatter_tensor)
-
-    def _reduce_scatter_tensor(self, call: Call) -> None:
+    @queued
+    def reduce_scatter_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if not source.numel():
             return
@@ -203,18 +194,14 @@ class CclBackend(Backend):
         if into is not target:
             target.copy_(into)
 
-    def all_gather_into_tensor(self, call: Call) -> Handle:
-        return self._submit(call, self._all_gather_into_tensor)
-
-    def _all_gather_into_tensor(self, call: Call) -> None:
+    @queued
+    def all_gather_into_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.nbytes:
             self._gather_all(source.clone() if overlap(source, target) else source, target)
 
-    def gather(self, call: Call) -> Handle:
-        return self._submit(call, self._gather)
-
-    def _gather(self, call: Call) -> None:
+    @queued
+    def gather(self, call: Call) -> None:
         """Everybody sends to the root, and nobody else receives."""
         source, at_root = call.inputs[0], self.rank == call.peer
         if not source.nbytes:
@@ -226,10 +213,8 @@ class CclBackend(Backend):
         for output, row in zip(call.outputs, gathered if at_root else (), strict=True):
             output.copy_(row.view(output.shape))
 
-    def scatter(self, call: Call) -> Handle:
-        return self._submit(call, self._scatter)
-
-    def _scatter(self, call: Call) -> None:
+    @queued
+    def scatter(self, call: Call) -> None:
         target, at_root = call.outputs[0], self.rank == call.peer
         if not target.nbytes:
             return
@@ -238,10 +223,8 @@ class CclBackend(Backend):
         taken = [target.nbytes if rank == call.peer else 0 for rank in range(self.size)]
         self._exchange(parts, given, target, taken)
 
-    def all_to_all_single(self, call: Call) -> Handle:
-        return self._submit(call, self._all_to_all_single)
-
-    def _all_to_all_single(self, call: Call) -> None:
+    @queued
+    def all_to_all_single(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         given = [rows * row_bytes(source) for rows in call.input_splits or even_splits(source, self.size)]
         taken = [rows * row_bytes(target) for rows in call.output_splits or even_splits(target, self.size)]

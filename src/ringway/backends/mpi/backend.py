@@ -23,7 +23,7 @@ from ringway.backends.mpi import world as mpi_world
 from ringway.backends.mpi.buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
 from ringway.backends.mpi.messages import Message
 from ringway.backends.mpi.world import LOCK, MPI, mapped
-from ringway.backends.queue import CallQueue
+from ringway.backends.queue import CallQueue, queued
 from ringway.backends.tensors import even_splits, overlap
 from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Reduce, dtype_bits, reduces
 from ringway.errors import RingwayError, UsageError
@@ -187,16 +187,16 @@ class MpiBackend(Backend):
 
     # Collectives
 
-    def broadcast(self, call: Call) -> Handle:
-        return self._submit(call, lambda c: self._do(self._comm.Ibcast, c, as_bytes(c.outputs[0]), root=c.peer))
+    @queued
+    def broadcast(self, call: Call) -> None:
+        self._do(self._comm.Ibcast, call, as_bytes(call.outputs[0]), root=call.peer)
 
-    def barrier(self, call: Call) -> Handle:
-        return self._submit(call, lambda c: self._do(self._comm.Ibarrier, c))
+    @queued
+    def barrier(self, call: Call) -> None:
+        self._do(self._comm.Ibarrier, call)
 
-    def all_reduce(self, call: Call) -> Handle:
-        return self._submit(call, self._all_reduce)
-
-    def _all_reduce(self, call: Call) -> None:
+    @queued
+    def all_reduce(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.dtype in _HALVES:
 
@@ -218,10 +218,8 @@ class MpiBackend(Backend):
 
         return exchange
 
-    def reduce(self, call: Call) -> Handle:
-        return self._submit(call, self._reduce)
-
-    def _reduce(self, call: Call) -> None:
+    @queued
+    def reduce(self, call: Call) -> None:
         at_root = self.rank == call.peer
         source, target = call.inputs[0], call.outputs[0]
         if source.dtype in _HALVES:
@@ -241,10 +239,8 @@ class MpiBackend(Backend):
             into = as_numbers(total) if at_root else None
             self._do(self._comm.Ireduce, call, given, into, op=_OPERATIONS[call.reduce], root=call.peer)
 
-    def reduce_scatter_tensor(self, call: Call) -> Handle:
-        return self._submit(call, self._reduce_scatter_tensor)
-
-    def _reduce_scatter_tensor(self, call: Call) -> None:
+    @queued
+    def reduce_scatter_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.dtype in _HALVES or target.numel() > MOST:
             target.copy_(reduced_share(call, self._exchange(call)).view(target.shape))
@@ -261,10 +257,8 @@ class MpiBackend(Backend):
         if into is not target:
             target.copy_(into)
 
-    def all_gather_into_tensor(self, call: Call) -> Handle:
-        return self._submit(call, self._all_gather_into_tensor)
-
-    def _all_gather_into_tensor(self, call: Call) -> None:
+    @queued
+    def all_gather_into_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.data_ptr() == target.data_ptr() + self.rank * source.nbytes:
             given: Any = MPI.IN_PLACE
@@ -274,10 +268,8 @@ class MpiBackend(Backend):
         request = self._start(self._comm.Iallgather, call, given, as_bytes(target, self.size))
         self.finish(request, call, source)
 
-    def gather(self, call: Call) -> Handle:
-        return self._submit(call, self._gather)
-
-    def _gather(self, call: Call) -> None:
+    @queued
+    def gather(self, call: Call) -> None:
         at_root, source = self.rank == call.peer, call.inputs[0]
         gathered = source.new_empty((self.size, source.numel()) if at_root else 0)
         into = as_bytes(gathered, self.size) if at_root else None
@@ -286,20 +278,16 @@ class MpiBackend(Backend):
         for output, row in zip(call.outputs, gathered, strict=True):
             output.copy_(row.view(output.shape))
 
-    def scatter(self, call: Call) -> Handle:
-        return self._submit(call, self._scatter)
-
-    def _scatter(self, call: Call) -> None:
+    @queued
+    def scatter(self, call: Call) -> None:
         at_root, target = self.rank == call.peer, call.outputs[0]
         parts = torch.cat([t.reshape(-1) for t in call.inputs]) if at_root else target.new_empty(0)
         given = as_bytes(parts, self.size) if at_root else None
         request = self._start(self._comm.Iscatter, call, given, as_bytes(target), root=call.peer)
         self.finish(request, call, parts)
 
-    def all_to_all_single(self, call: Call) -> Handle:
-        return self._submit(call, self._all_to_all_single)
-
-    def _all_to_all_single(self, call: Call) -> None:
+    @queued
+    def all_to_all_single(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         source = source.clone() if overlap(source, target) else source
         given = as_vector(source, call.input_splits or even_splits(source, self.size))

@@ -10,7 +10,6 @@ calls of those whose flat way has few steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import ClassVar
 
@@ -21,9 +20,9 @@ from torch import Tensor
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, padded, plan
 from ringway.backends.exchange import exchange
-from ringway.backends.queue import CallQueue
-from ringway.backends.several.call_order import CallOrder
+from ringway.backends.queue import CallQueue, queued
 from ringway.backends.several.hosts import HostLayout, host_identity
+from ringway.backends.several.parts import BackendOfParts
 from ringway.backends.shm.backend import ShmBackend
 from ringway.backends.torch.gloo import GlooBackend
 from ringway.call import (
@@ -36,7 +35,7 @@ from ringway.call import (
     Reduce,
     reduces,
 )
-from ringway.errors import BackendUnavailable, RingwayError
+from ringway.errors import BackendUnavailable
 from ringway.work import Handle
 
 _CHUNK_BYTES = 8 << 20
@@ -80,7 +79,7 @@ def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend])
     return HierarchicalBackend(info, layout, name, across)
 
 
-class HierarchicalBackend(Backend):
+class HierarchicalBackend(BackendOfParts):
     """Shared memory inside, something else between; `across` makes the backend between the hosts."""
 
     name = "hierarchical"
@@ -99,30 +98,17 @@ class HierarchicalBackend(Backend):
         super().__init__(info)
         self.name = name  # type: ignore[misc]
         self._layout = layout
-        self._flat = GlooBackend(replace(info, store=c10d.PrefixStore("ringway/flat", info.store)))
-        self.torch_group = self._flat.torch_group
-        self._local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
-        self._across = across(_part(info, f"slice{layout.place}", layout.counterparts))
-        self._local_plan, self._across_plan, self._flat_plan = map(plan, (self._local, self._across, self._flat))
-        self._order = CallOrder(info.name, info.timeout)
+        flat = GlooBackend(replace(info, store=c10d.PrefixStore("ringway/flat", info.store)))
+        self.torch_group = flat.torch_group
+        local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
+        between = across(_part(info, f"slice{layout.place}", layout.counterparts))
+        self._backends.update(local=local, between=between, flat=flat)
+        self._local_plan, self._across_plan, self._flat_plan = map(plan, (local, between, flat))
         self._by_hosts = CallQueue(f"hierarchical-{info.name}", info.timeout)
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         # A mean of means would round twice, and a factor would be applied twice.
         return reduces(dtype, reduce) and reduce not in (Reduce.AVG, Reduce.PREMUL_SUM)
-
-    def set_timeout(self, seconds: float) -> None:
-        for part in (self._local, self._across, self._flat):
-            part.set_timeout(seconds)
-
-    @property
-    def abandoned(self) -> bool:
-        return any(part.abandoned for part in (self._local, self._across, self._flat))
-
-    @abandoned.setter
-    def abandoned(self, given_up: bool) -> None:
-        for part in (self._local, self._across, self._flat):
-            part.abandoned = given_up
 
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
         if call.nbytes <= _FLAT_UP_TO.get(call.op.name, -1):
@@ -154,10 +140,8 @@ class HierarchicalBackend(Backend):
             pieces.append((whole, None if whole is piece else piece))
         return pieces
 
-    def all_reduce(self, call: Call) -> Handle:
-        return self._submit(call, self._all_reduce)
-
-    def _all_reduce(self, call: Call) -> None:
+    @queued
+    def all_reduce(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
@@ -172,10 +156,8 @@ class HierarchicalBackend(Backend):
             if pads is not None:
                 pads.copy_(piece[: pads.numel()])
 
-    def broadcast(self, call: Call) -> Handle:
-        return self._submit(call, self._broadcast)
-
-    def _broadcast(self, call: Call) -> None:
+    @queued
+    def broadcast(self, call: Call) -> None:
         layout = self._layout
         root_host = next(host for host, members in enumerate(layout.hosts) if call.peer in members)
         under_way = []
@@ -193,10 +175,8 @@ class HierarchicalBackend(Backend):
             if pads is not None:
                 pads.copy_(piece[: pads.numel()])
 
-    def all_gather_into_tensor(self, call: Call) -> Handle:
-        return self._submit(call, self._all_gather_into_tensor)
-
-    def _all_gather_into_tensor(self, call: Call) -> None:
+    @queued
+    def all_gather_into_tensor(self, call: Call) -> None:
         layout, source, target = self._layout, call.inputs[0].reshape(-1), call.outputs[0]
         if not source.numel():
             return
@@ -208,10 +188,8 @@ class HierarchicalBackend(Backend):
         for rank, row in zip(layout.by_place(), everybody.view(self.size, -1), strict=True):
             rows[rank].copy_(row)
 
-    def reduce_scatter_tensor(self, call: Call) -> Handle:
-        return self._submit(call, self._reduce_scatter_tensor)
-
-    def _reduce_scatter_tensor(self, call: Call) -> None:
+    @queued
+    def reduce_scatter_tensor(self, call: Call) -> None:
         layout, source, target = self._layout, call.inputs[0], call.outputs[0]
         if not source.numel():
             return
@@ -233,18 +211,6 @@ class HierarchicalBackend(Backend):
     def recv(self, call: Call) -> Handle:
         return self._flat_plan.runners["recv"](call)
 
-    # The end
-
-    def close(self) -> None:
-        self._end([part.close for part in (self._local, self._across, self._flat)], "destroyed")
-
-    def abort(self) -> None:
-        self._end([part.abort for part in (self._local, self._across, self._flat)], "aborted")
-
-    def _end(self, ends: Sequence[Callable[[], None]], how: str) -> None:
-        error = RingwayError(f"the group {self.group.name} was {how}")
-        with ExitStack() as all_of_them:
-            for end in ends:
-                all_of_them.callback(end)
-            self._order.stop(error)
-            self._by_hosts.stop(error)
+    def _stop(self, error: BaseException) -> None:
+        super()._stop(error)
+        self._by_hosts.stop(error)

@@ -22,10 +22,10 @@ from ringway.backends.base import Backend, GroupInfo, either
 from ringway.backends.compose import Plan, plan
 from ringway.backends.exchange import exchange
 from ringway.backends.select import obstacle
-from ringway.backends.several.call_order import CallOrder
+from ringway.backends.several.parts import BackendOfParts
 from ringway.backends.several.policy import ANY, Policy, Rule
 from ringway.call import ALL_TO_ALL_SINGLE, OPS, REDUCE_SCATTER_SINGLE, Call, Op
-from ringway.errors import BackendUnavailable, ConfigError, RingwayError
+from ringway.errors import BackendUnavailable, ConfigError
 from ringway.work import Handle
 
 _EVERY_SIZE = (1 << 63) - 1
@@ -89,7 +89,7 @@ class _Bounded:
         return 1 if self._held or not self._least <= nbytes <= self._most else self._short_cut(*arguments)
 
 
-class MixedBackend(Backend):
+class MixedBackend(BackendOfParts):
     """Several backends of one group, chosen call by call. Each converts what it does not take, by its own plan."""
 
     def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
@@ -100,8 +100,7 @@ class MixedBackend(Backend):
         self._own = own
         here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
         self._rules = [told for rule in rules for told in _on_devices(rule, here)]
-        self._backends = {own.name: own}
-        self._order = CallOrder(info.name, info.timeout)
+        self._backends[own.name] = own
         with ExitStack() as unless_all_are_made:
             unless_all_are_made.callback(self.close)
             for name in sorted({rule.backend for rule in self._rules} - {own.name}):
@@ -115,16 +114,10 @@ class MixedBackend(Backend):
             {op.name: self._runner(op, plans) for op in OPS}, {op.name: self._in_words(op) for op in OPS}
         )
 
-    @property
-    def abandoned(self) -> bool:
-        return any(backend.abandoned for backend in self._backends.values())
-
-    @abandoned.setter
-    def abandoned(self, given_up: bool) -> None:
-        for backend in self._backends.values():
-            backend.abandoned = given_up
-            if given_up and backend.name == "shm":
-                backend.abort()  # a rank may wait inside it for one whose call went elsewhere
+    def _set_abandoned(self, given_up: bool) -> None:
+        super()._set_abandoned(given_up)
+        if given_up and "shm" in self._backends:
+            self._backends["shm"].abort()  # a rank may wait inside it for one whose call went elsewhere
 
     def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
         """The name of the backend of such a call."""
@@ -182,10 +175,6 @@ class MixedBackend(Backend):
         certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
         return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
 
-    def set_timeout(self, seconds: float) -> None:
-        for backend in self._backends.values():
-            backend.set_timeout(seconds)
-
     def quick(self, lane: _core.Lane) -> Any:
         """The backends' own short cuts, each for the sizes that it does."""
         found = _Quick()
@@ -210,19 +199,6 @@ class MixedBackend(Backend):
         bounded = _Bounded(getattr(offered, op.name), op, least, most)
         self._order.holding(name, bounded.hold)
         return [bounded]
-
-    def close(self) -> None:
-        self._end([backend.close for backend in self._backends.values()], "destroyed")
-
-    def abort(self) -> None:
-        self._end([backend.abort for backend in self._backends.values()], "aborted")
-
-    def _end(self, ends: Sequence[Callable[[], None]], how: str) -> None:
-        """All of them end, whatever one of them raises. The queue ends first: nothing new is to reach them."""
-        with ExitStack() as stack:
-            for end in ends:
-                stack.callback(end)
-            self._order.stop(RingwayError(f"the group {self.group.name} was {how}"))
 
 
 def _on_devices(rule: Rule, devices: Sequence[str]) -> list[Rule]:
