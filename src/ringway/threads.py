@@ -1,4 +1,4 @@
-"""Threads of ringway's own."""
+"""ringway's threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ringway._core as _core
 
 
 def start(name: str, target: Callable[..., Any], *arguments: Any) -> threading.Thread:
-    """Starts a daemon: it keeps no program from ending, and the interpreter's end may find it inside torch."""
+    """Starts a daemon: it does not keep the program from exiting. The interpreter may exit while it is inside torch."""
 
     def run() -> None:
         _core.stand_still_at_the_end()

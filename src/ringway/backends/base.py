@@ -1,22 +1,21 @@
 """What a backend is.
 
-A backend moves bytes for one group. It is one file in this folder, or a third party's class registered
-with `register_backend`. It defines a method for each op it does natively, named as `Op.name` (`all_reduce`,
-`all_gather_into_tensor`, ...); `backends/compose.py` makes the others out of those, once, when the
-communicator is built.
+A backend moves bytes for one group. It is a folder here, or a third party's class registered with `register_backend`.
+It defines a method for each op it does natively, named like `Op.name` (`all_reduce`, `all_gather_into_tensor`, ...).
+`backends/compose.py` composes the other ops out of those, once, when the communicator is built.
 
 Contract:
 
-- A method takes one `Call` and returns a `Handle`; it has started, not finished, the collective. Where
-  `call.async_op` is False it may finish the work before it returns and return `DONE`.
-- The communicator has checked the call (types, devices, lengths, divisibility, ranks), so a backend does not.
-  It hands over contiguous tensors only when `needs_contiguous` is set, and reductions that `can_reduce`
-  accepts; the rest it converts before and after.
+- A method takes one `Call` and returns a `Handle`. It starts the collective and need not finish it. If `call.async_op`
+  is False it may finish the work and return `DONE`.
+- The communicator has checked the call (types, devices, lengths, divisibility, ranks); the backend need not. With
+  `needs_contiguous` it passes contiguous tensors only. It passes only reductions that `can_reduce` accepts, and
+  converts the rest before and after the call.
 - Calls of one group come in issue order, from one thread at a time. The next may come before the last is done.
-- A method or a handle raises errors of `ringway.errors` only; foreign ones are mapped in the backend's file.
+- Methods and handles raise only errors of `ringway.errors`; the backend maps foreign errors.
 - Methods release the GIL while they wait, and every wait ends by `call.timeout` (seconds) at the latest.
-- `close` is idempotent, bounded, and safe while calls are under way: those end with an error. `abort` is a
-  close that does not wait for anybody.
+- `close` is idempotent, bounded, and safe while calls are in flight: those end with an error. `abort` is a `close`
+  that waits for nobody.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class GroupInfo:
 
 
 class _LikeTorch(abc.ABCMeta):
-    """torch has a class `Backend` too, whose members are names: `Backend.NCCL`, `Backend("gloo")`. A program
-    written for it finds those here."""
+    """torch has a class `Backend` too, whose members are names: `Backend.NCCL`, `Backend("gloo")`. Programs written for
+    it find those here."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Backend:
@@ -76,13 +75,13 @@ class Backend(metaclass=_LikeTorch):
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     needs_contiguous: ClassVar[bool] = True
     origins: ClassVar[Mapping[str, str]] = {}
-    """In words, where an op comes from that has a method here and is still not the library's own."""
+    """In words, where an op comes from that has a method here but is not the library's own."""
     torch_group: Any = None
-    """A backend object of torch's own that serves the same group, where there is one."""
+    """A backend object of torch's that serves the same group, if there is one."""
     own_plan: Any = None
-    """How each op runs (a `compose.Plan`), where the backend decides that itself; else it is made of its methods."""
+    """How each op runs (a `compose.Plan`), if the backend decides that itself instead of by its methods."""
     abandoned = False
-    """Whether calls were given up that the backend is still at: `close` must not wait for them."""
+    """Whether calls were given up that the backend still runs: `close` must not wait for them."""
 
     def __init__(self, group: GroupInfo) -> None:
         self.group = group
@@ -90,11 +89,11 @@ class Backend(metaclass=_LikeTorch):
         self.size = group.size
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
-        """Whether this reduction of this dtype is native here; others are converted around the call."""
+        """Whether this reduction of this dtype is native here. Others are converted around the call."""
         return reduces(dtype, reduce)
 
     def can_move(self, dtype: torch.dtype) -> bool:
-        """Whether data of this dtype may be handed over as it is; other dtypes are shown as bytes."""
+        """Whether data of this dtype may be passed unchanged. Other dtypes are passed as bytes."""
         return True
 
     def quick(self, lane: _core.Lane) -> Any:
@@ -113,8 +112,8 @@ class Backend(metaclass=_LikeTorch):
         return None
 
     def set_timeout(self, seconds: float) -> None:
-        """The limit of what names none, from now on: short cuts, and messages where the library beneath takes none. A
-        `Call` says its own."""
+        """Sets the limit for everything that has none of its own: the fast path, and messages if the library takes no
+        limit per message. A `Call` carries its own."""
 
     def close(self) -> None:
         """End the backend. Idempotent and bounded."""

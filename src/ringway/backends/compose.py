@@ -1,7 +1,7 @@
-"""What a backend cannot do, made of what it can; decided once, when a communicator is built.
+"""Ops that a backend does not have, composed of those it has. Decided once, when a communicator is built.
 
-Each composition puts exactly one kind of message on the wire, all of it when the call is issued, and does the
-rest locally. So an asynchronous composition keeps the group's order: nothing is issued from a completion.
+Each composition sends one kind of message, all of it when the call is issued, and does the rest locally. So an
+asynchronous composition keeps the group's order: nothing is issued from a completion callback.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class Plan:
-    """How each op runs on one backend: its runner, and in words where it comes from."""
+    """How each op runs on one backend: its runner, and where it comes from, in words."""
 
     runners: dict[str, Runner]
     origins: dict[str, str]
 
 
 def plan(backend: Backend) -> Plan:
-    """Decides for every op: native, or composed, or refused by name when the communicator is built."""
+    """Decides for every op: native, composed, or refused by name when the communicator is built."""
     if backend.own_plan is not None:
         return backend.own_plan
     runners: dict[str, Runner] = {}
@@ -77,7 +77,7 @@ def plan(backend: Backend) -> Plan:
 
 
 def reduce_rows(rows: Sequence[Tensor], reduce: Reduce, factor: Any = None) -> Tensor:
-    """Reduces equally shaped tensors in order. Half types accumulate in fp32 and are rounded once."""
+    """Reduces tensors of equal shape in order. Half types accumulate in fp32 and are rounded once."""
     dtype = rows[0].dtype
     if dtype is torch.bool:
         as_bytes = [row.view(torch.uint8) for row in rows]
@@ -153,7 +153,7 @@ def _scatter_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _all_to_all(backend: Backend, single: Runner) -> Runner:
-    """The list form through one flat exchange with splits."""
+    """The list form, through one flat exchange with splits."""
 
     def run(call: Call) -> Handle:
         received = torch.empty(
@@ -175,7 +175,7 @@ def _all_to_all(backend: Backend, single: Runner) -> Runner:
 
 
 def _all_to_all_single(backend: Backend, lists: Runner) -> Runner:
-    """The flat form through the list form, by views of the buffers."""
+    """The flat form, through the list form on views of the buffers."""
 
     def run(call: Call) -> Handle:
         def pieces(tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
@@ -197,7 +197,7 @@ def _all_to_all_single(backend: Backend, lists: Runner) -> Runner:
 
 
 def _reduce_scatter_single(backend: Backend, single: Runner) -> Runner:
-    """Everybody's share travels once; each rank reduces its own, in rank order."""
+    """Each share is sent once; each rank reduces its own, in rank order."""
 
     def run(call: Call) -> Handle:
         source, output = call.inputs[0].contiguous().view(-1), call.outputs[0]
@@ -246,7 +246,7 @@ def _discard(_: object) -> None:
 
 
 def _all_reduce_coalesced(backend: Backend, one: Runner) -> Runner:
-    """One all_reduce a dtype, over the tensors joined."""
+    """One all_reduce per dtype, over the joined tensors."""
 
     def run(call: Call) -> Handle:
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -266,7 +266,7 @@ def _joined(call: Call, tensors: list[Tensor], one: Runner) -> Handle:
 
 
 def _one_by_one(op: Op) -> Callable[[Backend, Runner], Runner]:
-    """A coalesced call as its members in order, under one handle."""
+    """A coalesced call as its members, in order, under one handle."""
 
     def compose(backend: Backend, one: Runner) -> Runner:
         def run(call: Call) -> Handle:
@@ -286,7 +286,7 @@ def _one_by_one(op: Op) -> Callable[[Backend, Runner], Runner]:
 
 
 def _even_or(even: Runner, uneven: Runner) -> Runner:
-    """For list forms whose shares may differ in size: every rank sees the same sizes, and decides alike."""
+    """For list forms whose shares may differ in size. Every rank sees the same sizes and decides alike."""
 
     def run(call: Call) -> Handle:
         counts = {t.numel() for t in (*call.inputs, *call.outputs)}
@@ -296,7 +296,7 @@ def _even_or(even: Runner, uneven: Runner) -> Runner:
 
 
 def _uneven_all_gather(exchange: Runner) -> Runner:
-    """An all_to_all of the same to everybody."""
+    """An all_to_all that sends the same to every rank."""
 
     def run(call: Call) -> Handle:
         return exchange(replace(call, op=ALL_TO_ALL, inputs=[call.inputs[0]] * call.size))
@@ -305,7 +305,7 @@ def _uneven_all_gather(exchange: Runner) -> Runner:
 
 
 def _uneven_reduce_scatter(exchange: Runner) -> Runner:
-    """Everybody's share travels once; each rank reduces its own, in rank order."""
+    """Each share is sent once; each rank reduces its own, in rank order."""
 
     def run(call: Call) -> Handle:
         output = call.outputs[0]

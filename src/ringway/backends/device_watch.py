@@ -1,8 +1,7 @@
-"""How the end of what runs on a device is learnt: by a thread that looks.
+"""A thread that polls the device, to learn when work on it has ended.
 
-A look takes the interpreter's lock, and taking it from a program that issues collectives costs that program more
-than issuing them. So a look is rare where only the recorder wants to know, and asks about few of the collectives:
-what stands in one line of the device's ends in its order.
+Polling takes the interpreter's lock, and that costs a program that issues collectives more than issuing them. So polls
+are rare if only the recorder wants to know, and ask about few of the collectives: work in one line ends in order.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from ringway.work import Completion
 
 LOOK_SOON = 0.0002
 LOOK_LATER = 0.002
-"""Once all who want to know soon have waited for `SOON`, and where nobody wants to."""
+"""The pause once every caller who wants to know soon has waited for `SOON`, or if there is none."""
 SOON = 0.005
 
 
 class Ending(Protocol):
-    """Something on the device that ends."""
+    """Work on the device that ends at some point."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. What it raises is taken for its end."""
+        """Whether it has ended, well or not. An exception counts as its end."""
 
     def outcome(self) -> BaseException | None:
-        """What went wrong with it, once it has ended."""
+        """The error, once it has ended."""
 
 
 class Pending(NamedTuple):
-    """An end that somebody wants to know."""
+    """Work whose end somebody wants to know."""
 
     ending: Ending
     completion: Completion
@@ -51,7 +50,7 @@ class DeviceWatch:
         self._patient = False
 
     def add(self, line: Hashable, ending: Ending, completion: Completion, soon: bool) -> None:
-        """Calls `completion` with the outcome. What is added to one line ends in the order in which it was added."""
+        """Calls `completion` with the outcome. Work added to one line must end in the order it was added."""
         with self._changed:
             if not self._lines or (soon and self._patient):
                 self._changed.notify()
@@ -72,13 +71,13 @@ class DeviceWatch:
             for line, pending in lines:
                 count, failure = _ended(pending)
                 if count:
-                    self._tell(line, pending, count, failure)
+                    self._report(line, pending, count, failure)
 
     def _pause(self) -> float:
         waited = [time.monotonic() - one.since for line in self._lines.values() for one in line if one.soon]
         return LOOK_SOON if min(waited, default=SOON) < SOON else LOOK_LATER
 
-    def _tell(self, line: Hashable, pending: list[Pending], count: int, failure: BaseException | None) -> None:
+    def _report(self, line: Hashable, pending: list[Pending], count: int, failure: BaseException | None) -> None:
         with self._changed:
             ended = pending[:count]
             del pending[:count]
@@ -92,7 +91,7 @@ class DeviceWatch:
 
 
 def _ended(pending: list[Pending]) -> tuple[int, BaseException | None]:
-    """How many have ended, all of them at the front; and why, where the device could not even be asked."""
+    """How many have ended, counted from the front, and the error if the device could not be asked."""
     ended, open_from = 0, len(pending)
     failure: BaseException | None = None
     while ended < open_from:
@@ -109,8 +108,8 @@ def _ended(pending: list[Pending]) -> tuple[int, BaseException | None]:
 
 
 def _leave_captures_alone() -> None:
-    """While one thread captures a CUDA graph, asking about events in another would end the capture, unless that
-    thread has said that it keeps to itself."""
+    """Querying events in one thread invalidates a CUDA graph that another thread captures, unless the querying thread
+    is in thread-local capture mode."""
     thread_local = ctypes.c_int(1)
-    with suppress(OSError, AttributeError):  # a device of another make
+    with suppress(OSError, AttributeError):  # not an NVIDIA device
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(thread_local))

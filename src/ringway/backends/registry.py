@@ -1,7 +1,7 @@
 """The backends by name: ringway's own, torch's, and those of third parties.
 
-A name is one the user may write; `torch_name` is the name under which torch knows the group. ringway's own
-groups need a name of their own there, because torch's `gloo` is always torch's.
+Users write the name; torch knows the group by its `torch_name`. ringway's own groups need different names there,
+because `gloo` always means torch's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Registration:
 
 
 def _lazily(module: str, name: str) -> Factory:
-    """Imports the backend's file when the first group needs it: optional libraries stay inside it."""
+    """Imports the backend when the first group needs it, so that its optional libraries are not imported before."""
 
     def make(info: GroupInfo) -> Backend:
         backend: Backend = getattr(import_module(module), name)(info)
@@ -62,11 +62,11 @@ _OWN: dict[str, Registration] = {
 
 _TORCH_ALIASES = {"torch:mpi": "mpi", "torch:ccl": "ccl"}
 _PROVIDERS = {"torch:ccl": "oneccl_bindings_for_pytorch"}
-"""Packages that make a backend known to torch when they are imported."""
+"""Packages that register a backend with torch when imported."""
 
 
 def own(name: str) -> Registration | None:
-    """The registration of a backend that ringway runs itself; None for one that torch runs."""
+    """The registration of a backend that ringway runs; None for one that torch runs."""
     known = _OWN.get(name)
     if known is None:
         for entry in entry_points(group=ENTRY_POINTS):
@@ -77,7 +77,7 @@ def own(name: str) -> Registration | None:
 
 
 def names() -> list[str]:
-    """Every name that a user may write here."""
+    """Every name that a user may write."""
     third = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
     builtin = [str(name) for name in c10d.Backend.backend_list if str(name) != "undefined"]
     hidden = {registration.torch_name for registration in _OWN.values()}
@@ -86,7 +86,7 @@ def names() -> list[str]:
 
 
 def register(name: str, factory: type[Backend] | Factory, devices: tuple[str, ...] | None = None) -> Registration:
-    """Adds a backend of a third party."""
+    """Adds a third party's backend."""
     if not name.isidentifier():
         raise UsageError(f"'{name}' cannot name a backend; use letters, digits and underscores")
     if name in _OWN or name in c10d.Backend.backend_list:
@@ -101,7 +101,7 @@ def registrations() -> list[Registration]:
 
 
 def parse(backend: str) -> dict[str, str]:
-    """'cpu:shm,cuda:nccl' or 'gloo' as the user writes it, by device ('' for all); unknown names are refused."""
+    """Parses 'cpu:shm,cuda:nccl' or 'gloo', by device ('' for all). Refuses unknown names."""
     if not isinstance(backend, str):
         raise UsageError(f"a backend is named by a string, not by {backend!r}")
     parsed: dict[str, str] = {}
@@ -120,7 +120,7 @@ def parse(backend: str) -> dict[str, str]:
 
 
 def torch_spelling(backend: str) -> str:
-    """The name under which torch makes the group."""
+    """The name by which torch makes the group."""
 
     def one(name: str) -> str:
         registration = own(name)
@@ -132,7 +132,7 @@ def torch_spelling(backend: str) -> str:
 
 
 def user_spelling(torch_name: str) -> str:
-    """The name that the user knows a backend of torch's map by."""
+    """The user's name for a backend that torch knows by `torch_name`."""
     for registration in _OWN.values():
         if registration.torch_name == torch_name:
             return registration.name
@@ -152,7 +152,7 @@ def _provide(name: str) -> None:
 
 
 def make(registration: Registration, info: GroupInfo) -> Backend:
-    """The backend, or a BackendUnavailable that says what to install."""
+    """Makes the backend, or raises a BackendUnavailable that says what to install."""
     try:
         return registration.make(info)
     except ImportError as error:

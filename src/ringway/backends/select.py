@@ -1,10 +1,10 @@
 """Which backend the job uses, and why.
 
-An explicit choice wins, or fails by name with what to install. Otherwise, for the CPU: `shm` where all ranks
-proved to be on one host; on several hosts `mpi` where an MPI launcher started them and every rank has mpi4py,
-`hierarchical` where the hosts have equally many ranks, two at least, and `gloo` elsewhere. CUDA tensors go to nccl
-where every rank has it. What each rank can do, where it is and which policy it loaded is told through the store, so
-all ranks decide alike, and an obstacle on one is an error on all.
+An explicit choice wins, or fails with what to install. Otherwise, for the CPU: `shm` if all ranks proved to be on one
+host. On several hosts: `mpi` if an MPI launcher started them and every rank has mpi4py, `hierarchical` if the hosts
+have equally many ranks, at least two, and `gloo` otherwise. CUDA tensors go to nccl if every rank has it. Each rank
+puts what it can do, where it is and which policy it loaded into the store. So all ranks decide alike, and an obstacle
+on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank tells the others: whether it shares rank 0's host (proven), which host that is (as it says
-    itself), what it lacks, what it was told to use, and the digest of the policy it loaded or what is wrong with it."""
+    """What one rank tells the others: whether it shares rank 0's host (proven), its host (as it says itself), the
+    backends it lacks, the backend it was configured to use, and the digest of its policy or the error in it."""
 
     with_rank_0: bool
     obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
@@ -117,7 +117,7 @@ _PROBES: dict[str, Callable[[], Obstacle | None]] = {
 
 
 def obstacle(name: str) -> Obstacle | None:
-    """What keeps this process from using a backend, if anything. A third party's is taken at its word."""
+    """What keeps this process from using a backend, if anything. Third-party backends are not checked."""
     probe = _PROBES.get(name)
     return probe() if probe else None
 
@@ -135,7 +135,7 @@ def select(
     timeout: float,
     policy: Policy | ConfigError | None = None,
 ) -> Choice:
-    """The job's backend. Every rank calls it, with the store that all have reached and what became of its policy."""
+    """The job's backend. Every rank calls it, with the store that all have reached and the outcome of `consult`."""
     names = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
     wrong = str(policy) if isinstance(policy, ConfigError) else None
     digest = policy.digest if isinstance(policy, Policy) else None
@@ -152,7 +152,7 @@ def select(
 
 
 def decide(explicit: str | None, said_by: str, info: LaunchInfo, facts: Mapping[int, RankFacts]) -> Choice:
-    """The choice, out of what all ranks said. Pure, so equal on all."""
+    """The choice, from what all ranks said. A pure function, so the same on all ranks."""
     _agreed(facts)
     elsewhere = [rank for rank, said in facts.items() if not said.with_rank_0]
     lacking: dict[str, tuple[int, Obstacle]] = {}
@@ -222,8 +222,8 @@ def _for_cpu(
 
 
 def _even_layout(facts: Mapping[int, RankFacts]) -> HostLayout | None:
-    """The hosts, where they have equally many ranks each, two at least, and what ranks say of themselves does not
-    contradict what was proven."""
+    """The hosts, if they have equally many ranks, at least two, and what ranks say about themselves does not contradict
+    what was proven."""
     hosts = [facts[rank].host for rank in sorted(facts)]
     if "" in hosts or any(said.with_rank_0 != (said.host == hosts[0]) for said in facts.values()):
         return None

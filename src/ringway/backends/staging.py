@@ -1,4 +1,4 @@
-"""What a backend does not take as it is, is converted around the call: strided tensors, dtypes, reductions."""
+"""Conversions around a call, for what a backend does not accept: strided tensors, dtypes, reductions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ BOOL_AS_BYTES = {
 
 
 def native(backend: Backend, method: Runner) -> Runner:
-    """The backend's own method, with every call made palatable for it."""
+    """The backend's own method, with every call converted to what it accepts."""
 
     def run(call: Call) -> Handle:
-        if _palatable(backend, call):
+        if _accepted(backend, call):
             return method(call)
         staging = _Staging(backend, call)
         handle = method(staging.call)
@@ -41,8 +41,8 @@ def native(backend: Backend, method: Runner) -> Runner:
     return run
 
 
-def _palatable(backend: Backend, call: Call) -> bool:
-    """Whether the call may be handed over as it is; nearly all may, so this is quick."""
+def _accepted(backend: Backend, call: Call) -> bool:
+    """Whether the backend accepts the call unchanged. Nearly all calls qualify, so this is quick."""
     dtype = call.dtype
     if dtype is None:
         return True
@@ -56,7 +56,7 @@ def _palatable(backend: Backend, call: Call) -> bool:
 
 
 class _Staging:
-    """One call made palatable: contiguous, in a dtype and with a reduction that the backend takes."""
+    """One call, converted: contiguous, in a dtype and with a reduction that the backend accepts."""
 
     def __init__(self, backend: Backend, call: Call) -> None:
         self._back: list[tuple[Tensor, Tensor]] = []
@@ -64,7 +64,7 @@ class _Staging:
         self._stream: Any = nullcontext()
         self.call = call
         dtype = call.dtype
-        assert dtype is not None, "a call without tensors is palatable"
+        assert dtype is not None, "a call without tensors needs no conversion"
         if any(t.is_conj() or t.is_neg() for t in (*call.inputs, *call.outputs)):
             self._replace(lambda t: t.resolve_conj().resolve_neg())
         if "reduce" in call.op.agree:
@@ -91,8 +91,7 @@ class _Staging:
                 _copy_back(original, staged)
 
     def _replace(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Hands over converted tensors instead; what lands in an output that is not the caller's memory is
-        copied back at the end."""
+        """Passes converted tensors instead. Outputs that are not the caller's memory are copied back at the end."""
         converted = {id(t): convert(t) for t in (*self.call.inputs, *self.call.outputs)}
         for output in self.call.outputs:
             staged = converted[id(output)]
@@ -137,7 +136,7 @@ class _Staging:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory, flat. One element counts as contiguous whatever its stride, so the stride is set."""
+    """The tensor's memory, flat. One element counts as contiguous whatever its stride, so the stride is set here."""
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -157,7 +156,7 @@ def divide(tensor: Tensor, divisor: int) -> None:
 
 
 def _scaled(splits: Sequence[int] | None, before: Tensor, converted: dict[int, Tensor]) -> list[int] | None:
-    """Splits count rows of the first dimension; a tensor shown as flat bytes has more of them."""
+    """Splits count rows of the first dimension; a tensor passed as flat bytes has more of them."""
     if splits is None:
         return None
     rows = before.shape[0] if before.dim() else 1

@@ -12,7 +12,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def even_splits(tensor: Tensor, size: int) -> list[int]:
-    """The rows of the first dimension that each rank gets where nobody said otherwise."""
+    """The rows of the first dimension that each rank gets by default."""
     return [(tensor.shape[0] if tensor.dim() else 0) // size] * size
 
 

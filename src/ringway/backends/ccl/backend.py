@@ -47,8 +47,8 @@ def obstacle() -> str | None:
 
 
 def configure(hosts: Sequence[str], rank: int) -> None:
-    """oneCCL takes its settings from the environment only, and its defaults expect Intel MPI's launcher. What
-    the user has set stays."""
+    """oneCCL is configured by the environment only, and its defaults expect Intel MPI's launcher. The user's settings
+    stay."""
     neighbours = [place for place, host in enumerate(hosts) if host == hosts[rank]]
     settings = {
         "CCL_ATL_TRANSPORT": "ofi",
@@ -104,7 +104,7 @@ class CclBackend(Backend):
         return self._queue.submit(call, lambda: body(call))
 
     def _run(self, function: str, *arguments: Any) -> None:
-        """A collective on host memory: communicator and no stream come last."""
+        """A collective on host memory. The communicator comes last, and no stream."""
         self._checked(function, *arguments, self._comm, None)
 
     # Collectives
@@ -160,7 +160,7 @@ class CclBackend(Backend):
             if self.rank == call.peer:
                 target.copy_(total)
             return
-        # What oneCCL leaves in the buffer of a rank that is not the root is its own business, not the user's.
+        # oneCCL may write to the buffers of ranks that are not the root: the user's stay untouched.
         into = torch.empty_like(target)
         self._run(
             "onecclReduce",
@@ -202,7 +202,7 @@ class CclBackend(Backend):
 
     @queued
     def gather(self, call: Call) -> None:
-        """Everybody sends to the root, and nobody else receives."""
+        """Every rank sends to the root, and only the root receives."""
         source, at_root = call.inputs[0], self.rank == call.peer
         if not source.nbytes:
             return
@@ -247,14 +247,14 @@ class CclBackend(Backend):
         self._end(wait=False)
 
     def _end(self, wait: bool) -> None:
-        """A communicator that is in use, or that a rank may still be waiting on, is left to the process's end:
-        destroying it would crash or block."""
+        """A communicator that is in use, or that a rank may still be waiting on, is not destroyed: that would crash or
+        block."""
         if self._closed:
             return
         self._closed = True
         if wait and not self._queue.failed:
             last = Call(BARRIER, async_op=True, group=self.group.name)
-            with suppress(RingwayError):  # others may have left without a word; the process's end will do
+            with suppress(RingwayError):  # other ranks may be gone; the process's exit will free it
                 self._queue.submit(last, self._destroy).wait(_LEAVE_SECONDS)
         self._queue.stop(RingwayError(f"the group {self.group.name} was destroyed"))
         self._messages.close()

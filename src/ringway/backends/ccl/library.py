@@ -1,7 +1,4 @@
-"""oneCCL's C API (libccl.so.2), by ctypes.
-
-The prototypes below are what is called; a test holds them to the list of the real header's.
-"""
+"""oneCCL's C API (libccl.so.2), through ctypes. A test compares the prototypes below with the real header."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ DATATYPES: dict[torch.dtype, int] = {
 BYTES = DATATYPES[torch.uint8]
 
 REDUCTIONS: dict[Reduce, int] = {Reduce.SUM: 0, Reduce.PRODUCT: 1, Reduce.MAX: 2, Reduce.MIN: 3}
-"""oneCCL's average is not taken: its CPU library has none for every dtype."""
+"""Without oneCCL's average, which its CPU library does not have for every dtype."""
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a communicator find each other by; passed by value."""
+    """How the ranks of a communicator find each other. Passed by value."""
 
     _fields_ = (("data", c_char * ID_BYTES),)
 
@@ -63,11 +60,11 @@ PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "onecclAllGather": (c_int, (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p)),
     "onecclAllToAllV": (c_int, (c_void_p, _COUNTS, c_void_p, _COUNTS, c_int, c_void_p, c_void_p)),
 }
-"""Each function's result and arguments. The data type, the reduction and the result are enums: C's int."""
+"""Each function's result and arguments. Data type, reduction and result are enums, which are ints in C."""
 
 
 def candidates() -> list[str]:
-    """Where the library may be: what CCL_ROOT says, what the loader finds, the wheel `oneccl`."""
+    """Where the library may be: in CCL_ROOT, where the loader looks, in the wheel `oneccl`."""
     found: list[str] = []
     root = os.environ.get("CCL_ROOT")
     if root:
@@ -83,14 +80,14 @@ def candidates() -> list[str]:
 
 @functools.cache
 def load() -> CDLL:
-    """The library, its functions typed; or a BackendUnavailable that says where it was looked for."""
+    """The library with typed functions, or a BackendUnavailable that says where it was looked for."""
     failures: list[str] = []
     for path in candidates():
         try:
             library = CDLL(path)
         except OSError as error:
             failures.append(str(error))
-            if Path(path).is_file():  # where the user said, or the wheel's own: another one is not what was meant
+            if Path(path).is_file():  # in CCL_ROOT or the wheel: the user did not mean another one
                 raise BackendUnavailable("ccl", f"{path} does not load ({error})", remedy=_REMEDY) from None
             continue
         for name, (result, arguments) in PROTOTYPES.items():
@@ -111,7 +108,7 @@ def load() -> CDLL:
 
 
 def version() -> str:
-    """The library's version, as it says itself: 2022.2 is encoded as 20220200."""
+    """The library's version. It encodes 2022.2 as 20220200."""
     code = c_int()
     load().onecclGetVersion(ctypes.byref(code))
     return f"{code.value // 10000}.{code.value // 100 % 100}"

@@ -1,8 +1,8 @@
 """MPI through mpi4py, on any wheel of torch.
 
-Collectives are MPI's non-blocking ones, waited for by polling (so that a wait ends at its deadline and on
-Ctrl-C); `backends/queue.py` keeps their order and makes the asynchronous ones overlap with the program. fp16 and bf16
-are exchanged, summed in fp32 in rank order, rounded once, and gathered: an MPI_Op would round at each step.
+Collectives are MPI's non-blocking ones. Waits poll them, so that they end at the deadline and on Ctrl-C.
+`backends/queue.py` keeps their order and overlaps the asynchronous ones with the program. fp16 and bf16 are exchanged,
+summed in fp32 in rank order, rounded once, and gathered: an MPI_Op would round at each step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPERATIONS: dict[Reduce, Any] = {
 
 
 def _nothing() -> None:
-    """Before or after a call that needs no copies."""
+    """For calls that need no copies."""
 
 
 class _MpiQuick:
@@ -111,7 +111,7 @@ class MpiBackend(Backend):
     def __init__(self, info: GroupInfo, *, part: bool = False) -> None:
         super().__init__(info)
         self.closed = False
-        # The first group that torch makes is its world, which must be MPI's; `part` of it may come before.
+        # The first group that torch makes is its world, which must match MPI's. A `part` of it may come earlier.
         self._comm = mpi_world.connect(info, whole_world=not part and not c10d.is_initialized())
         self.departures = mpi_world.Departures(info)
         self._queue = CallQueue(f"mpi-{info.name}", info.timeout)
@@ -133,7 +133,7 @@ class MpiBackend(Backend):
     def set_timeout(self, seconds: float) -> None:
         self.group = replace(self.group, timeout=seconds)
 
-    # The way of every collective
+    # How every collective runs
 
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
         host, before, after = self._hosted(call)
@@ -161,8 +161,8 @@ class MpiBackend(Backend):
         self.finish(self._start(start, call, *arguments, **named), call)
 
     def _hosted(self, call: Call) -> tuple[Call, Callable[[], None], Callable[[], None]]:
-        """The call with its CUDA tensors in pinned memory, and the copies before and after it; a CUDA-aware MPI
-        takes them as they are, once the work that makes them is done."""
+        """The call with its CUDA tensors in pinned memory, and the copies before and after it. A CUDA-aware MPI takes
+        CUDA tensors, once the work that produces them is done."""
         tensors = [*call.inputs, *call.outputs]
         if not tensors or not tensors[0].is_cuda:
             return call, _nothing, _nothing

@@ -24,7 +24,7 @@ DATATYPES: dict[torch.dtype, Any] = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 MOST = (1 << 31) - 1
-"""What every MPI can count."""
+"""The largest count that every MPI accepts."""
 _BLOCK = 1 << 20
 
 
@@ -34,17 +34,17 @@ def _memory(tensor: Tensor) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _stretch(nbytes: int, place: int = 0) -> Any:
-    """A datatype of so many bytes, so far from the buffer's begin. Not every MPI takes counts beyond 2^31, but
-    every MPI takes one element of any size."""
+    """A datatype of `nbytes` bytes at offset `place`. Not every MPI accepts counts beyond 2^31, but every MPI accepts
+    one element of any size."""
     blocks, rest = divmod(nbytes, _BLOCK)
     block = MPI.BYTE.Create_contiguous(_BLOCK)
     made = MPI.Datatype.Create_struct([blocks, rest], [place, place + blocks * _BLOCK], [block, MPI.BYTE])
-    # The next share lies as many bytes further on, wherever this one begins.
+    # The next share lies `nbytes` further on, wherever this one begins.
     return made.Create_resized(0, nbytes).Commit()
 
 
 def as_bytes(tensor: Tensor, shares: int = 1) -> list[Any]:
-    """A tensor whose elements MPI need not understand; it counts the bytes of one of the ranks' shares."""
+    """A tensor as raw bytes, for calls that do not compute. The count is that of one of `shares` equal parts."""
     share = tensor.nbytes // shares
     if share > MOST:
         return [_memory(tensor), 1, _stretch(share)]
@@ -56,7 +56,7 @@ def as_numbers(tensor: Tensor, shares: int = 1) -> list[Any]:
 
 
 def as_vector(tensor: Tensor, rows: Sequence[int]) -> list[Any]:
-    """A tensor in as many pieces as there are ranks, `rows` of its first dimension each."""
+    """A tensor in one piece for each rank, `rows` of its first dimension each."""
     counts = [count * row_bytes(tensor) for count in rows]
     places = [sum(counts[:rank]) for rank in range(len(counts))]
     if sum(counts) <= MOST:
@@ -66,5 +66,5 @@ def as_vector(tensor: Tensor, rows: Sequence[int]) -> list[Any]:
 
 
 def countable(tensor: Tensor) -> Sequence[Tensor]:
-    """Pieces of which MPI can count the elements: reductions know the plain datatypes only."""
+    """Pieces whose elements MPI can count: reductions work on plain datatypes only."""
     return tensor.view(-1).split(MOST) if tensor.numel() > MOST else [tensor]

@@ -1,7 +1,7 @@
 """This process's MPI: one initialization, one lock, one end.
 
-Every MPI call is a short one (nothing here blocks inside MPI but the making of a communicator, which all its
-ranks have come to) and is made under one lock, so an MPI that only serializes threads is enough.
+Every MPI call is short and is made under one lock, so MPI_THREAD_SERIALIZED is enough. Only the creation of a
+communicator blocks inside MPI, and all its ranks have arrived by then.
 """
 
 from __future__ import annotations
@@ -58,33 +58,33 @@ _SPIN_RATE = 0.5e9
 _NAP_LEAST = 20e-6
 _NAP_MOST = 1e-3
 _LOOK_AROUND = 0.01
-"""Seconds after which a wait asks whether it has become vain: ranks may have called different things."""
+"""Seconds after which a wait checks whether it can still succeed: ranks may have called different things."""
 _LEAVE_SECONDS = 10.0
 _LAST_WORDS = 0.5
-"""Seconds in which the launcher carries out what a rank said before it ended the job: MPICH's drops the rest."""
+"""Seconds for the launcher to print what a rank said before it ended the job: MPICH's drops the rest."""
 
-# What each launcher tells its ranks, and which MPIs understand it.
+# The variable that each launcher sets, and the MPI that understands it.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun", "Open MPI"),
     ("PMI_SIZE", "a launcher that speaks PMI (MPICH's or Intel MPI's mpiexec, or Slurm)", "MPICH"),
 )
 
 _abandoned: list[tuple[Any, Any]] = []
-"""Requests that were given up, with their buffers: MPI may still write into them."""
+"""Requests that were given up, with their buffers: MPI may still write to them."""
 
 _rank_in_words = ""
 
 
 class Departures:
-    """Who has left the job with a group undestroyed, told through the group's store.
+    """Ranks that left the job without destroying a group. They say so in the group's store.
 
-    A rank that ends by sys.exit looks to MPI like one that takes its time: MPI_Finalize waits for all, and they for it.
+    To MPI, a rank that called sys.exit looks like a slow one: its MPI_Finalize waits for all ranks, and they for it.
     """
 
     _FIRST_LOOK = 2.0
     _EVERY = 1.0
     _GRACE = 5.0
-    """Seconds in which a call may still end that the rank had done its part of before it left."""
+    """Seconds in which a call may still end, if the rank did its part before it left."""
 
     def __init__(self, info: GroupInfo) -> None:
         self._info = info
@@ -93,15 +93,15 @@ class Departures:
         _groups.add(self)
 
     def forget(self) -> None:
-        """The group was destroyed: whoever leaves now owes it nothing."""
+        """The group was destroyed: ranks may leave now."""
         _groups.discard(self)
 
     def tell(self) -> None:
-        with suppress(Exception):  # the store may be gone; then the deadline has to do
+        with suppress(Exception):  # the store may be gone; then the deadline ends the wait
             self._info.store.set(_LEFT, str(self._info.ranks[self._info.rank]))
 
     def missing(self, waited: float) -> int | None:
-        """The rank that a call has waited for in vain so long, if one has left."""
+        """A rank that has left, if the call has waited long enough to ask."""
         now = time.monotonic()
         if waited < self._FIRST_LOOK or now < self._next_look:
             return None
@@ -139,8 +139,8 @@ def require_threads() -> None:
 
 
 def connect(info: GroupInfo, whole_world: bool) -> Any:
-    """A communicator of the group's members in the group's order. The torch world may number its ranks in
-    another order than MPI does, so they tell each other."""
+    """A communicator of the group's members in the group's order. torch and MPI may number the ranks differently, so
+    the ranks exchange their MPI ranks."""
     require_threads()
     mine, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     said = [tuple(map(int, text.split())) for text in exchange(info, "mpi", f"{mine} {size}".encode())]
@@ -150,7 +150,7 @@ def connect(info: GroupInfo, whole_world: bool) -> Any:
         _rank_in_words = f"rank {info.rank}"
     with LOCK:
         members = MPI.COMM_WORLD.Get_group().Incl([rank for rank, _ in said])
-        # The tag keeps apart groups that share ranks and are made at the same time.
+        # The tag distinguishes groups that share ranks and are made at the same time.
         tag = zlib.crc32(info.name.encode()) % 32768
         communicator = MPI.COMM_WORLD.Create_group(members, tag)
         members.Free()
@@ -158,7 +158,7 @@ def connect(info: GroupInfo, whole_world: bool) -> Any:
 
 
 def check_worlds(said: list[tuple[int, ...]], info: GroupInfo, whole_world: bool) -> None:
-    """Whether the MPI world holds the group: `said` are each member's MPI rank and MPI world size."""
+    """Checks that the MPI world contains the group. `said` has each member's MPI rank and MPI world size."""
     sizes = {size for _, size in said}
     ranks = [rank for rank, _ in said]
     if sizes == {1} and info.size > 1:
@@ -183,7 +183,7 @@ def check_worlds(said: list[tuple[int, ...]], info: GroupInfo, whole_world: bool
 
 
 def _foreign_launcher() -> str:
-    """mpi4py built for one MPI and started by another's launcher: every rank finds itself alone."""
+    """mpi4py was built for one MPI and started by another's launcher: every rank is alone in its world."""
     for variable, launcher, speaks in _LAUNCHERS:
         size = os.environ.get(variable, "")
         if size.isdigit() and int(size) > 1 and speaks not in library():
@@ -192,8 +192,8 @@ def _foreign_launcher() -> str:
 
 
 def pause(waited: float, nbytes: int) -> None:
-    """Between two looks at a request. Spins for as long as the data may take, if every rank here has a core;
-    then naps for an eighth of the time waited so far, so that idle ranks yield."""
+    """Pauses between two polls of a request. Spins for as long as the data may take, if every rank here has a core.
+    Then sleeps for an eighth of the time waited so far, so that idle ranks yield."""
     if waited < _SPIN_SECONDS + nbytes / _SPIN_RATE:
         if _crowded():
             time.sleep(_NAP_LEAST)
@@ -205,14 +205,14 @@ def pause(waited: float, nbytes: int) -> None:
 
 @functools.cache
 def _crowded() -> bool:
-    """Whether this host has more ranks than cores, as far as the launcher tells; only the pace depends on it."""
+    """Whether this host has more ranks than cores, as far as the launcher says. Only the pace depends on it."""
     said = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
     local = int(said) if said.isdigit() else MPI.COMM_WORLD.Get_size()
     return local > len(os.sched_getaffinity(0))
 
 
 def abandon(request: Any, keep: Any, *, cancel: bool = False) -> None:
-    """Gives a request up; MPI can take back a receive, but nothing else."""
+    """Gives a request up. MPI can cancel a receive, but nothing else."""
     if cancel:
         with LOCK:
             request.Cancel()
@@ -226,8 +226,8 @@ def anything_abandoned() -> bool:
 def finish(
     request: Any, call: Call, deadline: float, closed: Callable[[], bool], departures: Departures, keep: Any
 ) -> None:
-    """Waits for a request, until the deadline at the latest; Ctrl-C and a rank that leaves end it too. `keep` are
-    buffers that must live as long as MPI may use them."""
+    """Waits for a request until the deadline. Ctrl-C and a rank that leaves end the wait too. `keep` holds buffers that
+    must live as long as MPI may use them."""
     began = time.monotonic()
     try:
         while True:
@@ -258,7 +258,7 @@ def finish(
 
 
 def mapped(error: Any, call: Call) -> RingwayError:
-    """What MPI raised, as one of ours."""
+    """MPI's error as one of ringway's."""
     text = str(error).strip()
     if error.Get_error_class() == MPI.ERR_TRUNCATE:
         return CollectiveMismatch(f"{call.describe()}: another rank sent more than this rank expects ({text})")
@@ -266,7 +266,7 @@ def mapped(error: Any, call: Call) -> RingwayError:
 
 
 def cuda_aware() -> bool:
-    """Whether the MPI library takes pointers to GPU memory, as it says itself."""
+    """Whether the MPI library says that it accepts pointers to GPU memory."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libmpi" in line}
     for path in sorted(paths):
         if re.search(r"libmpi(ch)?\.so", path):
@@ -277,8 +277,8 @@ def cuda_aware() -> bool:
 
 
 def _leave() -> None:
-    """The end of the process's MPI. MPI_Finalize waits for all ranks: a rank that fails, or that left others in
-    a collective, would hang there and they with it, so it ends the job instead."""
+    """Ends this process's MPI. MPI_Finalize waits for all ranks: a rank that failed, or that left others in a
+    collective, would hang there and they with it. So it ends the job instead."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
     error = getattr(sys, "last_value", None)
@@ -306,7 +306,7 @@ def _abort(why: str) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child is no MPI process: its end must not finalize its parent's MPI."""
+    """A forked child is no MPI process: its exit must not finalize its parent's MPI."""
     atexit.unregister(_leave)
 
 

@@ -1,9 +1,8 @@
-"""nccl: torch's own group, with what its users miss.
+"""nccl: torch's group, with named calls, mapped errors and a bounded end.
 
-torch runs it, on its own streams; here its calls get their names, their errors and an end. What NCCL cannot
-reduce is exchanged and reduced on the device. A wait only orders the stream, as torch's does; that a collective
-has finished is learnt from the device by a thread that looks, so nothing is synchronized. With torch's blocking
-wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits and can be caught there.
+torch runs it on its own streams. Reductions that NCCL does not have are exchanged and computed on the device. A wait
+only orders the stream, as torch's does. A thread polls the device to learn that a collective has finished, so nothing
+is synchronized. With torch's blocking wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import ringway._core as _core
 from ringway.backends.base import GroupInfo
 from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.nccl.fast_path import NcclQuick
-from ringway.backends.nccl.handles import NcclHandle, Works, cuda_device, way
+from ringway.backends.nccl.handles import NcclHandle, Works, communicator_of, cuda_device
 from ringway.backends.torch.backend import TorchBackend
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
@@ -44,7 +43,7 @@ class NcclBackend(TorchBackend):
     def __init__(
         self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False, ours: bool = False
     ) -> None:
-        """`destroyed` tells whether torch has ended the group behind our back; one of `ours` it never ends."""
+        """`destroyed` says whether torch has ended the group without us; it never ends one of `ours`."""
         super().__init__(info, group)
         self._works = Works(info.process)
         self._closed = False
@@ -58,7 +57,7 @@ class NcclBackend(TorchBackend):
             return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
         if reduce is Reduce.AVG:
             return dtype in _FLOATS
-        # NCCL's own PREMUL_SUM leaves bfloat16 as it is in a group of one, so inputs are multiplied here.
+        # NCCL's own PREMUL_SUM does not scale bfloat16 in a group of one, so inputs are multiplied here.
         return dtype in _REDUCED and reduce is not Reduce.PREMUL_SUM
 
     def can_move(self, dtype: torch.dtype) -> bool:
@@ -80,8 +79,8 @@ class NcclBackend(TorchBackend):
         except RuntimeError as error:
             raise mapped(error, call, 0.0) from error
         captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
-        # What was written down into a graph can be asked nothing.
-        number = -1 if captured else self._works.issued(way(call), work)
+        # A call captured into a graph cannot be queried.
+        number = -1 if captured else self._works.issued(communicator_of(call), work)
         return NcclHandle(work, call, self._works, number, captured)
 
     # NCCL has no bitwise reductions: data is exchanged and reduced here, all of it on the current stream.
@@ -133,8 +132,8 @@ class NcclBackend(TorchBackend):
     # The end
 
     def close(self) -> None:
-        """torch's shutdown waits for what is under way, for ever if a rank is gone: what has not finished after a
-        while is aborted instead."""
+        """torch's shutdown waits for calls in flight, forever if a rank is gone. So calls that do not finish in time
+        are aborted."""
         if self._closed:
             return
         self._closed = True
@@ -143,7 +142,7 @@ class NcclBackend(TorchBackend):
             time.sleep(0.005)
         if not self._works.all_ended():
             self._abort_group()
-        elif self._ours:  # its destructor would complain that nobody has destroyed it
+        elif self._ours:  # without a shutdown its destructor would complain
             with suppress(RuntimeError):
                 self._group.shutdown()
 
@@ -153,10 +152,10 @@ class NcclBackend(TorchBackend):
             self._abort_group()
 
     def _abort_group(self) -> None:
-        if self._destroyed():  # by torch, behind our back: NCCL frees a communicator twice that is aborted after that
+        if self._destroyed():  # by torch: NCCL would free the communicator twice
             return
         if not self._works.all_ended():
-            self._works.abortion = RingwayError("the group was aborted")
+            self._works.aborted_with = RingwayError("the group was aborted")
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
 

@@ -1,4 +1,4 @@
-"""Collectives of NCCL's under way, as handles: how a stream waits for them, and how their end is learnt."""
+"""Handles for NCCL's collectives: how a stream waits for them, and how to learn that they have ended."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from ringway.call import Call
 from ringway.work import Completion, Handle
 
 _DOUBTFUL_SECONDS = 0.1
-"""What takes longer than that may have failed. torch warns whoever asks, so of what is quicker nobody asks: where a
-peer is lost, the next call says so."""
+"""Calls that take longer may have failed. torch prints a warning when asked for an error, so quicker calls are not
+asked: if a peer is lost, the next call reports it."""
 
 
 class Works:
-    """What may be under way in one group, and what ended all of it."""
+    """The calls of one group that may be in flight, and the error that ended all of them."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.watch = process.part(DeviceWatch)
-        self.abortion: BaseException | None = None
+        self.aborted_with: BaseException | None = None
         self._issued = 0
         self._last: dict[Hashable, tuple[int, Any]] = {}
-        """By the way it went: the number and torch's work of the last call, while it is not known to have ended."""
+        """By communicator: the number and torch's work of the last call, until that is known to have ended."""
         self._changing = threading.Lock()
 
-    def issued(self, way: Hashable, work: Any) -> int:
+    def issued(self, communicator: Hashable, work: Any) -> int:
         """Numbers a call."""
         with self._changing:
             number = self._issued = self._issued + 1
-            self._last[way] = (number, work)
+            self._last[communicator] = (number, work)
         return number
 
-    def last(self, way: Hashable) -> Any:
-        """torch's work of the last call that went this way, if it may still be under way."""
-        return self._last.get(way, (0, None))[1]
+    def last(self, communicator: Hashable) -> Any:
+        """torch's work of the last call on this communicator, if it may still be in flight."""
+        return self._last.get(communicator, (0, None))[1]
 
-    def forget(self, way: Hashable, number: int) -> None:
-        """That call has ended: torch's work would keep its tensors from being freed."""
+    def forget(self, communicator: Hashable, number: int) -> None:
+        """Drops a call that has ended: torch's work would keep its tensors alive."""
         with self._changing:
-            if self._last.get(way, (0, None))[0] == number:
-                del self._last[way]
+            if self._last.get(communicator, (0, None))[0] == number:
+                del self._last[communicator]
 
     def when_ended(self, line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
         if captured:
@@ -75,7 +75,7 @@ class NcclHandle(C10dHandle):
         self._failure: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Orders the current stream behind the collective; blocks only where torch's blocking wait is on."""
+        """Orders the current stream behind the collective. Blocks only with torch's blocking wait."""
         try:
             if timeout is None:
                 self._work.wait()
@@ -85,14 +85,14 @@ class NcclHandle(C10dHandle):
             raise self._error(error) from None
 
     def when_done(self, completion: Completion) -> None:
-        # Somebody asks late: not in line with those that were issued.
+        # A late subscriber: its own line, because the order of issue does not hold any more.
         self._works.when_ended(self, self, self._captured, completion, soon=True)
 
     def when_finished(self, completion: Completion, soon: bool = True) -> None:
         call = self._call
         device = cuda_device(call)
         if call.async_op or soon or device is None:
-            line = (self._works, device, way(call))
+            line = (self._works, device, communicator_of(call))
             self._works.when_ended(line, self, self._captured, completion, soon)
         else:
             self.behind().when_finished(completion, soon)
@@ -116,18 +116,18 @@ class NcclHandle(C10dHandle):
             return True
 
     def outcome(self) -> BaseException | None:
-        error = self._failure or self._works.abortion
+        error = self._failure or self._works.aborted_with
         if error is None and _doubtful(self._began):
-            error = _trouble(self._work)
-        self._works.forget(way(self._call), self._number)
+            error = _error_of(self._work)
+        self._works.forget(communicator_of(self._call), self._number)
         return None if error is None else self._error(error)
 
 
 class OnStream(Handle):
-    """What stands on a stream up to an event that is recorded now: a collective, and perhaps its last step.
+    """Everything on a stream up to an event recorded now: a collective, and perhaps its last step.
 
-    Unlike torch's work it keeps no tensor from being freed: `call` is without any. Whether something went wrong, the
-    last work that went the same way knows: an error of NCCL's is the whole communicator's.
+    Unlike torch's work it keeps no tensor alive: `call` has none. Errors come from the last work on the same
+    communicator, because an error of NCCL's affects the whole communicator.
     """
 
     notifies = False
@@ -160,24 +160,24 @@ class OnStream(Handle):
         self._works.when_ended(self.line, self, self._captured, completion, soon)
 
     def done(self) -> bool:
-        return self._captured or bool(self._event.query()) or self._trouble() is not None
+        return self._captured or bool(self._event.query()) or self._communicator_error() is not None
 
     def outcome(self) -> BaseException | None:
-        error = self._works.abortion or self._trouble()
-        self._works.forget(way(self._call), self._number)
+        error = self._works.aborted_with or self._communicator_error()
+        self._works.forget(communicator_of(self._call), self._number)
         if error is None:
             return None
         return mapped(error, replace(self._call, sequence=self._sequence), time.monotonic() - self._began)
 
-    def _trouble(self) -> BaseException | None:
+    def _communicator_error(self) -> BaseException | None:
         if not _doubtful(self._began):
             return None
-        last = self._works.last(way(self._call))
-        return _trouble(last) if last is not None and _has_ended(last) else None
+        last = self._works.last(communicator_of(self._call))
+        return _error_of(last) if last is not None and _has_ended(last) else None
 
 
-def way(call: Call) -> Hashable:
-    """Messages go by communicators of their own, one for each pair."""
+def communicator_of(call: Call) -> Hashable:
+    """Identifies the communicator. Messages use one of their own for each pair of ranks."""
     return None if call.op.collective else (call.op.name, call.peer)
 
 
@@ -188,12 +188,12 @@ def _doubtful(began: float) -> bool:
 def _has_ended(work: Any) -> bool:
     try:
         return bool(work.is_completed())
-    except Exception:  # asked about a communicator that was aborted
+    except Exception:  # its communicator was aborted
         return True
 
 
-def _trouble(work: Any) -> BaseException | None:
-    """What went wrong with a work that has ended, if anything, and as far as torch can say it in Python."""
+def _error_of(work: Any) -> BaseException | None:
+    """The error of a work that has ended, as far as torch can express it in Python."""
     try:
         error = work.exception()
     except TypeError:  # a C++ exception that has no Python type

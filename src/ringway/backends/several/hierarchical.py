@@ -1,10 +1,9 @@
 """Groups that span hosts with several ranks each: shared memory inside a host, gloo or MPI between hosts.
 
-Rank i of every host owns slice i: it is reduced inside each host, then between the hosts by the ranks that own
-it, then gathered inside each host. So of every host's data only one copy crosses the wire, spread over as many
-connections as the host has ranks. Large tensors go in chunks, so that a host works on one while another is on
-the wire. What gains nothing from this goes through one flat gloo of the whole group: the other ops, and small
-calls of those whose flat way has few steps.
+Rank i of every host owns slice i. The slice is reduced inside each host, then between the hosts by its owners, then
+gathered inside each host. So only one copy of each host's data crosses the wire, spread over as many connections as the
+host has ranks. Large tensors go in chunks, so that a host works on one while another is on the wire. Calls that gain
+nothing from this use one flat gloo of the whole group: the other ops, and small calls of ops with few flat steps.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CHUNK_BYTES = 8 << 20
 _FLAT = "flat"
 _BY_HOSTS = "by hosts"
 _FLAT_UP_TO = {"broadcast": 64 << 10, "reduce_scatter_tensor": 64 << 10}
-"""Bytes up to which the flat way is no slower: there these ops cross the wire as often, and have fewer steps."""
+"""Bytes up to which flat gloo is no slower: these ops cross the wire as often there, in fewer steps."""
 
 
 def _part(info: GroupInfo, name: str, members: Sequence[int]) -> GroupInfo:
@@ -67,8 +66,8 @@ def over_mpi(info: GroupInfo) -> Backend:
 
 
 def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend]) -> Backend:
-    """The world must fit. A group made later may have ranks of one host only, or unequally many: those get
-    shared memory, or what runs between the hosts, alone."""
+    """The world must have equally many ranks on each host. A later group may have ranks of one host only, or unequally
+    many: it gets shared memory alone, or the backend between the hosts alone."""
     identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
     try:
         layout = HostLayout.of(identities, info.rank)
@@ -80,7 +79,7 @@ def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend])
 
 
 class HierarchicalBackend(BackendOfParts):
-    """Shared memory inside, something else between; `across` makes the backend between the hosts."""
+    """Shared memory inside a host; `across` makes the backend between the hosts."""
 
     name = "hierarchical"
     origins: ClassVar[Mapping[str, str]] = {
@@ -131,7 +130,7 @@ class HierarchicalBackend(BackendOfParts):
         return made.runners[step.op.name](step)
 
     def _chunks(self, tensor: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Flat pieces that divide by the ranks of a host; the last may be padded, and then says what it pads."""
+        """Flat pieces that divide by the ranks of a host. The last may be padded; it then comes with the original."""
         flat, width = tensor.view(-1), self._layout.width
         length = max(_CHUNK_BYTES // tensor.element_size() // width, 1) * width
         pieces: list[tuple[Tensor, Tensor | None]] = []

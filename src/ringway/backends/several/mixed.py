@@ -1,6 +1,6 @@
-"""Several backends of one group as one: each call goes where the policy says (`policy.py`), in one order
-(`call_order.py`). Where only the size decides, the choice is one look into a sorted list, and calls that shared
-memory takes a short cut for still take it.
+"""Several backends of one group as one. The policy (`policy.py`) chooses the backend of each call, and the calls keep
+one order (`call_order.py`). If only the size matters, the choice is one lookup in a sorted list, and the fast path of
+shared memory still applies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EVERY_SIZE = (1 << 63) - 1
 
 
 def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
-    """The group's backend, or where rules of the policy are about groups like it, several as one."""
+    """The group's backend, or several as one if the policy has rules for groups of this size."""
     rules = policy.rules_for(info.size) if policy is not None else []
     if policy is None or not rules:
         return backend
@@ -46,7 +46,7 @@ def mixes(policy: Policy | None, own: str, size: int) -> bool:
 
 
 def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
-    """All ranks have the same table and every backend in it; else all of them are told."""
+    """Checks that all ranks have the same table and every backend in it. All ranks raise if one does not."""
     lacking = {name: what.reason for name in sorted(names) if (what := obstacle(name)) is not None}
     mine = json.dumps({"digest": policy.digest, "lacking": lacking})
     said = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
@@ -90,7 +90,7 @@ class _Bounded:
 
 
 class MixedBackend(BackendOfParts):
-    """Several backends of one group, chosen call by call. Each converts what it does not take, by its own plan."""
+    """Several backends of one group, chosen call by call. Each converts what it does not accept by its own plan."""
 
     def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
         super().__init__(info)
@@ -120,13 +120,13 @@ class MixedBackend(BackendOfParts):
             self._backends["shm"].abort()  # a rank may wait inside it for one whose call went elsewhere
 
     def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
-        """The name of the backend of such a call."""
+        """The name of the backend for this call."""
         if not op.collective:
             return self._own.name
         return next((rule.backend for rule in self._rules if rule.fits(op, nbytes, dtype, device)), self._own.name)
 
     def _runner(self, op: Op, plans: Mapping[str, Plan]) -> Callable[[Call], Handle]:
-        if not op.collective:  # messages have an order of their own
+        if not op.collective:  # messages have their own order
             return plans[self._own.name].runners[op.name]
         runners = {name: made.runners[op.name] for name, made in plans.items()}
         start = self._order.start
@@ -153,7 +153,7 @@ class MixedBackend(BackendOfParts):
         return [rule for rule in self._rules if op.collective and rule.op in (ANY, op.name)]
 
     def _by_size(self, op: Op) -> list[tuple[int, str]] | None:
-        """Up to which size who does the op, in ascending order; None where more than the size decides."""
+        """The size limits and their backends, in ascending order; None if more than the size decides."""
         found: list[tuple[int, str]] = []
         for rule in [*self._about(op), Rule(self._own.name)]:
             if rule.dtype is not None or rule.device is not None:
@@ -202,8 +202,8 @@ class MixedBackend(BackendOfParts):
 
 
 def _on_devices(rule: Rule, devices: Sequence[str]) -> list[Rule]:
-    """The rule as it is for a group with tensors on these devices: its backend may take some of them only, and a
-    rule for all that there are need not look."""
+    """The rule for a group with tensors on these devices. Its backend may accept only some of them; a rule for all of
+    them need not look at the device."""
     registration = registry.own(rule.backend)
     assert registration is not None
     taken = [device for device in devices if device in registration.devices and rule.device in (None, device)]

@@ -1,9 +1,9 @@
-"""Which backend does what: one group may use several, by op, size, dtype and device.
+"""Which backend runs a call: one group may use several, by op, size, dtype and device.
 
-A policy is a table of rules; the first that fits a call names its backend, and where none fits the group's own
-backend does it. `ringway tune` measures and writes one; a user may write one in the configuration. Every rank
-must take the same decision, so ranks compare their tables when a group is made, and a rule may only look at
-what all ranks of a call agree about.
+A policy is a table of rules. The first rule that fits a call names its backend; if none fits, the group's own backend
+runs it. `ringway tune` measures and writes a policy, and users may write one in the configuration. All ranks must
+decide alike, so they compare their tables when a group is made, and a rule may use only what all ranks of a call agree
+on.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MIXED = {op.name: op for op in OPS if op.collective}
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table. What is None fits everything; `up_to` bytes are nccl-tests' count of the message,
-    `ranks` the size of the group (else the world's)."""
+    """One line of the table. None fits everything. `up_to` is in bytes as nccl-tests counts them; `ranks` is the size
+    of the group, by default the world's."""
 
     backend: str
     op: str = ANY
@@ -60,7 +60,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """A table, as it was written for a world of `world_size` ranks. `source` says where it came from."""
+    """A table for a world of `world_size` ranks. `source` says where it came from."""
 
     world_size: int
     rules: tuple[Rule, ...]
@@ -69,16 +69,16 @@ class Policy:
 
     @property
     def digest(self) -> str:
-        """The same on two ranks if and only if they decide the same."""
+        """Equal on two ranks if and only if they decide alike."""
         table = [self.world_size, [asdict(rule) for rule in self.rules]]
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
     def rules_for(self, size: int) -> list[Rule]:
-        """The rules of a group with so many ranks."""
+        """The rules for a group of `size` ranks."""
         return [rule for rule in self.rules if (rule.ranks or self.world_size) == size]
 
     def document(self) -> dict[str, Any]:
-        """The table as a file holds it."""
+        """The table in the form of a policy file."""
         rules = [{key: value for key, value in asdict(rule).items() if value is not None} for rule in self.rules]
         return {
             "version": VERSION,
@@ -89,7 +89,7 @@ class Policy:
 
 
 def consult(given: str | os.PathLike[str] | Mapping[str, Any] | None, world_size: int) -> Policy | ConfigError | None:
-    """What a rank has to tell the others: its policy, or what is wrong with it, or that it has none."""
+    """What a rank tells the others: its policy, the error in it, or None."""
     try:
         return None if given is None else load(given, world_size)
     except ConfigError as error:
@@ -97,7 +97,7 @@ def consult(given: str | os.PathLike[str] | Mapping[str, Any] | None, world_size
 
 
 def load(given: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None) -> Policy:
-    """A policy from a file (JSON, or TOML) or a table. With `world_size`, one made for another world is refused."""
+    """Loads a policy from a file (JSON or TOML) or a table. With `world_size`, refuses one for another world size."""
     if isinstance(given, Mapping):
         return _parsed(given, "the configuration", world_size)
     return _parsed(read_file(given, "the policy"), os.fspath(given), world_size)

@@ -1,5 +1,5 @@
-"""`shm`: ranks of one host over shared memory. The engine is native (csrc/shm/engine.h); this file meets the other
-ranks, hands calls over, and turns the engine's faults into ringway's errors.
+"""`shm`: ranks of one host over shared memory. The engine is native (csrc/shm/engine.h). This file joins the group,
+passes calls on, and maps the engine's faults to ringway's errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DONE = 0
 
 
 class _Handle(Handle):
-    """A call that the engine's own threads are at."""
+    """A call on the engine's threads."""
 
     def __init__(self, task: _core.ShmTask, call: Call, faults: Faults) -> None:
         self._task = task
@@ -50,7 +50,7 @@ class _Handle(Handle):
         return self._task.done()
 
     def withdraw(self) -> bool:
-        """Whether a message could be taken back, because nothing of it has moved."""
+        """Takes a message back if nothing of it has moved; whether that succeeded."""
         return self._task.withdraw()
 
     def when_done(self, completion: Completion) -> None:
@@ -102,7 +102,7 @@ class ShmBackend(Backend):
     def _start(self, call: Call) -> Handle:
         dtype = call.dtype
         task = self._native.collective(
-            _as_they_are(call.inputs),
+            _resolved(call.inputs),
             _writable(call.outputs),
             call.op.code,
             UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
@@ -125,7 +125,7 @@ class ShmBackend(Backend):
         return profiled(call, self._start_message) if profiler._is_profiler_enabled else self._start_message(call)
 
     def _start_message(self, call: Call) -> Handle:
-        tensor = _as_they_are(call.inputs)[0] if call.inputs else _writable(call.outputs)[0]
+        tensor = _resolved(call.inputs)[0] if call.inputs else _writable(call.outputs)[0]
         task = self._native.message(
             tensor,
             call.op.code,
@@ -145,8 +145,8 @@ class ShmBackend(Backend):
     send = recv = _message
 
     def _wait_for(self, handle: _Handle) -> None:
-        """For a message that is sent or received synchronously. One that is interrupted is taken back, or would take
-        what is meant for the next; where it has begun to move, the group is over."""
+        """Waits for a synchronous message. An interrupted one is taken back, or it would receive what is meant for the
+        next. If it has begun to move, the group is over."""
         try:
             handle.wait()
         finally:
@@ -167,8 +167,8 @@ def _finite(seconds: float) -> float:
     return seconds if math.isfinite(seconds) else _FOREVER
 
 
-def _as_they_are(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Inputs whose memory holds their values: a lazy conjugation or negation is carried out."""
+def _resolved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Inputs whose memory holds their values: lazy conjugations and negations are resolved."""
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         return [tensor.resolve_conj().resolve_neg() for tensor in tensors]
     return tensors

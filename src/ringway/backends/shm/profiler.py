@@ -1,4 +1,4 @@
-"""Calls as events of torch's profiler: `shm:all_reduce`, as `gloo:all_reduce` is torch's own."""
+"""Calls as events of torch's profiler: `shm:all_reduce`, like torch's own `gloo:all_reduce`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ringway.work import Handle
 
 
 def profiled(call: Call, start: Callable[[Call], Handle]) -> Handle:
-    """Starts the call. Its event has the shapes of the inputs, and lasts until the call is done, on whichever thread
-    that is."""
+    """Starts the call. Its event has the shapes of the inputs and lasts until the call is done, on whatever thread."""
     anyone = call.op is RECV and call.peer == ANY_SOURCE
     name = "shm:recvAnySource" if anyone else f"shm:{call.op.name}"
     event = torch._C._profiler._RecordFunctionFast(name, list(call.inputs or call.outputs), {})

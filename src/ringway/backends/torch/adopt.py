@@ -12,7 +12,7 @@ from ringway.backends.torch.gloo import GlooBackend
 
 
 def adopt(info: GroupInfo, group: Any, backend: str, destroyed: Callable[[], bool] = lambda: False) -> C10dBackend:
-    """From torch's backend object for a device; nothing is sent. `destroyed` tells whether torch has ended it."""
+    """Wraps torch's backend object for a device, without communication. `destroyed` says whether torch has ended it."""
     if backend == "gloo":
         return GlooBackend(info, group)
     if backend == "nccl":
