@@ -41,7 +41,7 @@ def conformance() -> dict[str, Any]:
 
 def hierarchical() -> dict[str, Any]:
     """Two hosts of two ranks, as far as the ranks say where they are; MPI between them."""
-    import ringway.backends.hierarchical as by_hosts
+    import ringway.backends.several.hierarchical as by_hosts
     from mpi4py import MPI
 
     by_hosts.host_identity = lambda: f"host {MPI.COMM_WORLD.Get_rank() // 2}"
@@ -50,7 +50,7 @@ def hierarchical() -> dict[str, Any]:
     seconds: dict[str, float] = {}
     run_cases(Setting("hierarchical_mpi", dist.get_world_size()), None, findings, seconds, report, small)
     made = dist.communicator().backend
-    parts = [made._local.name, made._across.name, made._flat.name]
+    parts = [made._backends[part].name for part in ("local", "between", "flat")]
     return {"findings": findings, "cases": len(seconds), "parts": parts}
 
 
