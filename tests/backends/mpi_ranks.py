@@ -41,8 +41,9 @@ def conformance() -> dict[str, Any]:
 
 def hierarchical() -> dict[str, Any]:
     """Two hosts of two ranks, as far as the ranks say where they are; MPI between them."""
-    import ringway.backends.several.hierarchical as by_hosts
     from mpi4py import MPI
+
+    import ringway.backends.several.hierarchical as by_hosts
 
     by_hosts.host_identity = lambda: f"host {MPI.COMM_WORLD.Get_rank() // 2}"
     dist.init_distributed("hierarchical_mpi", timeout=LIMIT, verbose=False)

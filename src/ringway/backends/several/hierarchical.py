@@ -118,10 +118,10 @@ class HierarchicalBackend(BackendOfParts):
         return self._order.start(_FLAT, self._flat_plan.runners[call.op.name], call)
 
     def _inside(self, call: Call, **changes: object) -> Handle:
-        return self._step(self._local_plan, self._local, call, **changes)
+        return self._step(self._local_plan, self._backends["local"], call, **changes)
 
     def _between(self, call: Call, **changes: object) -> Handle:
-        return self._step(self._across_plan, self._across, call, **changes)
+        return self._step(self._across_plan, self._backends["between"], call, **changes)
 
     @staticmethod
     def _step(made: Plan, part: Backend, call: Call, **changes: object) -> Handle:
