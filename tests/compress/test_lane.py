@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringway.backends.device_watch import DeviceWatch
 from ringway.compress.background import _EventHandle
 from ringway.work import Work
 
@@ -18,7 +19,7 @@ def test_waiting_for_a_stream_makes_the_current_one_wait(monkeypatch: pytest.Mon
     ended: list[bool] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
     event: Any = SimpleNamespace(query=lambda: bool(ended))
-    work = Work(_EventHandle(event, torch.device("cuda:0")), [], lambda error: error)
+    work = Work(_EventHandle(event, torch.device("cuda:0"), DeviceWatch()), [], lambda error: error)
     work.wait()
     work.wait()
     assert waited == [event, event]
