@@ -51,8 +51,10 @@ class CompletionCell:
             self.error = error if self._settle is None else self._settle(error)
             self.finished = True
             callbacks, self._callbacks = self._callbacks, []
-            if not self._hold_waiters and self._wake is not None:
+            if self._wake is not None and not self._hold_waiters:
                 self._wake.set()
+        if not callbacks and not self._hold_waiters:
+            return
         try:
             for callback in callbacks:
                 self._run(callback)
