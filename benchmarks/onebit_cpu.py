@@ -36,7 +36,7 @@ import torch  # noqa: E402
 
 import ringway._core as _core  # noqa: E402
 from ringway.compress import get_codec, kernels_for  # noqa: E402
-from ringway.compress.windows import Layout, new_frames  # noqa: E402
+from ringway.compress.windows import Sharding, new_frames  # noqa: E402
 
 NUMEL = 1 << 24
 ROUNDS = 15
@@ -51,7 +51,7 @@ class Encode:
         self.kernels = kernels_for(self.codec, CPU)
         self.values = values
         self.residual = torch.zeros(values.numel(), dtype=residual_dtype)
-        (self.window,) = Layout(values.numel(), 1).windows(values.numel())
+        (self.window,) = Sharding(values.numel(), 1).windows(values.numel())
         self.frames = new_frames(self.codec, 1, values.numel(), CPU)
         passes = 2 if self.codec.tensor_scale else 1
         per_element = passes * (4 + self.residual.element_size()) + self.residual.element_size()

@@ -194,7 +194,7 @@ def show_kernels(say: Callable[[str], None], step: Callable[..., Any], *argument
 def compare_kernels(say: Callable[[str], None]) -> bool:
     """Triton's bytes on the device against the reference's, for every codec and dtype."""
     from ringway.compress import get_codec, kernels_for
-    from ringway.compress.windows import HEADER_BYTES, Layout, new_frames
+    from ringway.compress.windows import HEADER_BYTES, Sharding, new_frames
 
     fine = True
     cuda = torch.device("cuda")
@@ -203,8 +203,8 @@ def compare_kernels(say: Callable[[str], None]) -> bool:
         differing, codes = 0, 0
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             values = torch.randn(1_000_003, device=cuda).to(dtype)
-            layout = Layout(values.numel(), 3)
-            (window,) = layout.windows(layout.shard)
+            sharding = Sharding(values.numel(), 3)
+            (window,) = sharding.windows(sharding.shard)
             written = []
             for name in ("reference", "triton"):
                 kernels = kernels_for(codec, cuda, name)

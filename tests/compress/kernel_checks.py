@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ringway.compress import get_codec, kernels_for
 from ringway.compress.codecs.scaled import ScaledCodec
-from ringway.compress.kernels.kernels import SCALE_TOLERANCE, Kernels
-from ringway.compress.windows import Layout, body, new_frames, statuses
+from ringway.compress.kernels.base import SCALE_TOLERANCE, Kernels
+from ringway.compress.windows import Sharding, body, new_frames, statuses
 
 CPU = torch.device("cpu")
 
@@ -58,15 +58,15 @@ def trace(case: Case, kernels: Kernels) -> Trace:
     generator = torch.Generator().manual_seed(case.numel)
     values = torch.randn(case.numel, generator=generator).to(case.dtype)
     lost = torch.randn(case.numel, generator=generator) * 0.3
-    layout = Layout(case.numel, case.ranks)
+    sharding = Sharding(case.numel, case.ranks)
     worker = None if case.residual is None else lost.to(case.residual)
-    served = layout.served(0).stop
+    served = sharding.served(0).stop
     server = None if case.residual is None else lost[:served].to(case.residual)
-    columns = -(-layout.shard // 2 // codec.granule) * codec.granule if case.split else layout.shard
+    columns = -(-sharding.shard // 2 // codec.granule) * codec.granule if case.split else sharding.shard
     scale = codec.scale(kernels.measure(values, worker), case.numel) if codec.tensor_scale else None
     codes, scales, means = [], [], []
     decoded = torch.full_like(values, 7.0)
-    for window in layout.windows(max(columns, codec.granule)):
+    for window in sharding.windows(max(columns, codec.granule)):
         frames = new_frames(codec, case.ranks, window.columns, CPU)
         kernels.encode(values, worker, window, frames, scale)
         assert not statuses(frames).any()
@@ -121,11 +121,11 @@ def check_not_finite(spec: str, name: str) -> None:
     codec = get_codec(spec)
     kernels = kernels_for(codec, CPU, name)
     for poison in (float("nan"), float("inf"), -float("inf")):
-        layout = Layout(400, 2)
-        (window,) = layout.windows(layout.shard)
+        sharding = Sharding(400, 2)
+        (window,) = sharding.windows(sharding.shard)
         values = torch.linspace(-1, 1, 400)
         values[17] = poison
-        worker, server = torch.full((400,), 0.5), torch.full((layout.shard,), 0.25)
+        worker, server = torch.full((400,), 0.5), torch.full((sharding.shard,), 0.25)
         scale = codec.scale(kernels.measure(values, worker), 400) if codec.tensor_scale else None
         frames = new_frames(codec, 2, window.columns, CPU)
         kernels.encode(values, worker, window, frames, scale)
@@ -143,11 +143,11 @@ def check_not_finite(spec: str, name: str) -> None:
             mean_scale = codec.scale(kernels.measure_mean(arrived, server, window.count(0)), window.count(0))
         kernels.encode_mean(arrived, server, window.count(0), out, mean_scale)
         assert statuses(out.unsqueeze(0))[0] == 2, "the second frame was the bad one"
-        assert torch.equal(server, torch.full((layout.shard,), 0.25))
+        assert torch.equal(server, torch.full((sharding.shard,), 0.25))
         result = torch.zeros(400)
         kernels.decode(torch.stack([out, sound[1]]), window, result)
         assert torch.isnan(result[17])
-        assert torch.isfinite(result[layout.shard :]).all()
+        assert torch.isfinite(result[sharding.shard :]).all()
 
 
 def main(name: str) -> None:

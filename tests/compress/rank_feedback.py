@@ -90,7 +90,7 @@ def misuse(context: RankContext) -> None:
         compressed_all_reduce(torch.ones(50), None, "int8", async_op=True)
     slot = feedback["busy"]
     slot.busy = True
-    with pytest.raises(UsageError, match="under way"):
+    with pytest.raises(UsageError, match="in use by a pending call"):
         compressed_all_reduce(torch.ones(50), slot, "int8")
     with pytest.raises(UsageError, match="not_finite="):
         compressed_all_reduce(torch.ones(50), feedback, "int8", not_finite="ignore")

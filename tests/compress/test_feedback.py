@@ -6,7 +6,7 @@ import pytest
 import rank_feedback
 import torch
 
-from ringway.compress.windows import Layout
+from ringway.compress.windows import Sharding
 from ringway.testing import RankPool
 
 
@@ -34,7 +34,7 @@ def test_at_another_world_size_what_was_lost_is_kept(pool: RankPool) -> None:
     assert joined.any()
     for rank, (worker, server) in enumerate(pool.run(rank_feedback.reshard, states, world_size=3)):
         torch.testing.assert_close(worker, mean)
-        assert torch.equal(server, joined[Layout(rank_feedback.NUMEL, 3).served(rank)])
+        assert torch.equal(server, joined[Sharding(rank_feedback.NUMEL, 3).served(rank)])
 
 
 def test_misuse_is_refused_by_name(pool: RankPool) -> None:

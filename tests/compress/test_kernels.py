@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ringway.compress import OneBit, get_codec, kernels_for
-from ringway.compress.kernels.kernels import KERNELS_VARIABLE
-from ringway.compress.windows import Layout, new_frames
+from ringway.compress.kernels.base import KERNELS_VARIABLE
+from ringway.compress.windows import Sharding, new_frames
 from ringway.errors import UsageError
 
 SPECS = (
@@ -58,7 +58,7 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     for spec in ("onebit:1024", "onebit:tensor", "int8:256"):
         codec = get_codec(spec)
         kernels = kernels_for(codec, CPU, "native")
-        (window,) = Layout(values.numel(), 1).windows(values.numel())
+        (window,) = Sharding(values.numel(), 1).windows(values.numel())
         written = []
         for threads in (1, 4):
             torch.set_num_threads(threads)

@@ -25,25 +25,25 @@ def test_no_codec_holds_two_bytes_an_element(pool: RankPool, ranks: int, split: 
 
 
 def test_frames_of_every_length_share_the_same_buffers() -> None:
-    shelf = Workspace().shelf(CPU)
-    first = shelf.take(2, 1024)
+    pool = Workspace().pool(CPU)
+    first = pool.take(2, 1024)
     address = first.data_ptr()
-    shelf.give_back(first)
-    smaller = shelf.take(1, 512)
+    pool.give_back(first)
+    smaller = pool.take(1, 512)
     assert smaller.shape == (1, 512)
     assert smaller.data_ptr() == address
-    shelf.give_back(smaller)
-    again = shelf.take_clean(2, 1024)
+    pool.give_back(smaller)
+    again = pool.take_clean(2, 1024)
     assert again.data_ptr() == address, "the whole buffer came back, not the part that was used"
     assert not again[:, :16].any()
 
 
 def test_a_buffer_too_small_gives_way_to_a_larger_one() -> None:
-    shelf = Workspace().shelf(CPU)
+    pool = Workspace().pool(CPU)
     for size in (64, 128, 256, 512):
-        shelf.give_back(shelf.take(1, size))
-    assert [buffer.numel() for buffer in shelf._idle] == [512]
-    many = [shelf.take(1, 512) for _ in range(KEPT + 4)]
+        pool.give_back(pool.take(1, size))
+    assert [buffer.numel() for buffer in pool._idle] == [512]
+    many = [pool.take(1, 512) for _ in range(KEPT + 4)]
     for frames in many:
-        shelf.give_back(frames)
-    assert len(shelf._idle) == KEPT
+        pool.give_back(frames)
+    assert len(pool._idle) == KEPT

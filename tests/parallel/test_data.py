@@ -259,7 +259,7 @@ def error_in_backward(context: RankContext) -> None:
         model(x).sum().backward()
     middle.remove()
     model.zero_grad(set_to_none=False)  # what was on its way may arrive after the zeros
-    with pytest.raises(UsageError, match="ended in an error while gradients travelled"):
+    with pytest.raises(UsageError, match="ended in an error while gradients were in flight"):
         model(x).sum().backward()
     model.zero_grad()
     model(x).sum().backward()

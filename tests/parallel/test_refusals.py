@@ -96,7 +96,7 @@ def refused_gradients(context: RankContext) -> None:
     x = torch.ones(1, 2, requires_grad=True)
     for model, given, reason in (
         (Twice(), x, "second gradient in one backward.*use_reentrant=False"),
-        (Lookup(), torch.tensor([1, 2]), "sparse_coo gradient.*must be known beforehand"),
+        (Lookup(), torch.tensor([1, 2]), "sparse_coo gradient.*must be known in advance"),
         (Tied(), torch.tensor([1, 2]), "its gradient is dense"),
     ):
         handle = register_data_parallel_hooks(model)
@@ -290,7 +290,7 @@ def test_a_rank_with_another_model_is_told_to_all(pool: RankPool, kind: str) -> 
     ("kind", "reason"),
     [
         ("bucket", "bucket_mb=nan"),
-        ("codec", "codec 'int9' is not known"),
+        ("codec", "codec 'int9' is unknown"),
         ("sparse", "buffer 'links' is torch.sparse_coo"),
         ("expanded", "buffer 'ones' has elements that share memory"),
         ("lazy", "parameter 'weight' has no shape yet"),

@@ -1,1 +1,1 @@
-"""Faces that other libraries' programs know."""
+"""The APIs of other libraries, on top of ringway."""

@@ -1,12 +1,11 @@
 """DeepSpeed's 1-bit backends under their own names, over ringway's compressed all-reduce.
 
-`compressed_allreduce(buffer_m, worker_error, server_error, local_rank)` means what it meant in DeepSpeed: the
-root of the mean square of the padded buffer is its one scale, errors are updated in place, the averaged
-buffer is returned. With `kernels="reference"` the bits are DeepSpeed's too (its own formulas in fp32). The
-fused kernels sum more exactly: their scale differs from DeepSpeed's by no more than `SCALE_BOUND`, and signs
-differ only for values within that of zero.
+`compressed_allreduce(buffer_m, worker_error, server_error, local_rank)` works as in DeepSpeed: the root mean square of
+the padded buffer is its only scale, errors are updated in place, and the averaged buffer is returned. With
+`kernels="reference"`, the bits are DeepSpeed's too (its own formulas in fp32). The fused kernels sum more accurately:
+their scale differs from DeepSpeed's by at most `SCALE_BOUND`, and signs differ only for values that close to zero.
 
-It takes two collectives where DeepSpeed took four, any backend, CPU tensors too, and no CuPy.
+It needs two collectives instead of DeepSpeed's four, runs on any backend and on CPU tensors, and does not need CuPy.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from ringway.api import groups
 from ringway.api.collectives import irecv, isend, recv, send
 from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.collectives import AllReduce, Setting
-from ringway.compress.kernels.choice import kernels_for
+from ringway.compress.kernels.select import kernels_for
 from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.world import world
 
 __all__ = ["NcclBackend", "MpiBackend", "CompressedBackend", "CupyBackend"]
 
 SCALE_BOUND = 2.0**-12
-"""How far DeepSpeed's fp32 norm of a long buffer strays from the exact one, relatively."""
+"""Relative difference between DeepSpeed's fp32 norm of a long buffer and the exact one."""
 
 
 class ModelParallelUnit(Protocol):
-    """What DeepSpeed calls an mpu."""
+    """DeepSpeed's mpu."""
 
     def get_data_parallel_group(self) -> c10d.ProcessGroup: ...
 
 
 class _DeepSpeedOneBit(OneBit):
-    """One scale a tensor, its norm taken in fp32 as DeepSpeed takes it."""
+    """One scale per tensor, with its norm taken in fp32 as in DeepSpeed."""
 
     def __init__(self) -> None:
         super().__init__(block=None)
@@ -50,7 +49,7 @@ class _DeepSpeedOneBit(OneBit):
 
 
 class _Compressed:
-    """What the backends share."""
+    """The base class of the backends."""
 
     world_group: c10d.ProcessGroup | None
 
@@ -65,10 +64,10 @@ class _Compressed:
     def compressed_allreduce(
         self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor, local_rank: int
     ) -> Tensor:
-        """The average of `buffer_m` over the group, compressed to one bit; both errors are updated.
+        """The average of `buffer_m` over the group, compressed to one bit. Both errors are updated.
 
-        `worker_error` is as long as the buffer padded to a multiple of 8 times the group's size;
-        `server_error` is the share of one rank. `local_rank` is not needed: tensors know their device.
+        `worker_error` is as long as the buffer padded to a multiple of 8 times the group's size; `server_error` is one
+        rank's share of it. `local_rank` is ignored: tensors know their device.
         """
         if buffer_m.numel() == 0:
             worker_error.zero_()
@@ -88,8 +87,8 @@ class _Compressed:
         length = worker_error.numel()
         if length < buffer_m.numel() or length % (8 * self.size) or server_error.numel() * self.size != length:
             raise UsageError(
-                f"compressed_allreduce: a buffer of {buffer_m.numel()} over {self.size} ranks needs a worker_error "
-                f"padded to a multiple of {8 * self.size} and a server_error of its {self.size}th part, got "
+                f"compressed_allreduce: a buffer of {buffer_m.numel()} elements over {self.size} ranks needs a "
+                f"worker_error padded to a multiple of {8 * self.size} and a server_error 1/{self.size} as long, got "
                 f"{length} and {server_error.numel()}"
             )
         flat = torch.flatten(buffer_m)
@@ -108,7 +107,7 @@ class _GroupBackend(_Compressed):
     def my_igather(
         self, rank: int, size: int, group: Any, sendbuf: Tensor, recvbuf: Sequence[Tensor], root: int
     ) -> list[Any]:
-        """Start gathering `sendbuf` at `root`; returns what to wait for."""
+        """Start gathering `sendbuf` at `root`; returns the handles to wait for."""
         if rank != root:
             return [isend(sendbuf, root, group=group)]
         recvbuf[rank].copy_(sendbuf)
@@ -129,14 +128,14 @@ class _GroupBackend(_Compressed):
 
 
 class NcclBackend(_GroupBackend):
-    """DeepSpeed's 1-bit backend over NCCL; here over whatever the group runs on."""
+    """DeepSpeed's 1-bit backend over NCCL; here it uses the group's backend."""
 
 
 class CompressedBackend(_GroupBackend):
     """DeepSpeed's 1-bit backend for other accelerators, with its `pack` and `unpack`."""
 
     def pack(self, buffer: Tensor, size: int) -> Tensor:
-        """The signs of a buffer, eight a byte, in `size` rows."""
+        """The signs of a buffer, eight per byte, in `size` rows."""
         codec = OneBit(None)
         flat = buffer.reshape(1, -1).to(torch.float32)
         return codec.pack(flat, flat.new_ones(1), flat.numel()).reshape(size, -1)
@@ -147,9 +146,9 @@ class CompressedBackend(_GroupBackend):
 
 
 class MpiBackend(_Compressed):
-    """DeepSpeed's 1-bit backend over MPI: the world, started on MPI where nothing is started yet.
+    """DeepSpeed's 1-bit backend over MPI: the world, started on MPI if nothing is started yet.
 
-    `cuda_aware` is kept for its callers; ringway's MPI backend finds out by itself.
+    `cuda_aware` is accepted for compatibility; ringway's MPI backend detects it.
     """
 
     def __init__(self, cuda_aware: bool, *, kernels: str | None = None) -> None:
@@ -174,7 +173,7 @@ class MpiBackend(_Compressed):
 
 
 class CupyBackend:
-    """Tensors to CuPy and back, and its `packbits` in pieces. The one class here that needs CuPy."""
+    """Converts tensors to CuPy and back, and runs its `packbits` in chunks. The only class here that needs CuPy."""
 
     def __init__(self) -> None:
         try:
@@ -187,16 +186,16 @@ class CupyBackend:
             ) from missing
 
     def torch2cupy(self, tensor: Tensor) -> Any:
-        """The tensor as a CuPy array of the same memory."""
+        """The tensor as a CuPy array that shares its memory."""
         return self._cupy.from_dlpack(tensor)
 
     def cupy2torch(self, cupy_tensor: Any) -> Tensor:
-        """The array as a tensor of the same memory."""
+        """The array as a tensor that shares its memory."""
         tensor: Tensor = torch.from_dlpack(cupy_tensor)
         return tensor
 
     def compress_by_chunk(self, cupy_bool_tensor: Any, num_chunks: int) -> list[Any]:
-        """Booleans packed eight a byte, in `num_chunks` equal pieces."""
+        """Booleans packed eight per byte, in `num_chunks` equal chunks."""
         pieces: list[Any] = self._cupy.split(self._cupy.packbits(cupy_bool_tensor), num_chunks)
         self._cupy.cuda.get_current_stream().synchronize()
         return pieces

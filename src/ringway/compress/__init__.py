@@ -8,7 +8,7 @@ from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.collectives import compressed_all_reduce
 from ringway.compress.ddp import ddp_hook
 from ringway.compress.feedback import ErrorFeedback, Slot
-from ringway.compress.kernels.choice import kernels_for
+from ringway.compress.kernels.select import kernels_for
 from ringway.compress.optimizers.onebit_adam import OneBitAdam
 from ringway.compress.quantized import all_to_all_quant_reduce, quantized_all_gather
 from ringway.compress.report import Report

@@ -1,8 +1,8 @@
 """`codec="auto"`: compress only where it helps.
 
-On first use the group times a small and a large all-reduce, plain and compressed. Both times are nearly
-straight lines over the size, so two points each predict any size. The slowest rank's times count, and all
-ranks take the same ones: the decision is one for all of them. It is told in one line, by the group's rank 0.
+On first use, the group times a small and a large all-reduce, plain and compressed. Both times grow almost linearly
+with the size, so two points each predict any size. All ranks take the slowest rank's times, and so make the same
+decision. Rank 0 of the group logs it in one line.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ SMALL_BYTES = 1 << 14
 LARGE_BYTES = 1 << 22
 REPEATS = 3
 MARGIN = 0.9
-"""Compressed must take less than this share of plain: a draw is not worth the lost precision."""
+"""Compressed must take less than this share of the plain time: a tie is not worth the lost precision."""
 
 logger = logging.getLogger("ringway.compress")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds over bytes: a start and a slope."""
+    """A linear model of seconds over bytes."""
 
     start: float
     slope: float
 
     @classmethod
     def through(cls, small: float, large: float) -> Line:
-        """From the times of `SMALL_BYTES` and `LARGE_BYTES`."""
+        """The line through the times of `SMALL_BYTES` and `LARGE_BYTES`."""
         slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
         return cls(max(0.0, small - slope * SMALL_BYTES), slope)
 
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What an all-reduce takes over this group, plain and compressed."""
+    """Predicts how long an all-reduce over this group takes, plain and compressed."""
 
     plain_line: Line
     compressed_line: Line
@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def threshold(self) -> int | None:
-        """From how many bytes on it helps: 0 for always, None for never."""
+        """The smallest size in bytes at which compression helps: 0 for always, None for never."""
         if self.helps(0):
             return 0
         gain = MARGIN * self.plain_line.slope - self.compressed_line.slope
@@ -75,14 +75,14 @@ class Forecast:
         """The decision in one line."""
         threshold = self.threshold
         if threshold is None:
-            verdict = "stays off: it would not be faster at any size"
+            decision = "stays off: it would not be faster at any size"
         elif threshold == 0:
-            verdict = "is used at every size"
+            decision = "is used at every size"
         else:
-            verdict = f"is used from {threshold / 1e6:.2f} MB on"
+            decision = f"is used from {threshold / 1e6:.2f} MB on"
         size = 64 << 20
         return (
-            f"compression {codec.spec} over group {communicator.name} ({communicator.size} ranks) {verdict}; "
+            f"compression {codec.spec} over group {communicator.name} ({communicator.size} ranks) {decision}; "
             f"64 MiB take {self.plain(size) * 1e3:.1f} ms plain, {self.compressed(size) * 1e3:.1f} ms compressed"
         )
 
@@ -90,7 +90,7 @@ class Forecast:
 def measured_forecast(
     communicator: Communicator, codec: Codec, device: torch.device, compressed: Callable[[Tensor], object]
 ) -> Forecast:
-    """Time the group's link and the codec. Collective; the same forecast on every rank."""
+    """Time the group's link and the codec. Collective: every rank gets the same forecast."""
 
     def plain(trial: Tensor) -> None:
         communicator.all_reduce(trial, c10d.ReduceOp.AVG)
@@ -108,8 +108,8 @@ def measured_forecast(
 def _best_times(
     communicator: Communicator, steps: Sequence[Callable[[Tensor], object]], nbytes: int, device: torch.device
 ) -> list[float]:
-    """The least of a few times of each: what disturbs a measurement only ever adds to it. Turn by turn, so that what
-    lasts longer disturbs them all."""
+    """The best of a few times of each step, since interference only ever adds time. The steps alternate, so that a
+    longer disturbance affects all of them."""
     trial = torch.randn(nbytes // 4, device=device)
     best = [float("inf")] * len(steps)
     for _ in range(1 + REPEATS):

@@ -1,9 +1,9 @@
 """Where asynchronous compressed collectives run.
 
-A compressed all-reduce is several steps, and the next step needs the last one's data, so somebody must be
-there when data arrives. On the CPU that is a thread, with a group of its own: collectives of a group run in
-the order they were issued, and what a thread issues would come between the caller's own calls, here sooner
-and there later. On a GPU it is a stream: all steps are enqueued at once, and nobody waits.
+A compressed all-reduce has several steps, and each needs the data of the one before, so something must run when data
+arrives. On the CPU that is a thread with a group of its own: collectives of a group run in the order they are issued,
+and calls issued by a thread would interleave with the caller's at different points on different ranks. On a GPU it is
+a stream: all steps are enqueued at once, and nothing waits.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from ringway.groups.world import world
 from ringway.work import Completion, Handle, Work
 
 
-class Lane(abc.ABC):
-    """Runs jobs one after the other, in the order they came."""
+class Background(abc.ABC):
+    """Runs jobs one at a time, in the order they were submitted."""
 
     @staticmethod
-    def on(device: torch.device, communicator: Communicator, group: c10d.ProcessGroup | None) -> Lane:
-        """A lane for tensors of this device. Every rank of the group must make one at the same point."""
+    def on(device: torch.device, communicator: Communicator, group: c10d.ProcessGroup | None) -> Background:
+        """The background for tensors on this device. Collective: every rank of the group must call this at the same
+        point."""
         if device.type == "cuda":
-            return StreamLane(communicator, device)
-        return ThreadLane(communicator, group)
+            return BackgroundStream(communicator, device)
+        return BackgroundThread(communicator, group)
 
     @abc.abstractmethod
     def submit(self, job: Callable[[Communicator], None], result: Sequence[Tensor]) -> Work:
-        """Start `job(communicator)` when those before it are done."""
+        """Start `job(communicator)` after all earlier jobs."""
 
     def close(self) -> None:
-        """Wait for what is under way. May be called again."""
+        """Wait for pending jobs. Safe to call more than once."""
         return
 
 
 class _FutureHandle(Handle):
-    """A job of a thread, as a handle."""
+    """The handle of a job that runs on the thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -54,7 +55,7 @@ class _FutureHandle(Handle):
         done, _ = wait([self._future], timeout)
         if not done:
             raise CommTimeout(
-                f"compressed all_reduce: not done after waiting {timeout} s; it goes on",
+                f"compressed all_reduce: not done after waiting {timeout} s; it continues",
                 op="compressed_all_reduce",
                 waited=timeout,
             )
@@ -71,8 +72,8 @@ def _same(error: BaseException | None) -> BaseException | None:
     return error
 
 
-class ThreadLane(Lane):
-    """One thread and one group, made when the first asynchronous call comes."""
+class BackgroundThread(Background):
+    """One thread and one group, created at the first asynchronous call."""
 
     def __init__(self, communicator: Communicator, group: c10d.ProcessGroup | None) -> None:
         with world.group_counts.members_only(communicator.ranks):
@@ -99,7 +100,7 @@ class ThreadLane(Lane):
 
 
 class _EventHandle(Handle):
-    """What was enqueued on a stream up to an event. Waiting makes the current stream wait, not the caller."""
+    """The work enqueued on a stream up to an event. `wait` blocks the current stream, not the caller."""
 
     notifies = False
     on_device = True
@@ -120,7 +121,7 @@ class _EventHandle(Handle):
 
 
 class _StreamWork(Work):
-    """A Work whose future carries the stream's event, so that its callbacks see finished data."""
+    """A Work whose future carries the stream's event, so its callbacks see finished data."""
 
     def __init__(self, handle: Handle, result: Sequence[Tensor], future: torch.futures.Future[Any]) -> None:
         super().__init__(handle, result, _same)
@@ -130,8 +131,8 @@ class _StreamWork(Work):
         return self._on_stream
 
 
-class StreamLane(Lane):
-    """One CUDA stream beside the caller's."""
+class BackgroundStream(Background):
+    """One CUDA stream next to the caller's."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator = communicator

@@ -2,17 +2,16 @@
 
 Two phases, two collectives:
 
-1. Each worker adds its residual, encodes every shard for the rank that serves it, and keeps what was lost.
-   all_to_all_single brings each server its shard from everybody.
-2. The server averages what it decodes, adds its own residual, encodes the average, keeps what was lost.
-   all_gather_into_tensor brings everybody all shards, which they decode into the tensor.
+1. Each worker adds its residual, encodes every shard for the rank that serves it, and keeps the encoding error.
+   all_to_all_single sends each shard to its server.
+2. The server averages what it decodes, adds its own residual, encodes the average, and keeps the encoding error.
+   all_gather_into_tensor sends all shards to every rank, which decodes them into the tensor.
 
-A large tensor travels in windows (`layout`), so that one is encoded while another is on the wire and a third is
-decoded. With one scale a tensor a scale is known only after everything was seen: phase 2 then begins when
+A large tensor travels in windows (`windows.py`), so that one is encoded while another is on the wire and a third is
+decoded. A codec with one scale per tensor knows the scale only after it has seen all the data, so phase 2 starts when
 phase 1 has ended.
 
-Every step is the same on all ranks in the same order, whatever the data: a NaN is reported, by everybody,
-at the end.
+All ranks run the same steps in the same order, whatever the data: every rank reports a NaN at the end.
 """
 
 from __future__ import annotations
@@ -30,32 +29,31 @@ from ringway.compress.auto import measured_forecast
 from ringway.compress.codecs.codec import Codec, get_codec
 from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.feedback import ErrorFeedback, Slot, as_slot, is_outside
-from ringway.compress.finite import Verdict
-from ringway.compress.kernels.choice import kernels_for
-from ringway.compress.kernels.kernels import VALUE_DTYPES, Kernels
+from ringway.compress.kernels.base import VALUE_DTYPES, Kernels
+from ringway.compress.kernels.select import kernels_for
 from ringway.compress.report import SAMPLE_EVERY
-from ringway.compress.windows import Layout, Window, frame_bytes, statuses
-from ringway.compress.workspace import Shelf, Workspace
+from ringway.compress.windows import PendingStatus, Sharding, Window, frame_bytes, statuses
+from ringway.compress.workspace import BufferPool, Workspace
 from ringway.errors import NotFinite, UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
 from ringway.work import Work
 
 CPU_WINDOW_BYTES = 1 << 20
-"""How much of a tensor on the CPU travels together, in the codec's bytes: little enough that encoding overlaps with
-the wire, enough to be worth two collectives. Over 1 Gbit/s the best of what was tried, for onebit and int8 alike."""
+"""Size of a window on the CPU, in the codec's bytes: small enough that encoding overlaps with the wire, large enough to
+be worth two collectives. The best of the sizes tried over 1 Gbit/s, for both onebit and int8."""
 CUDA_WINDOW = 1 << 28
-"""And on a GPU, in elements: there a window's launches cost more than they gain, unless it is large."""
+"""Size of a window on a GPU, in elements. The launches of a window cost more than it gains unless it is large."""
 
 OVERLAPPING = 4
-"""From how many windows on those of a codec with a byte or more an element overlap. A window's frames lie in memory
-twice, sent and arrived, and of windows that overlap at most three are under way: 6 / 4 bytes an element."""
+"""Windows overlap from this many on, for a codec with at least one byte per element. A window's frames take memory
+twice, sent and received, and at most three overlapping windows are in flight: 6 / 4 bytes per element."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """In how many windows at least a tensor travels whose codec has a byte or more an element, from how many elements
-    on: the whole at once would need more than 2 bytes an element."""
+    """Minimum number of windows for a codec with at least one byte per element, for tensors of at least `elements`
+    elements: a single window would need more than 2 bytes per element."""
 
     windows: int
     elements: int
@@ -63,12 +61,12 @@ class Split:
 
 CPU_SPLIT = Split(OVERLAPPING, 1 << 16)
 CUDA_SPLIT = Split(2, 1 << 24)
-"""There each window costs its launches, so they are few, and one after the other: 2 / 2 bytes an element."""
+"""On a GPU every window costs launches, so there are few, and they do not overlap: 2 / 2 bytes per element."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How one compressed all-reduce is to be done."""
+    """The options of one compressed all-reduce."""
 
     codec: Codec
     kernels: Kernels
@@ -90,16 +88,16 @@ def compressed_all_reduce(
 ) -> Work | None:
     """Average `tensor` over the group, in place, sending `codec`'s bytes instead of the values.
 
-    `feedback` is an `ErrorFeedback`, one slot of it (`feedback["layer1"]`), or None for no feedback: then the
-    result is biased. `group` is the feedback's unless given. `codec="auto"` (or `"auto:int8"`) compresses only
-    where that is faster (see `auto`). With `async_op` the call returns a Work; the first such call makes a group, so
-    every rank must make it at the same point.
+    `feedback` is an `ErrorFeedback`, one of its slots (`feedback["layer1"]`), or None for no feedback, in which case
+    the result is biased. `group` defaults to the feedback's group. `codec="auto"` (or `"auto:int8"`) compresses only
+    where that is faster (see `auto`). With `async_op` the call returns a Work; the first asynchronous call creates a
+    group, so every rank must make it at the same point.
 
-    NaN or infinity on any rank raises `NotFinite` on every rank; with `not_finite="propagate"` the tensor
-    becomes NaN there instead, for programs that look for it (a gradient scaler). Residuals stay sound. On a
-    GPU an asynchronous call reports it at the next call with the same feedback.
+    NaN or infinity on any rank raises `NotFinite` on every rank. With `not_finite="propagate"` the tensor becomes NaN
+    at those places instead, for programs that check for it (a gradient scaler). Residuals stay valid. On a GPU, an
+    asynchronous call reports it at the next call with the same feedback.
 
-    `kernels` insists on `reference`, `native` or `triton`; `window` is how many elements travel together.
+    `kernels` forces `reference`, `native` or `triton`; `window` is the number of elements that travel together.
     """
     if is_outside(group):
         warnings.warn("compressed_all_reduce: this rank is not in the given group", stacklevel=2)
@@ -123,13 +121,13 @@ def compressed_all_reduce(
 
 
 def _cpu_window(codec: Codec) -> int:
-    """How many elements have `CPU_WINDOW_BYTES`."""
+    """The number of elements whose encoding takes `CPU_WINDOW_BYTES`."""
     sample = 1 << 20
     return CPU_WINDOW_BYTES * sample // max(1, codec.nbytes(sample))
 
 
 def _split_auto(codec: str | Codec) -> tuple[bool, str | Codec]:
-    """Whether the choice is left to us, and the codec to compress with: "auto" means "auto:onebit"."""
+    """Whether the caller asked for "auto", and the codec to compress with: "auto" means "auto:onebit"."""
     if isinstance(codec, str) and codec.partition(":")[0] == "auto":
         return True, codec.partition(":")[2] or "onebit"
     return False, codec
@@ -138,9 +136,9 @@ def _split_auto(codec: str | Codec) -> tuple[bool, str | Codec]:
 def _all_reduce_where_it_helps(
     tensor: Tensor, slot: Slot | None, communicator: Communicator, setting: Setting, async_op: bool
 ) -> Work | None:
-    """Compressed where the link and the codec, once measured, promise that it is faster; else plain."""
+    """Compress if the measured link and codec predict that it is faster; otherwise send plain."""
     if slot is None:
-        raise UsageError("codec='auto' needs an ErrorFeedback: it keeps what was measured")
+        raise UsageError("codec='auto' needs an ErrorFeedback, which stores the measured times")
     forecasts, key = slot.owner.forecasts, (tensor.device.type, setting.codec.spec)
     if key not in forecasts:
         forecasts[key] = measured_forecast(
@@ -162,20 +160,20 @@ def _all_reduce_where_it_helps(
 def _start(
     tensor: Tensor, slot: Slot | None, communicator: Communicator, setting: Setting, async_op: bool
 ) -> Work | None:
-    """Run a compressed all-reduce here and now, or hand it to the feedback's lane."""
+    """Run a compressed all-reduce now, or submit it to the feedback's background thread or stream."""
     if not async_op:
-        # Frames and residuals live on from call to call, and what is made in inference mode is written in no other
-        # mode: so every call is in it, whatever the caller is in.
+        # Frames and residuals are reused across calls, and a tensor created in inference mode cannot be written outside
+        # it. So every call runs in inference mode, whatever mode the caller is in.
         with torch.inference_mode():
             AllReduce(tensor, slot, communicator, setting).run()
         return None
     if slot is None:
-        raise UsageError("an asynchronous compressed_all_reduce needs an ErrorFeedback: it runs the steps")
+        raise UsageError("an asynchronous compressed_all_reduce needs an ErrorFeedback, which runs its steps")
 
     def job(own: Communicator) -> None:
         AllReduce(tensor, slot, own, setting, deferred=tensor.is_cuda).run()
 
-    return slot.owner.lane(tensor.device).submit(job, [tensor])
+    return slot.owner.background(tensor.device).submit(job, [tensor])
 
 
 def _group_of(slot: Slot | None, group: c10d.ProcessGroup | None) -> c10d.ProcessGroup | None:
@@ -185,8 +183,8 @@ def _group_of(slot: Slot | None, group: c10d.ProcessGroup | None) -> c10d.Proces
         theirs = world.communicator(slot.owner.group)
         if theirs is not world.communicator(group):
             raise UsageError(
-                f"the feedback is of group {theirs.name}, the call of group {world.communicator(group).name}: "
-                "residuals belong to one group; make an ErrorFeedback(group) for each"
+                f"the feedback belongs to group {theirs.name}, the call uses {world.communicator(group).name}: "
+                "residuals belong to one group; create an ErrorFeedback(group) for each"
             )
     return slot.owner.group
 
@@ -196,7 +194,7 @@ def _check(tensor: Tensor, not_finite: str) -> None:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
         raise UsageError(f"a compressed collective takes dense tensors of {names}, not {tensor.dtype} {tensor.layout}")
     if not_finite not in ("raise", "propagate"):
-        raise UsageError(f"not_finite= is 'raise' or 'propagate', not {not_finite!r}")
+        raise UsageError(f"not_finite= must be 'raise' or 'propagate', not {not_finite!r}")
 
 
 @dataclass
@@ -207,15 +205,15 @@ class _Sent:
     work: Work | None
     frames: Tensor
     held: Tensor | None
-    """What must stay in memory until the work is done."""
+    """Memory that must stay allocated until the work is done."""
 
-    def arrived(self, shelf: Shelf) -> Tensor:
-        """The frames that came; what was sent for them goes back to the shelf."""
+    def arrived(self, pool: BufferPool) -> Tensor:
+        """Wait for the received frames, and return the sent ones to the pool."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         if self.held is not None:
-            shelf.give_back(self.held)
+            pool.give_back(self.held)
             self.held = None
         return self.frames
 
@@ -238,16 +236,16 @@ class AllReduce:
         self._setting = setting
         self._codec, self._kernels = setting.codec, setting.kernels
         self._deferred = deferred
-        self._layout = Layout(tensor.numel(), communicator.size)
+        self._sharding = Sharding(tensor.numel(), communicator.size)
         self._worker: Tensor | None = None
         self._server: Tensor | None = None
         workspace = Workspace() if slot is None else slot.owner.workspace
-        self._shelf = workspace.shelf(tensor.device)
+        self._pool = workspace.pool(tensor.device)
         self._overlaps = False
-        self._verdicts: list[Verdict] = []
+        self._statuses: list[PendingStatus] = []
 
     def use_residuals(self, worker: Tensor, server: Tensor) -> None:
-        """Residuals that the caller keeps himself, instead of a slot's."""
+        """Use residuals that the caller keeps, instead of a slot's."""
         self._worker, self._server = worker, server
 
     def run(self) -> None:
@@ -265,10 +263,10 @@ class AllReduce:
 
     def _with_residuals(self, slot: Slot) -> None:
         if slot.busy:
-            raise UsageError(f"the residual {slot.key!r} is in use by a call under way; wait for that first")
+            raise UsageError(f"the residual {slot.key!r} is in use by a pending call; wait for that call first")
         self._report_earlier(slot)
         device = self._flat.device
-        self._worker, self._server = slot.prepare(self._layout, self._communicator.rank, device)
+        self._worker, self._server = slot.prepare(self._sharding, self._communicator.rank, device)
         slot.busy = True
         try:
             if slot.calls % SAMPLE_EVERY == 0:
@@ -283,14 +281,14 @@ class AllReduce:
             slot.busy = False
 
     def _exchange(self) -> None:
-        window, numel = self._setting.window, self._layout.numel
+        window, numel = self._setting.window, self._sharding.numel
         split = self._setting.split
         heavy = numel >= split.elements and self._codec.nbytes(numel) >= numel
         if heavy:
             window = min(window, -(-numel // split.windows))
-        columns = -(-window // self._layout.ranks)
+        columns = -(-window // self._sharding.ranks)
         columns = -(-columns // self._codec.granule) * self._codec.granule
-        windows = self._layout.windows(columns)
+        windows = self._sharding.windows(columns)
         self._overlaps = len(windows) >= (OVERLAPPING if heavy else 2)
         if self._codec.tensor_scale:
             self._in_two_sweeps(windows)
@@ -298,7 +296,7 @@ class AllReduce:
             self._in_one_sweep(windows)
 
     def _in_one_sweep(self, windows: list[Window]) -> None:
-        """While window k is encoded, k - 1 travels to its servers and k - 2 back from them, where they overlap."""
+        """If windows overlap: window k is encoded while k - 1 travels to its servers and k - 2 travels back."""
         ahead = 1 if self._overlaps else 0
         sent: deque[_Sent] = deque()
         returned: deque[_Sent] = deque()
@@ -314,14 +312,14 @@ class AllReduce:
             self._receive(returned.popleft())
 
     def _in_two_sweeps(self, windows: list[Window]) -> None:
-        """All windows to their servers; then, with the servers' scale known, all of them back."""
+        """Send all windows to their servers; then, with the servers' scale known, send all of them back."""
         codec, kernels = self._codec, self._kernels
         scale = codec.scale(kernels.measure(self._flat, self._worker), self._flat.numel())
-        served = self._layout.served(self._communicator.rank)
+        served = self._sharding.served(self._communicator.rank)
         statistics = []
 
         def measure(one: _Sent) -> None:
-            frames, count = one.arrived(self._shelf), one.window.count(self._communicator.rank)
+            frames, count = one.arrived(self._pool), one.window.count(self._communicator.rank)
             if count:
                 statistics.append(kernels.measure_mean(frames, self._residual_of(one.window), count))
 
@@ -343,34 +341,34 @@ class AllReduce:
             self._receive(returned.popleft())
 
     def _send(self, window: Window, scale: Tensor | None) -> _Sent:
-        rows, nbytes = self._layout.ranks, frame_bytes(self._codec, window.columns)
-        frames = self._shelf.take_clean(rows, nbytes)
+        rows, nbytes = self._sharding.ranks, frame_bytes(self._codec, window.columns)
+        frames = self._pool.take_clean(rows, nbytes)
         self._kernels.encode(self._flat, self._worker, window, frames, scale)
-        arriving = self._shelf.take(rows, nbytes)
+        arriving = self._pool.take(rows, nbytes)
         work = self._communicator.all_to_all_single(arriving, frames, async_op=self._overlaps, log_name="compressed")
         return _Sent(window, work, arriving, frames)
 
     def _serve(self, sent: _Sent, scale: Tensor | None) -> _Sent:
-        frames = sent.arrived(self._shelf)
+        frames = sent.arrived(self._pool)
         count = sent.window.count(self._communicator.rank)
-        frame = self._shelf.take_clean(1, frames.shape[1])
+        frame = self._pool.take_clean(1, frames.shape[1])
         self._kernels.encode_mean(frames, self._residual_of(sent.window), count, frame[0], scale)
-        self._shelf.give_back(frames)
-        gathered = self._shelf.take(*frames.shape)
+        self._pool.give_back(frames)
+        gathered = self._pool.take(*frames.shape)
         work = self._communicator.all_gather_into_tensor(
             gathered, frame, async_op=self._overlaps, log_name="compressed"
         )
         return _Sent(sent.window, work, gathered, frame)
 
     def _receive(self, returned: _Sent) -> None:
-        frames = returned.arrived(self._shelf)
+        frames = returned.arrived(self._pool)
         if self._setting.raise_not_finite:
-            self._verdicts.append(Verdict(statuses(frames).amax()))
+            self._statuses.append(PendingStatus(statuses(frames).amax()))
         self._kernels.decode(frames, returned.window, self._flat)
-        self._shelf.give_back(frames)
+        self._pool.give_back(frames)
 
     def _residual_of(self, window: Window) -> Tensor | None:
-        """The part of the server's residual that this rank's columns of the window have."""
+        """The slice of the server's residual that belongs to this rank's columns of the window."""
         if self._server is None:
             return None
         return self._server[window.start : window.start + window.count(self._communicator.rank)]
@@ -378,32 +376,32 @@ class AllReduce:
     def _account(self, seconds: float) -> None:
         if self._slot is None:
             return
-        report, ranks = self._slot.owner.report, self._layout.ranks
+        report, ranks = self._slot.owner.report, self._sharding.ranks
         report.calls += 1
         report.plain_bytes += 2 * (ranks - 1) * self._tensor.nbytes // ranks
-        frames = frame_bytes(self._codec, self._layout.shard)
+        frames = frame_bytes(self._codec, self._sharding.shard)
         report.sent_bytes += 2 * (ranks - 1) * frames
         if not self._tensor.is_cuda:
             report.seconds += seconds
 
     def _report_not_finite(self) -> None:
         if self._deferred and self._slot is not None:
-            self._slot.unread = self._verdicts
+            self._slot.unread = self._statuses
         else:
-            self._raise_for(self._verdicts)
+            self._raise_for(self._statuses)
 
     def _report_earlier(self, slot: Slot) -> None:
         earlier, slot.unread = slot.unread, []
         self._raise_for(earlier)
 
-    def _raise_for(self, verdicts: list[Verdict]) -> None:
-        status = max((verdict.read() for verdict in verdicts), default=0)
+    def _raise_for(self, pending: list[PendingStatus]) -> None:
+        status = max((one.read() for one in pending), default=0)
         if status == 0:
             return
         culprit = status - 1
         key = None if self._slot is None else self._slot.key
         what = f"compressed_all_reduce of {self._tensor.numel()} elements" + ("" if key is None else f" ({key!r})")
         group = f"group {self._communicator.name}"
-        if culprit == self._layout.ranks:
+        if culprit == self._sharding.ranks:
             raise NotFinite(f"{what}: the average over {group} is not finite", key=key)
         raise NotFinite(f"{what}: rank {culprit} of {group} had NaN or infinity in its values", rank=culprit, key=key)

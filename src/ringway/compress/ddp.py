@@ -1,4 +1,4 @@
-"""A communication hook for DistributedDataParallel that averages gradients compressed."""
+"""A communication hook for DistributedDataParallel that averages gradients in compressed form."""
 
 # DDP compares the hook's annotations with its own types, so they must not be strings here.
 
@@ -29,7 +29,7 @@ SCALES_BY_SECOND_MOMENT = (
 
 
 class DDPHook:
-    """What `ddp_hook` returns. Register it with a state of None."""
+    """The hook that `ddp_hook` returns. Register it with a state of None."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class DDPHook:
         not_finite: str,
     ) -> None:
         if warmup_steps < 0:
-            raise UsageError(f"warmup_steps is 0 or more, got {warmup_steps}")
+            raise UsageError(f"warmup_steps must be 0 or more, got {warmup_steps}")
         self.codec = codec
         self.group = group if feedback is None else feedback.group
         self.warmup_steps = warmup_steps
@@ -49,10 +49,10 @@ class DDPHook:
         self.not_finite = not_finite
         self.steps = 0
         self._compressed: set[int] = set()
-        """Where the parameters lie whose gradients were compressed."""
+        """Addresses of the parameters whose gradients were compressed."""
         self.warned = False
         _warn_of_adam(weakref.ref(self))
-        # DDP's log wants a function's name.
+        # DDP's log reads a function's name.
         self.__qualname__ = f"ringway.compress.ddp_hook({codec!r})"
         self.__name__ = "ddp_hook"
 
@@ -88,19 +88,19 @@ def ddp_hook(
 ) -> DDPHook:
     """A hook for `model.register_comm_hook(None, ddp_hook("onebit"))`.
 
-    The first `warmup_steps` steps are averaged plain. One at least is wise: DDP arranges its buckets anew
-    after the first, and residuals begin again whenever that happens. Buckets overlap with the backward pass,
-    as DDP's own do. Give `group` the model's process group; `feedback` to save residuals with a checkpoint.
+    The first `warmup_steps` steps are averaged uncompressed. Use at least one: DDP rebuilds its buckets after the first
+    step, and residuals restart from zero whenever that happens. Buckets overlap with the backward pass, like DDP's own.
+    Pass the model's process group as `group`, and your own `feedback` to save residuals with a checkpoint.
 
-    Meant for SGD with momentum. Under Adam and its like the compressed gradients' errors are divided by
-    their own second moment and training does not converge as it would: use `OneBitAdam`. The hook warns.
+    Intended for SGD with momentum. Adam and similar optimizers divide the compression errors by their own second
+    moment, and training does not converge as it would without compression: use `OneBitAdam`. The hook warns about it.
     """
     return DDPHook(codec, group=group, warmup_steps=warmup_steps, feedback=feedback, not_finite=not_finite)
 
 
 def _warn_of_adam(hook: "weakref.ref[DDPHook]") -> None:
-    """Look at each optimizer that steps, and warn once of one that should not. What looks stays registered, a
-    weak reference long: torch does not allow to remove it while it runs."""
+    """Check every optimizer that steps, and warn once if it is an unsuitable one. The check stays registered and holds
+    only a weak reference, because torch does not allow removing a step hook while it runs."""
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner = hook()
@@ -110,7 +110,7 @@ def _warn_of_adam(hook: "weakref.ref[DDPHook]") -> None:
             owner.warned = True
             warnings.warn(
                 f"{type(optimizer).__name__} steps on gradients compressed with {owner.codec!r}: it does not converge "
-                "as with plain gradients. Use ringway.compress.OneBitAdam, or SGD with momentum.",
+                "as it does with plain gradients. Use ringway.compress.OneBitAdam, or SGD with momentum.",
                 stacklevel=3,
             )
 

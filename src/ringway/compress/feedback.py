@@ -1,8 +1,8 @@
 """Error feedback: what a codec loses in one step is added to the next.
 
-Each rank keeps two residuals for a tensor: the worker's, as long as the tensor, and the server's, as long as
-the shard that this rank serves. Without them a compressed mean is biased, and training on it does not
-converge; with them the errors cancel over the steps.
+Each rank keeps two residuals for a tensor: the worker's, as long as the tensor, and the server's, as long as the shard
+that this rank serves. Without them, a compressed mean is biased and training on it does not converge; with them, the
+errors cancel over the steps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.compress.auto import Forecast
-from ringway.compress.background import Lane
-from ringway.compress.finite import Verdict
-from ringway.compress.kernels.kernels import RESIDUAL_DTYPES
+from ringway.compress.background import Background
+from ringway.compress.kernels.base import RESIDUAL_DTYPES
 from ringway.compress.report import Report
-from ringway.compress.windows import Layout
+from ringway.compress.windows import PendingStatus, Sharding
 from ringway.compress.workspace import Workspace
 from ringway.errors import UsageError
 from ringway.groups.world import NON_MEMBER, world
@@ -38,56 +37,56 @@ class Slot:
         self.worker: Tensor | None = None
         self.server: Tensor | None = None
         self.bound_to: object = None
-        self.unread: list[Verdict] = []
-        """How the last asynchronous call on a GPU went: looked at by the next one."""
+        self.unread: list[PendingStatus] = []
+        """Status of the last asynchronous call on a GPU: the next call reads it."""
 
-    def prepare(self, layout: Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The residuals for a tensor cut so, zeros at first; moved to the tensor's device if need be."""
-        served = layout.served(rank)
+    def prepare(self, sharding: Sharding, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The residuals for a tensor with this sharding. Created as zeros; moved to the tensor's device if needed."""
+        served = sharding.served(rank)
         if self.worker is None or self.server is None:
             dtype = self.owner.residual_dtype
-            self.worker = torch.zeros(layout.numel, dtype=dtype, device=device)
+            self.worker = torch.zeros(sharding.numel, dtype=dtype, device=device)
             self.server = torch.zeros(served.stop - served.start, dtype=dtype, device=device)
-        if self.worker.numel() != layout.numel or self.server.numel() != served.stop - served.start:
+        if self.worker.numel() != sharding.numel or self.server.numel() != served.stop - served.start:
             raise UsageError(
                 f"the residual {self.key!r} is for a tensor of {self.worker.numel()} elements of which this rank "
-                f"serves {self.server.numel()}, not of {layout.numel} with {served.stop - served.start}; give each "
-                "tensor a key of its own (feedback['name']), or reset() it when the tensor changes"
+                f"serves {self.server.numel()}, but the tensor has {sharding.numel} and this rank serves "
+                f"{served.stop - served.start}; give each tensor its own key (feedback['name']), or reset() it when "
+                "the tensor changes"
             )
         if self.worker.device != device:
             self.worker, self.server = self.worker.to(device), self.server.to(device)
         return self.worker, self.server
 
     def bind(self, identity: object) -> None:
-        """Start again from zero when what this slot stands for has changed (DDP rebuilt its buckets)."""
+        """Start again from zero if the slot's content has changed (DDP rebuilt its buckets)."""
         if self.bound_to is not None and self.bound_to != identity:
             self.reset()
         self.bound_to = identity
 
     def reset(self) -> None:
-        """Forget what was lost."""
+        """Discard the residuals."""
         self.worker = self.server = None
 
 
 class ErrorFeedback:
     """Owns the residuals of a group's compressed collectives.
 
-    `feedback["layer1"]` are those of one tensor; a tensor handed to `compressed_all_reduce` with the
-    feedback itself uses the one slot that has no name. `residual_dtype=torch.bfloat16` halves their memory
-    and traffic, at the price of rounding what was lost to 8 bits.
+    `feedback["layer1"]` holds those of one tensor. Passing the feedback itself to `compressed_all_reduce` uses a single
+    unnamed slot. `residual_dtype=torch.bfloat16` halves the residuals' memory and traffic, but rounds them to 8 bits.
     """
 
     def __init__(self, group: c10d.ProcessGroup | None = None, *, residual_dtype: torch.dtype = torch.float32) -> None:
         if residual_dtype not in RESIDUAL_DTYPES:
-            raise UsageError(f"residuals are kept in float32 or bfloat16, not in {residual_dtype}")
+            raise UsageError(f"residuals are kept in float32 or bfloat16, not {residual_dtype}")
         self.group = group
         self.residual_dtype = residual_dtype
         self.report = Report()
         self.workspace = Workspace()
         self.forecasts: dict[tuple[str, str], Forecast] = {}
-        """What `codec="auto"` has measured, by device type and codec."""
+        """Times measured for `codec="auto"`, by device type and codec."""
         self._slots: dict[Hashable, Slot] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._backgrounds: dict[str, Background] = {}
 
     def __getitem__(self, key: Hashable) -> Slot:
         slot = self._slots.get(key)
@@ -99,25 +98,25 @@ class ErrorFeedback:
         return len(self._slots)
 
     def reset(self) -> None:
-        """Forget everything that was lost."""
+        """Discard all residuals."""
         for slot in self._slots.values():
             slot.reset()
 
-    def lane(self, device: torch.device) -> Lane:
+    def background(self, device: torch.device) -> Background:
         """Where this feedback's asynchronous calls run. The first call for a device is collective."""
-        if device.type not in self._lanes:
-            self._lanes[device.type] = Lane.on(device, world.communicator(self.group), self.group)
-        return self._lanes[device.type]
+        if device.type not in self._backgrounds:
+            self._backgrounds[device.type] = Background.on(device, world.communicator(self.group), self.group)
+        return self._backgrounds[device.type]
 
     def close(self) -> None:
-        """Wait for asynchronous calls under way, and end their threads. May be called again."""
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.close()
+        """Wait for pending asynchronous calls and end their threads. Safe to call more than once."""
+        backgrounds, self._backgrounds = self._backgrounds, {}
+        for background in backgrounds.values():
+            background.close()
         self.workspace.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals. Save every rank's: each holds what only it has lost."""
+        """This rank's residuals. Save those of every rank: each rank's are different."""
         communicator = world.communicator(self.group)
         return {
             "format": FORMAT,
@@ -131,16 +130,16 @@ class ErrorFeedback:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take residuals back: this rank's own state, or the states of all ranks of a job of another size.
+        """Restore residuals from this rank's own state, or from the states of all ranks of a job of another size.
 
-        At another size each worker gets the mean of all workers' residuals, and the servers' residuals are
-        joined and split anew: what the job as a whole had lost is kept.
+        If the size differs, each worker gets the mean of all workers' residuals, and the servers' residuals are joined
+        and split again, so the job as a whole loses nothing.
         """
         communicator = world.communicator(self.group)
         states = [state] if isinstance(state, Mapping) else list(state)
         for one in states:
             if one.get("format") != FORMAT:
-                raise UsageError(f"residuals of format {one.get('format')!r} cannot be read, only {FORMAT}")
+                raise UsageError(f"cannot read residuals of format {one.get('format')!r}, only of format {FORMAT}")
         sizes = {one["world_size"] for one in states}
         if len(sizes) != 1:
             raise UsageError(f"the states come from jobs of different sizes: {sorted(sizes)}")
@@ -157,8 +156,8 @@ class ErrorFeedback:
             }
         else:
             raise UsageError(
-                f"these residuals are of rank {', '.join(map(str, sorted(by_rank)))} of {size}, and this is rank "
-                f"{communicator.rank} of {communicator.size}: give the states of all {size} ranks, as a list"
+                f"these residuals belong to rank {', '.join(map(str, sorted(by_rank)))} of {size}, but this is rank "
+                f"{communicator.rank} of {communicator.size}: pass the states of all {size} ranks, as a list"
             )
         self._slots.clear()
         for key, (worker, server) in residuals.items():
@@ -168,14 +167,14 @@ class ErrorFeedback:
 
 
 def _resharded(slots: Sequence[Mapping[str, Tensor]], size: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What `rank` of a job of `size` ranks takes over from the ranks that held `slots`."""
+    """The residuals of `rank` in a job of `size` ranks, from those of the ranks that saved `slots`."""
     mean = torch.stack([slot["worker"].to(torch.float32) for slot in slots]).mean(dim=0)
     joined = torch.cat([slot["server"].to(torch.float32) for slot in slots])
-    return mean, joined[Layout(joined.numel(), size).served(rank)].clone()
+    return mean, joined[Sharding(joined.numel(), size).served(rank)].clone()
 
 
 def as_slot(feedback: ErrorFeedback | Slot | None) -> Slot | None:
-    """The slot that a caller meant."""
+    """The slot to use for the caller's `feedback` argument."""
     if feedback is None or isinstance(feedback, Slot):
         return feedback
     if isinstance(feedback, ErrorFeedback):
@@ -186,5 +185,5 @@ def as_slot(feedback: ErrorFeedback | Slot | None) -> Slot | None:
 
 
 def is_outside(group: object) -> bool:
-    """Whether this is what torch gives a rank that is not in the group it made."""
+    """Whether this is the value torch returns to a rank outside the group it created."""
     return group == NON_MEMBER

@@ -1,6 +1,6 @@
-"""ZeRO++'s collectives: gradients reduced and scattered, parameters gathered, both in a codec's bytes.
+"""ZeRO++'s collectives: reduce-scatter of gradients and all-gather of parameters, both in a codec's bytes.
 
-Neither keeps residuals: a gradient shard is used once, and a parameter gathered anew every step.
+Neither keeps residuals: a gradient shard is used once, and parameters are gathered again every step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.compress.codecs.codec import Codec, get_codec
-from ringway.compress.kernels.choice import kernels_for
-from ringway.compress.kernels.kernels import VALUE_DTYPES, Kernels
+from ringway.compress.kernels.base import VALUE_DTYPES, Kernels
+from ringway.compress.kernels.select import kernels_for
 from ringway.compress.windows import Window, new_frames, statuses
 from ringway.errors import NotFinite, UsageError
 from ringway.groups.communicator import Communicator
@@ -28,11 +28,11 @@ Groups = c10d.ProcessGroup | tuple[c10d.ProcessGroup, c10d.ProcessGroup] | Mappi
 def all_to_all_quant_reduce(
     tensors: Sequence[Tensor], groups: Groups = None, *, codec: str | Codec = "int4", kernels: str | None = None
 ) -> list[Tensor]:
-    """The mean of each tensor over all ranks, of which this rank gets its share, in a codec's bytes.
+    """Return this rank's share of each tensor's mean over all ranks, exchanged in a codec's bytes.
 
     Rank r of W gets elements [r * s, (r + 1) * s) of the flat mean, s = ceil(numel / W); the last shares may be
-    shorter. `groups` is one group, or a pair (inside the node, across the nodes) for two hops of which only
-    the second, a node's size smaller, leaves the node; or DeepSpeed's dictionary of `local_i` and `global_j`.
+    shorter. `groups` is one group, or a pair (within the node, across nodes) for two hops, of which only the second
+    leaves the node, with data smaller by the node's size; or DeepSpeed's dictionary of `local_i` and `global_j`.
     """
     stages = [world.communicator(group) for group in _stages(groups)]
     chosen = get_codec(codec)
@@ -50,8 +50,8 @@ def _stages(groups: Groups) -> list[c10d.ProcessGroup | None]:
     }
     if any(len(found) != 1 for found in mine.values()):
         raise UsageError(
-            "groups= as a dictionary holds one 'local_i' and one 'global_j' that this rank is in, and among "
-            f"{sorted(groups)} there are {', '.join(f'{len(found)} {kind}*' for kind, found in mine.items())}"
+            "a dictionary groups= must have exactly one 'local_i' and one 'global_j' group that this rank is in; "
+            f"{sorted(groups)} has {', '.join(f'{len(found)} {kind}*' for kind, found in mine.items())}"
         )
     return [mine["local_"][0], mine["global_"][0]]
 
@@ -69,7 +69,7 @@ def _reduce_scatter(tensor: Tensor, stages: list[Communicator], codec: Codec, ke
     inside, across = stages
     ranks = inside.size * across.size
     share = -(-flat.numel() // ranks)
-    # Shares in the order (rank inside the node, node): what one rank of a node collects is then contiguous.
+    # Order the shares by (rank in the node, node), so that the part each rank of a node collects is contiguous.
     padded = torch.nn.functional.pad(flat, (0, share * ranks - flat.numel()))
     by_place = padded.view(across.size, inside.size, share).transpose(0, 1).reshape(-1)
     of_node = _hop(by_place, across.size * share, inside, engine, last=False)
@@ -79,7 +79,7 @@ def _reduce_scatter(tensor: Tensor, stages: list[Communicator], codec: Codec, ke
 
 
 def _hop(flat: Tensor, share: int, communicator: Communicator, engine: Kernels, last: bool = True) -> Tensor:
-    """Each rank's share of the mean over one group. What is not finite is told by the last hop, to everybody."""
+    """Each rank's share of the mean over one group. The last hop reports values that are not finite, on every rank."""
     window = Window(flat.numel(), share, 0, share)
     frames = new_frames(engine.codec, communicator.size, share, flat.device)
     scale = None
@@ -116,19 +116,19 @@ def quantized_all_gather(
     *,
     kernels: str | None = None,
 ) -> Work | None:
-    """Every rank's `input_tensor`, one after the other, into `output_tensor`, in a codec's bytes.
+    """Gather every rank's `input_tensor`, in rank order, into `output_tensor`, in a codec's bytes.
 
-    All ranks get the same values, this rank's own included: what comes out is what the codec kept.
+    All ranks get the same values, including their own: each value is what the codec preserved of it.
     """
     communicator = world.communicator(group)
     numel = input_tensor.numel()
     if output_tensor.numel() != numel * communicator.size or output_tensor.dtype != input_tensor.dtype:
         raise UsageError(
-            f"quantized_all_gather: the output holds {output_tensor.numel()} elements of {output_tensor.dtype}, and "
-            f"{communicator.size} inputs of {numel} of {input_tensor.dtype} are to go into it"
+            f"quantized_all_gather: the output has {output_tensor.numel()} elements of {output_tensor.dtype}, but it "
+            f"receives {communicator.size} inputs of {numel} elements of {input_tensor.dtype}"
         )
     if input_tensor.dtype not in VALUE_DTYPES or not output_tensor.is_contiguous():
-        raise UsageError("quantized_all_gather takes float32, float16 and bfloat16, and a contiguous output")
+        raise UsageError("quantized_all_gather takes float32, float16 or bfloat16, and a contiguous output")
     engine = kernels_for(get_codec(codec), input_tensor.device, kernels)
     flat = input_tensor.reshape(-1)
     frame = new_frames(engine.codec, 1, numel, flat.device)

@@ -1,4 +1,4 @@
-"""What compression brought: bytes saved, time saved or lost, and how much of the values was lost on the way."""
+"""What compression gained or cost: bytes saved, time saved or lost, and the relative error."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 SAMPLE_EVERY = 64
-"""The relative error is taken on the first call of a slot, and then on one call in so many."""
+"""The relative error is measured on a slot's first call, and then on every call whose number is a multiple of this."""
 SAMPLES_KEPT = 256
 
 
 @dataclass
 class Report:
-    """Sums over the compressed calls of one `ErrorFeedback`."""
+    """Totals over the compressed calls of one `ErrorFeedback`."""
 
     calls: int = 0
     plain_calls: int = 0
-    """Calls that `codec="auto"` left uncompressed."""
+    """Calls that `codec="auto"` sent uncompressed."""
     plain_bytes: int = 0
-    """What this rank would have sent without compression (a ring all-reduce)."""
+    """The bytes this rank would have sent without compression (with a ring all-reduce)."""
     sent_bytes: int = 0
     seconds: float = 0.0
-    """Spent in compressed calls on the CPU; calls on a GPU are not timed, since that would wait for it."""
+    """Time spent in compressed calls on the CPU. Calls on a GPU are not timed: that would wait for the device."""
     predicted_plain_seconds: float = 0.0
-    """What `codec="auto"` expects those calls to have taken uncompressed; 0 without it."""
+    """The time `codec="auto"` predicts for those calls uncompressed; 0 without "auto"."""
     predicted_calls: int = 0
     _errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add_error(self, lost: Tensor, whole: Tensor) -> None:
-        """Note the norms of what was lost and of what was to be sent; looked at when the report is read."""
+        """Record the norms of what was lost and of what was to be sent. They are read only when the report is."""
         self._errors.append((lost, whole))
         del self._errors[:-SAMPLES_KEPT]
 
@@ -39,14 +39,14 @@ class Report:
 
     @property
     def seconds_saved(self) -> float | None:
-        """Negative where compression cost time; None where nothing says what plain would have taken."""
+        """Negative if compression cost time; None if the time without compression is unknown."""
         if self.predicted_calls == 0:
             return None
         return self.predicted_plain_seconds - self.seconds * self.predicted_calls / max(self.calls, 1)
 
     @property
     def relative_error(self) -> float | None:
-        """What one step loses, as a share of what it was to send (both as 2-norms); feedback returns it later."""
+        """The share of the values that one step loses (both as 2-norms); feedback adds it to later steps."""
         ratios = [float(lost) / float(whole) for lost, whole in self._errors if float(whole) > 0]
         return sum(ratios) / len(ratios) if ratios else None
 

@@ -1,15 +1,15 @@
-"""How a tensor is cut among ranks, and what a message between two of them looks like.
+"""How a tensor is split among ranks, and the layout of a message between two of them.
 
-A tensor of `numel` elements is cut into one contiguous shard a rank, all of the same length (a multiple of
-8, so that a shard begins on a whole byte of bits) but the last ones, which may be shorter or empty. Rank r
-serves shard r: it averages it and tells everybody. Nothing is padded but the messages.
+A tensor of `numel` elements is split into one contiguous shard per rank. All shards have the same length (a multiple
+of 8, so that a shard starts at a whole byte of bits), except that the last ones may be shorter or empty. Rank r serves
+shard r: it averages the shard and sends the result to everyone. Only messages are padded.
 
 Large tensors travel in windows: window k is columns [start, stop) of every shard.
 
-A message is a frame: 16 bytes of header, then the codec's bytes, then padding to a multiple of 16. The
-header's first four bytes are the status (int32): 0 for well; from a worker 1 for a value that is not finite;
-from a server 1 + the group rank of the worker that had it, or 1 + the group's size where only the average
-was not finite. The other bytes are 0.
+A message is a frame: 16 bytes of header, then the codec's bytes, then padding to a multiple of 16. The header's first
+four bytes are the status (int32). 0 means success. A worker sends 1 if a value is not finite. A server sends 1 + the
+group rank of the worker that had such a value, or 1 + the group's size if only the average is not finite. The other
+header bytes are 0.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Window:
         return self.stop - self.start
 
     def count(self, row: int) -> int:
-        """How many real elements shard `row` has in this window."""
+        """The number of real elements of shard `row` in this window."""
         return max(0, min(self.stop, self.numel - row * self.shard) - self.start)
 
     def rows(self, ranks: int) -> Iterator[tuple[int, slice]]:
-        """Each shard that has elements in this window, and where they are in the flat tensor."""
+        """Each shard that has elements in this window, and their position in the flat tensor."""
         for row in range(ranks):
             begin = row * self.shard + self.start
             count = self.count(row)
@@ -54,8 +54,8 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A tensor of `numel` elements cut among `ranks`."""
+class Sharding:
+    """A tensor of `numel` elements split among `ranks`."""
 
     numel: int
     ranks: int
@@ -70,7 +70,7 @@ class Layout:
         return slice(min(rank * self.shard, self.numel), min((rank + 1) * self.shard, self.numel))
 
     def windows(self, columns: int) -> list[Window]:
-        """The tensor in windows of at most `columns` columns."""
+        """Split the tensor into windows of at most `columns` columns."""
         return [
             Window(self.numel, self.shard, start, min(start + columns, self.shard))
             for start in range(0, self.shard, columns)
@@ -78,12 +78,12 @@ class Layout:
 
 
 def frame_bytes(codec: Codec, columns: int) -> int:
-    """How long the frame of so many elements is."""
+    """The length of a frame of `columns` elements."""
     return -(-(HEADER_BYTES + codec.nbytes(columns)) // ALIGNMENT) * ALIGNMENT
 
 
 def new_frames(codec: Codec, rows: int, columns: int, device: torch.device) -> Tensor:
-    """Frames to be written, [rows, frame_bytes], with headers of zeros."""
+    """Empty frames to write into, [rows, frame_bytes], with zeroed headers."""
     frames = torch.empty(rows, frame_bytes(codec, columns), dtype=torch.uint8, device=device)
     frames[:, :HEADER_BYTES].zero_()
     return frames
@@ -95,5 +95,24 @@ def statuses(frames: Tensor) -> Tensor:
 
 
 def body(frame: Tensor) -> Tensor:
-    """The codec's bytes of one frame (and the padding after them)."""
+    """The codec's bytes of one frame, and the padding after them."""
     return frame[HEADER_BYTES:]
+
+
+class PendingStatus:
+    """A status computed on a device. On a GPU it is copied to the host asynchronously: reading it waits for the work
+    enqueued before the copy, not for later work."""
+
+    def __init__(self, status: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._status = status
+        if status.is_cuda:
+            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            self._status.copy_(status, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._status)

@@ -1,4 +1,4 @@
-"""Memory for frames, kept from one call to the next, so that a step of training allocates nothing."""
+"""Memory for frames, reused from call to call, so that a training step allocates nothing."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from ringway.compress.windows import HEADER_BYTES
 
 KEPT = 8
-"""More buffers than a call has in flight at once; of what comes back beyond that the smallest are freed."""
+"""Buffers kept per pool, more than a call has in flight at once. Beyond that, the smallest are freed."""
 
 
-class Shelf:
-    """Buffers of one place and stream: they may be reused as soon as their last use is enqueued there.
+class BufferPool:
+    """Buffers of one device and stream. They may be reused as soon as their last use is enqueued there.
 
-    Frames of any shape lie in the smallest idle buffer that holds them, so that windows and tensors of different
-    lengths share the same memory.
+    Frames of any shape use the smallest idle buffer that holds them, so windows and tensors of different lengths share
+    the same memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class Shelf:
         self._idle: list[Tensor] = []
 
     def take(self, rows: int, nbytes: int) -> Tensor:
-        """Frames of unknown content, [rows, nbytes]."""
+        """Uninitialized frames, [rows, nbytes]."""
         idle = self._idle
         for index, buffer in enumerate(idle):
             if buffer.numel() >= rows * nbytes:
@@ -31,18 +31,18 @@ class Shelf:
                 break
         else:
             if idle:
-                del idle[-1]  # too small, as all are: what is allocated now takes its place
+                del idle[-1]  # all are too small: the new buffer replaces the largest
             buffer = torch.empty(rows * nbytes, dtype=torch.uint8, device=self._device)
         return buffer[: rows * nbytes].view(rows, nbytes)
 
     def take_clean(self, rows: int, nbytes: int) -> Tensor:
-        """Frames whose headers are zeros."""
+        """Frames with zeroed headers."""
         frames = self.take(rows, nbytes)
         frames[:, :HEADER_BYTES].zero_()
         return frames
 
     def give_back(self, frames: Tensor) -> None:
-        """These frames are not needed any more, by anything that is not yet enqueued."""
+        """Return frames that are needed only by work already enqueued."""
         whole = frames.new_empty(0).set_(frames.untyped_storage())
         self._idle.append(whole)
         self._idle.sort(key=Tensor.numel)
@@ -50,19 +50,19 @@ class Shelf:
 
 
 class Workspace:
-    """The shelves of all places in use."""
+    """The buffer pools of all devices and streams in use."""
 
     def __init__(self) -> None:
-        self._shelves: dict[tuple[torch.device, int], Shelf] = {}
+        self._pools: dict[tuple[torch.device, int], BufferPool] = {}
 
-    def shelf(self, device: torch.device) -> Shelf:
-        """That of the current stream."""
+    def pool(self, device: torch.device) -> BufferPool:
+        """The pool of the current stream."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        found = self._shelves.get((device, stream))
+        found = self._pools.get((device, stream))
         if found is None:
-            found = self._shelves[device, stream] = Shelf(device)
+            found = self._pools[device, stream] = BufferPool(device)
         return found
 
     def clear(self) -> None:
-        """Free what is idle."""
-        self._shelves.clear()
+        """Free the idle buffers."""
+        self._pools.clear()

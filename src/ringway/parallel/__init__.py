@@ -1,4 +1,4 @@
-"""Parallel training: hooks for data and model parallelism, and the autograd functions they are made of."""
+"""Parallel training: hooks for data and model parallelism, and the autograd functions they are built from."""
 
 from ringway.parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from ringway.parallel.data import DataParallel, register_data_parallel_hooks

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model, and how they come to hold the same values."""
+"""Checks that all ranks hold the same model, and gives them the same values."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ringway.groups.world import NON_MEMBER, world
 Prepared = TypeVar("Prepared")
 _REFUSED = "refused: "
 _OVERLAPS = 1
-"""torch's word for a tensor with elements that share memory."""
+"""torch's term for a tensor whose elements share memory."""
 
 
 def member(group: object, what: str) -> Communicator:
-    """The group's communicator; a rank outside the group has no business with `what`."""
+    """The group's communicator. Raises on a rank outside the group, which must not call `what`."""
     if group is not None and group == NON_MEMBER:
-        raise UsageError(f"{what}: this rank is not in the given group; call it on the group's ranks only")
+        raise UsageError(f"{what}: this rank is not in the given group; call it only on the group's ranks")
     return world.communicator(group)  # type: ignore[arg-type]
 
 
 def describe(model: nn.Module) -> list[str]:
-    """The model in words, a line for each parameter and buffer, in the order in which they are sent."""
+    """Describes the model, one line per parameter and buffer, in the order in which they are sent."""
     first_name: dict[int, str] = {}
     lines = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -48,11 +48,11 @@ def describe(model: nn.Module) -> list[str]:
 
 
 def _require_settable(kind: str, name: str, tensor: Tensor) -> None:
-    """Every rank is given rank 0's values, which not every kind of tensor can take."""
+    """Raise if the tensor cannot take rank 0's values, which every rank receives."""
     if is_lazy(tensor):
-        raise UsageError(f"{kind} '{name}' has no shape yet: call the model once before its hooks are registered")
+        raise UsageError(f"{kind} '{name}' has no shape yet: call the model once before you register its hooks")
     if tensor.layout is not torch.strided:
-        raise UsageError(f"{kind} '{name}' is {tensor.layout}, and only dense ones can be sent; make it dense")
+        raise UsageError(f"{kind} '{name}' is {tensor.layout}, but only dense tensors can be sent; make it dense")
     if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
         raise UsageError(f"{kind} '{name}' has elements that share memory (it was expanded); make it .contiguous()")
 
@@ -62,10 +62,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 def agreed(communicator: Communicator, prepare: Callable[[], tuple[list[str], Prepared]], what: str) -> Prepared:
-    """What `prepare` made, beside lines that say what for, once every rank has the same lines.
+    """Run `prepare` and return what it made, once every rank has produced the same descriptive lines.
 
-    Where one rank's lines differ, or `prepare` raises on it, every rank gets an error, so that nobody waits for one
-    that has left. Only digests travel while all agree.
+    If one rank's lines differ, or `prepare` raises on one, every rank gets an error, so that no rank waits for one that
+    has left. Only digests travel while all ranks agree.
     """
     refusal: Exception | None = None
     try:
@@ -111,13 +111,13 @@ def _difference(
     }
     return CollectiveMismatch(
         f"{what}: the ranks were given different models or settings. Entry {number} on rank {rank}: {sides[rank]}; "
-        f"on rank {other}: {sides[other]}. Give every rank the same, in the same order",
+        f"on rank {other}: {sides[other]}. Pass the same ones, in the same order, on every rank",
         sides=sides,
     )
 
 
 def broadcast(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Gives every rank the values that the group's rank 0 has."""
+    """Copy the values of the group's rank 0 to every rank."""
     works = [communicator.broadcast(t.detach(), group_src=0, async_op=True, log_name="model") for t in tensors]
     for work in works:
         if work is not None:

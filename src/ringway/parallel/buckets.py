@@ -1,4 +1,4 @@
-"""Gradients in buckets: which parameters travel together, and the memory they travel in."""
+"""Gradient buckets: which parameters travel together, and their memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 
 def assign(order: Sequence[int], keys: Sequence[Hashable], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Cuts parameters, taken in `order`, into buckets of at least `limit` bytes, each of one key (dtype, device).
+    """Split parameters, taken in `order`, into buckets of at least `limit` bytes, each of one key (dtype, device).
 
-    `keys` and `sizes` are by parameter. Buckets come in the order in which they fill up, and those that do not
-    fill last: the rule of DistributedDataParallel, so that the two can be compared bit by bit.
+    `keys` and `sizes` are indexed by parameter. Buckets are in the order in which they fill up; those that do not fill
+    come last. This is DistributedDataParallel's rule, so the two can be compared bit by bit.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -36,14 +36,15 @@ def assign(order: Sequence[int], keys: Sequence[Hashable], sizes: Sequence[int],
 
 
 def first_assignment(keys: Sequence[Hashable], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Before any backward was seen: the model's order from its end, where backward begins."""
+    """The assignment before the first backward: the model's order reversed, since backward starts at the end."""
     buckets = assign(range(len(keys)), keys, sizes, limit)
     return sorted(buckets, key=min, reverse=True)
 
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter's place. `index` is its number among the trained ones, `view` its part of the bucket."""
+    """One parameter's place in a bucket. `index` is its number among the trained ones, `view` its part of the
+    bucket."""
 
     index: int
     name: str
@@ -54,12 +55,12 @@ class Slot:
     nbytes: int
     dtype: torch.dtype
     step: int = -1
-    """The step in which its gradient last arrived."""
+    """The last step in which its gradient arrived."""
     in_place: bool = False
-    """Whether this step's gradient was accumulated in the bucket itself, and still has to be scaled."""
+    """Whether this step's gradient was accumulated directly in the bucket and still has to be scaled."""
 
     def holds_gradient(self) -> bool:
-        """Whether the parameter's gradient lives in the bucket."""
+        """Whether the parameter's gradient is stored in the bucket."""
         return self.parameter.grad is not None and self.parameter.grad.data_ptr() == self.pointer
 
 
@@ -69,7 +70,7 @@ class Bucket:
     def __init__(
         self, number: int, members: Sequence[tuple[int, str, nn.Parameter]], device: str | None = None
     ) -> None:
-        """On the parameters' device, unless another is given."""
+        """The bucket's memory is on the parameters' device unless another is given."""
         first = members[0][2]
         self.number = number
         self.label = f"gradients {number}"
@@ -80,7 +81,7 @@ class Bucket:
         self.work: Work | None = None
         self.launched = False
         self.compressed = False
-        # A tensor of no dimension: torch multiplies by it in a third of the time that a Python number takes.
+        # A zero-dimensional tensor: torch multiplies by it in a third of the time it needs for a Python number.
         exact = first.dtype in (torch.float64, torch.complex128)
         self._scale = torch.ones((), dtype=torch.float64 if exact else torch.float32)
         start = 0
@@ -90,7 +91,7 @@ class Bucket:
             start += parameter.numel()
 
     def begin(self, scale: float, compressed: bool) -> None:
-        """A new step. What is sent is summed, so gradients are scaled first; a codec averages by itself."""
+        """Start a new step. Buckets are summed, so gradients are scaled first; a codec averages by itself."""
         self.missing = len(self.slots)
         self.work = None
         self.launched = False
@@ -98,17 +99,17 @@ class Bucket:
         self._scale.fill_(1.0 if compressed else scale)
 
     def fill(self, slot: Slot, gradient: Tensor | None) -> None:
-        """Puts a parameter's gradient, scaled, into its place; zeros where it has none."""
+        """Copy a parameter's gradient, scaled, into its place; zeros if it has none."""
         if gradient is None:
             slot.in_place = False
             slot.view.zero_()
             return
         slot.in_place = gradient.data_ptr() == slot.pointer
-        if not slot.in_place:  # what grows in place may still grow before the bucket leaves, and is scaled then
+        if not slot.in_place:  # a gradient in place may still grow before the bucket is sent, and is scaled then
             torch.mul(gradient, self._scale, out=slot.view)
 
     def scale_in_place(self) -> None:
-        """Scales what `fill` left alone."""
+        """Scale the gradients that `fill` skipped."""
         in_place = [slot.view for slot in self.slots if slot.in_place]
         if len(in_place) == len(self.slots):
             self.flat.mul_(self._scale)
@@ -117,8 +118,8 @@ class Bucket:
 
 
 def _like(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The flat part in the parameter's shape and, where it is dense, its strides: autograd then accumulates
-    without a copy."""
+    """The flat part in the parameter's shape and, if it is dense, its strides: autograd then accumulates without a
+    copy."""
     outermost_first = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if parameter.is_contiguous() or not parameter.permute(outermost_first).is_contiguous():
         return flat.view(parameter.shape)

@@ -1,4 +1,4 @@
-"""How data-parallel hooks use a codec: one residual a bucket."""
+"""How data-parallel hooks use a codec: one residual per bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.compress import ErrorFeedback, compressed_all_reduce, get_codec
-from ringway.compress.kernels.kernels import VALUE_DTYPES
+from ringway.compress.kernels.base import VALUE_DTYPES
 from ringway.parallel.buckets import Bucket
 from ringway.work import Work
 
@@ -23,11 +23,11 @@ class Compression:
         self._group = group
 
     def takes(self, flat: Tensor) -> bool:
-        """Whether the codec has a meaning for the dtype; other buckets travel as they are."""
+        """Whether the codec supports the dtype. Other buckets are sent uncompressed."""
         return flat.dtype in VALUE_DTYPES
 
     def start(self, bucket: Bucket) -> Work | None:
-        """Infinities and NaNs come out as NaNs, as they do without a codec, for a gradient scaler to find."""
+        """Infinities and NaNs become NaNs, so that a gradient scaler finds them, as it would without a codec."""
         return compressed_all_reduce(
             bucket.flat,
             self._feedback[bucket.label],
@@ -48,7 +48,7 @@ class Compression:
 
 
 def codec_name(codec: Any) -> str:
-    """The codec in a word, with its block. Raises where there is no such codec."""
+    """The codec's name and block. Raises if there is no such codec."""
     if not _is_auto(codec):
         return get_codec(codec).spec
     name, _, used = codec.partition(":")
@@ -56,5 +56,5 @@ def codec_name(codec: Any) -> str:
 
 
 def _is_auto(codec: Any) -> bool:
-    """Whether measurement decides: "auto", or "auto:int8" with the codec to use where it helps."""
+    """Whether a measurement decides: "auto", or "auto:int8" with the codec to use if it helps."""
     return isinstance(codec, str) and codec.partition(":")[0] == "auto"

@@ -1,4 +1,5 @@
-"""Cross-entropy of logits whose vocabulary is split over the ranks: three numbers a token travel, not the logits."""
+"""Cross-entropy of logits whose vocabulary is split over the ranks: it sends three numbers per token, not the
+logits."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ def vocabulary_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` gives for the joined logits.
+    """Compute `torch.nn.functional.cross_entropy` of the joined logits.
 
-    `logits` are this rank's part, along the last dimension, as a column-parallel head makes them; `target` has
-    one dimension less and holds numbers of the whole vocabulary, the same on every rank of the group.
-    `vocabulary` is the whole's size, needed where it does not divide by the number of ranks. Computes in fp32,
-    or in the logits' dtype where that is double.
+    `logits` are this rank's part along the last dimension, as a column-parallel head produces them. `target` has one
+    dimension less, holds indices into the whole vocabulary, and is the same on every rank of the group. `vocabulary` is
+    the size of the whole vocabulary, required if it is not divisible by the number of ranks. The computation is in
+    fp32, or in the logits' dtype if that is double.
     """
     communicator = member(group, "vocabulary_parallel_cross_entropy")
     whole = logits.shape[-1] * communicator.size if vocabulary is None else vocabulary
@@ -65,13 +66,13 @@ def _check(
         )
     if logits.shape[-1] != shares[communicator.rank]:
         raise UsageError(
-            f"{what}: rank {communicator.rank} of {communicator.size} has {logits.shape[-1]} logits a token, and "
+            f"{what}: rank {communicator.rank} of {communicator.size} has {logits.shape[-1]} logits per token, but "
             f"{shares[communicator.rank]} are its share of a vocabulary of {whole}"
         )
     if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f"{what}: reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+        raise UsageError(f"{what}: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     known = ((target >= 0) & (target < whole)) | (target == ignore_index)
-    require_all(known, f"{what}: a target lies outside the vocabulary of {whole}")
+    require_all(known, f"{what}: a target is outside the vocabulary of {whole}")
 
 
 class _CrossEntropy(Function):

@@ -1,4 +1,4 @@
-"""Data parallelism without a wrapper: hooks that average gradients while backward runs."""
+"""Data parallelism without a wrapper: hooks that average gradients during backward."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ringway.groups.communicator import Communicator
 from ringway.parallel import sparse
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
-from ringway.parallel.census import Census, is_split, refuse_gradient
 from ringway.parallel.compression import Compression, codec_name
+from ringway.parallel.guards import ModelSnapshot, is_split, refuse_gradient
 
 _registered: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 _current_task = torch._C._current_graph_task_id
-"""The number of the backward that runs on this thread; one inside another has its own."""
+"""The id of the backward that runs on this thread; a nested backward has its own."""
 
 
 def register_data_parallel_hooks(
@@ -38,16 +38,16 @@ def register_data_parallel_hooks(
 ) -> DataParallel:
     """Average the model's gradients over the group's ranks, while backward computes them.
 
-    Parameters and buffers take rank 0's values once, now. From then on, when `backward()` returns, the
-    gradients are the mean over the ranks. Gradients travel in buckets of about `bucket_mb` MiB; from the second
-    step on the buckets follow the order in which the first backward produced the gradients, and `codec` (a name
-    or a codec of `ringway.compress`) compresses them, with error feedback.
+    Parameters and buffers take rank 0's values once, now. From then on, gradients are the mean over the ranks when
+    `backward()` returns. Gradients travel in buckets of about `bucket_mb` MiB. From the second step on, buckets follow
+    the order in which the first backward produced the gradients, and `codec` (a name or a codec of `ringway.compress`)
+    compresses them, with error feedback.
 
-    With `gradient_as_bucket_view` gradients live in the buckets, which saves a copy: a gradient that a program
-    kept from the last step is overwritten by the next. With False they are copied out.
+    With `gradient_as_bucket_view`, gradients are views of the buckets, which saves a copy: a gradient that a program
+    kept from the last step is overwritten by the next. With False, they are copied out.
 
-    The model is not wrapped: its state-dict keys stay. All ranks of the group call this together; ranks that
-    hold different models get an error here, all of them.
+    The model is not wrapped, so its state-dict keys stay. All ranks of the group call this together. If ranks hold
+    different models, all of them get an error here.
     """
     communicator = member(group, "register_data_parallel_hooks")
 
@@ -63,20 +63,20 @@ def register_data_parallel_hooks(
 
 
 def described(bucket_mb: float, codec: Any) -> list[str]:
-    """The settings in words, once they are found to be possible."""
+    """Check the settings, and describe them as text."""
     if not 0 < bucket_mb < float("inf"):
-        raise UsageError(f"bucket_mb={bucket_mb} is not above 0 and finite")
+        raise UsageError(f"bucket_mb={bucket_mb} must be above 0 and finite")
     return [f"bucket_mb={bucket_mb}", f"codec={None if codec is None else codec_name(codec)}"]
 
 
 def has_data_parallel_hooks(model: nn.Module) -> bool:
-    """Whether a parameter of the model has such hooks, by this model or another that shares it."""
+    """Whether a parameter of the model has data-parallel hooks, of this model or of another that shares it."""
     return any(handle.trains(model.parameters()) for handle in _registered)
 
 
 class _End:
-    """Ends a step with the backward it was queued in. Only that backward holds it: if it raises an error, a weak
-    reference to this finds nothing."""
+    """Ends a step at the end of the backward it was queued in. Only that backward holds a reference: if it raises an
+    error, a weak reference to this object is dead."""
 
     def __init__(self, handle: DataParallel, task: int) -> None:
         self.handle = handle
@@ -87,11 +87,11 @@ class _End:
 
 
 def _nothing() -> None:
-    """What a weak reference gives whose object is gone."""
+    """Stands for a dead weak reference."""
 
 
 class DataParallel:
-    """What `register_data_parallel_hooks` returns: the hooks on one model."""
+    """The data-parallel hooks of one model, as returned by `register_data_parallel_hooks`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class DataParallel:
         self._scale = 1.0 / communicator.size
         self._lock = threading.Lock()
         self._synchronizing = True
-        self._census = Census(model)
+        self._snapshot = ModelSnapshot(model)
         sparse_ids = sparse.announced(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._dense = [(name, p) for name, p in trained if id(p) not in sparse_ids]
@@ -132,11 +132,11 @@ class DataParallel:
             self._install()
         _registered.add(self)
 
-    # For the user
+    # Public methods
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of a backward in here stay this rank's own; the next backward outside averages the sum."""
+        """Within this context, gradients stay local; the next backward outside it averages the accumulated sum."""
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -144,7 +144,7 @@ class DataParallel:
             self._synchronizing = before
 
     def remove(self) -> None:
-        """Takes the hooks off; the model is an ordinary one again. May be called again."""
+        """Remove the hooks and leave an ordinary model. Safe to call more than once."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -153,23 +153,23 @@ class DataParallel:
             self._compression.close()
 
     def __deepcopy__(self, memo: Any) -> DataParallel:
-        """A copy of the model has the forward hook too; it knows that the copy is not its own and does nothing."""
+        """A copy of the model shares the forward hook, which does nothing for a model that is not its own."""
         return self
 
     def __reduce__(self) -> Any:
-        raise UsageError("a model with data-parallel hooks cannot be pickled; save its state_dict, or remove() them")
+        raise UsageError("a model with data-parallel hooks cannot be pickled; save its state_dict or remove() them")
 
     def trains(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether one of the parameters is averaged here."""
+        """Whether one of the parameters is averaged by these hooks."""
         return any(id(parameter) in self._trained_ids for parameter in parameters)
 
     @property
     def bucket_names(self) -> list[list[str]]:
-        """The parameters of each bucket, in the order in which they are sent."""
+        """The parameter names of each bucket, in the order in which buckets are sent."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of this rank needs besides the model: the buckets, and what compression still owes."""
+        """What this rank's checkpoint needs besides the model: the buckets, and the residuals of compression."""
         return {
             "buckets": self.bucket_names,
             "follows_backward": self._follows_backward,
@@ -177,17 +177,17 @@ class DataParallel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Takes a rank's state back; with a codec at another number of ranks, the list of all ranks' states."""
+        """Restore a rank's state. With a codec and another number of ranks, pass the list of all ranks' states."""
         states = [state] if isinstance(state, Mapping) else list(state)
         buckets = states[0]["buckets"]
         index = {name: i for i, (name, _) in enumerate(self._dense)}
         names = [name for bucket in buckets for name in bucket]
         if sorted(names) != sorted(index):
             differing = sorted(set(names) ^ set(index))[:4]
-            raise UsageError(f"this state is of another model: {', '.join(differing)} on one side only")
+            raise UsageError(f"this state belongs to another model: only one of them has {', '.join(differing)}")
         members = [[index[name] for name in bucket] for bucket in buckets]
         if any(len({self._keys[i] for i in bucket}) > 1 for bucket in members):
-            raise UsageError("this state is of another model: its dtypes, devices or split layers were others")
+            raise UsageError("this state belongs to another model: its dtypes, devices or split layers differ")
         self._build(members)
         self._follows_backward = states[0]["follows_backward"]
         if self._compression is not None and states[0]["feedback"] is not None:
@@ -204,24 +204,24 @@ class DataParallel:
         self._handles.append(self._model.register_forward_hook(self._after_forward))
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Marks where backward will begin. Without the mark (a model that is not called as a module, or compiled)
-        gradients are right as well; reentrant checkpoints then cost a round of messages each."""
+        """Hook into the start of backward. Without this (a model that is compiled, or not called as a module) gradients
+        are still correct, but each reentrant checkpoint costs a round of messages."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or module is not self._model:
             return
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # a mark on a parameter would stay for ever
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # a hook on a parameter would stay forever
                 leaf.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: Tensor) -> None:
-        """The backward that is seen here is not one inside another, so its end is the end of the step. Whether it
-        is a step at all is not known yet: `torch.autograd.grad` comes by here too."""
+        """This backward is not nested in another, so its end is the end of the step. It may not be a step at all:
+        `torch.autograd.grad` gets here too."""
         with self._lock:
             if self._synchronizing and self._outermost() is None:
                 self._forget_failed()
                 self._outermost = self._finish_with_this_backward()
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
-        """A gradient is there. Runs once a parameter and step, so what is ordinary comes first, in one piece."""
+        """A gradient has arrived. Runs once per parameter and step, so the usual case comes first, inline."""
         if not self._synchronizing:
             return
         with self._lock:
@@ -241,7 +241,7 @@ class DataParallel:
                 refuse_gradient(slot, gradient)
             bucket.fill(slot, gradient)
             if self._as_views and not slot.in_place:
-                parameter.grad = slot.view  # now, so that the memory of this gradient serves for the next
+                parameter.grad = slot.view  # now, so that this gradient's memory can be reused for the next
             slot.step = self._step
             self._order_seen.append(index)
             bucket.missing -= 1
@@ -253,8 +253,8 @@ class DataParallel:
             return
         if parameter.grad is not None and parameter.grad.layout is not torch.sparse_coo:
             raise UsageError(
-                f"parameter '{name}' belongs to an embedding with sparse=True, and its gradient is dense: it is "
-                "shared with a layer that makes dense ones; set sparse=False"
+                f"parameter '{name}' belongs to an embedding with sparse=True, but its gradient is dense: it is "
+                "shared with a layer that produces dense gradients; set sparse=False"
             )
         with self._lock:
             self._follow()
@@ -262,7 +262,7 @@ class DataParallel:
     # One step, from the first gradient to the end of backward
 
     def _follow(self) -> None:
-        """Has the step begin with its first gradient, and be finished at the end of the backward that runs."""
+        """Begin the step at its first gradient, and finish it at the end of the running backward."""
         if self._outermost() is None:
             self._forget_failed()
         if not self._open:
@@ -276,8 +276,8 @@ class DataParallel:
         return weakref.ref(end)
 
     def _forget_failed(self) -> None:
-        """A step is open, and no backward is left that would finish it: the last one ended in an error. What it had
-        sent is awaited, and where that arrived is no place for the gradients of this backward."""
+        """If a step is open but no backward is left to finish it, the last backward raised an error. Wait for the
+        buckets it sent. Raise if gradients still live in them, because this backward would add to them."""
         if not self._open or any(end() is not None for end in self._ends.values()):
             return
         self._open = False
@@ -285,8 +285,8 @@ class DataParallel:
         self._await_buckets()
         if any(slot.holds_gradient() for bucket in sent for slot in bucket.slots):
             raise UsageError(
-                "the backward before ended in an error while gradients travelled, and what arrived is mixed with those "
-                "of this one; after such an error call zero_grad(), with set_to_none=True, before the next backward"
+                "the previous backward ended in an error while gradients were in flight, and they are mixed with those "
+                "of this one; after an error in backward, call zero_grad(set_to_none=True) before the next backward"
             )
 
     def _await_buckets(self) -> None:
@@ -296,7 +296,7 @@ class DataParallel:
                 bucket.work = None
 
     def _begin(self) -> None:
-        self._census.check()
+        self._snapshot.check()
         self._step += 1
         self._next_bucket = 0
         self._ends.clear()
@@ -306,11 +306,11 @@ class DataParallel:
         self._open = True
 
     def _compresses(self, bucket: Bucket) -> bool:
-        """Residuals belong to buckets that stay, so the first step, before the buckets are rebuilt, is plain."""
+        """Residuals need buckets that stay the same, so the first step, before the buckets are rebuilt, is plain."""
         return self._compression is not None and self._follows_backward and self._compression.takes(bucket.flat)
 
     def _launch_complete(self) -> None:
-        """Sends what is complete, in the buckets' order: it is the same on every rank."""
+        """Send complete buckets in order, which is the same on every rank."""
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].missing == 0:
             self._launch(self._buckets[self._next_bucket])
             self._next_bucket += 1
@@ -346,7 +346,7 @@ class DataParallel:
         for slot in self._slots:
             if slot.step == self._step and slot.parameter.grad is None:
                 refuse_gradient(slot, None)
-        if used is not None or not self._as_views:  # else every gradient came, and was put where the mean is now
+        if used is not None or not self._as_views:  # otherwise all gradients are already in place, as bucket views
             for slot in self._slots:
                 if used is None or used[slot.index]:
                     self._hand_over(slot)
@@ -357,7 +357,7 @@ class DataParallel:
             self._rebuild()
 
     def _used_somewhere(self) -> list[int] | None:
-        """Which parameters have a gradient on some rank; None for all, as is plain on a rank that has them all."""
+        """Which parameters have a gradient on some rank. None for all, if this rank has them all."""
         everybody = len(self._dense) + len(self._sparse)
         if len(self._order_seen) == everybody:
             own = torch.ones(everybody, dtype=torch.uint8)
@@ -368,7 +368,7 @@ class DataParallel:
         return None if len(self._order_seen) == everybody else own.tolist()
 
     def _hand_over(self, slot: Slot) -> None:
-        """A gradient that no rank computed stays None; any other is the mean."""
+        """Set the gradient to the mean. A gradient that no rank computed stays None."""
         if slot.in_place or (self._as_views and slot.step == self._step):
             return
         if self._as_views:
@@ -381,7 +381,7 @@ class DataParallel:
     # Buckets
 
     def _build(self, buckets: Sequence[Sequence[int]]) -> None:
-        alone = self._communicator.size == 1  # nothing travels: buckets then have names, and no memory
+        alone = self._communicator.size == 1  # nothing is sent: buckets have names, but no memory
         self._buckets = [
             Bucket(number, [(i, *self._dense[i]) for i in members], "meta" if alone else None)
             for number, members in enumerate(buckets)
@@ -390,7 +390,7 @@ class DataParallel:
         self._slots = [slots[i] for i in range(len(self._dense))]
 
     def _rebuild(self) -> None:
-        """Buckets by the order in which rank 0 saw gradients arrive; those it did not see come last."""
+        """Order the buckets as gradients arrived on rank 0; parameters without a gradient come last."""
         self._follows_backward = True
         if not self._dense:
             return

@@ -1,10 +1,9 @@
-"""Collectives that autograd knows: each one's backward is the collective that undoes what its forward did to the
-gradient's meaning.
+"""Collectives for autograd: each function's backward is the collective that its gradient needs.
 
-Tensors are of three kinds, and each function turns one into another:
+Tensors are of three kinds, and each function turns one kind into another:
 
     replicated   the same on every rank of the group
-    partial      every rank has a summand; the tensor is the sum
+    partial      every rank has a summand; the tensor is their sum
     split        every rank has a part along one dimension
 
     function                        forward                      backward
@@ -15,8 +14,8 @@ Tensors are of three kinds, and each function turns one into another:
     reduce_scatter_to_group         partial    -> split          all_gather
     all_to_all_in_group             split      -> split          all_to_all back
 
-Backwards are written with the same functions, so that they can be differentiated again. Under `torch.compile`
-they run as they are, between graphs.
+Backward functions are written with the same functions, so they can be differentiated again. `torch.compile` leaves
+them out of its graphs and calls them as they are.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def between_graphs(function: Called) -> Called:
-    """Has `torch.compile` call the function as it is: a graph ends before it, and the next begins after."""
+    """Make `torch.compile` call the function as is: a graph ends before it, and the next begins after it."""
     disabled: Called = torch.compiler.disable(function)
     return disabled
 
 
 def require_all(held: Tensor, otherwise: str) -> None:
-    """Raises unless the condition is true everywhere; on a GPU the device tells, when it gets there."""
+    """Raise unless the condition is true everywhere. On a GPU, the device asserts it asynchronously."""
     if held.is_cuda:
         torch._assert_async(held.all(), otherwise)
     elif not held.all():
@@ -54,25 +53,25 @@ def require_all(held: Tensor, otherwise: str) -> None:
 
 
 def even_shares(length: int, size: int) -> list[int]:
-    """How a length is split over ranks: the first ones get one more where it does not divide."""
+    """Split a length over the ranks. If it does not divide evenly, the first ranks get one more."""
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
 @between_graphs
 def copy_to_group(tensor: Tensor, group: Group = None) -> Tensor:
-    """A replicated tensor enters work that is split: it is unchanged, and its gradient is the sum of all ranks'."""
+    """Pass a replicated tensor into split work: it is unchanged, and its gradient is the sum over all ranks."""
     return copy(tensor, member(group, "copy_to_group"))
 
 
 @between_graphs
 def reduce_from_group(tensor: Tensor, group: Group = None) -> Tensor:
-    """The sum over the ranks; its gradient goes to each rank unchanged."""
+    """The sum over the ranks. Its gradient goes to each rank unchanged."""
     return reduce(tensor, member(group, "reduce_from_group"))
 
 
 @between_graphs
 def scatter_to_group(tensor: Tensor, dim: int = -1, group: Group = None, sizes: Sizes = None) -> Tensor:
-    """This rank's part of a replicated tensor along `dim`. `sizes` are all ranks' lengths where they differ."""
+    """This rank's part of a replicated tensor along `dim`. `sizes` are all ranks' lengths if they differ."""
     return scatter(tensor, dim, member(group, "scatter_to_group"), sizes)
 
 
@@ -80,10 +79,10 @@ def scatter_to_group(tensor: Tensor, dim: int = -1, group: Group = None, sizes: 
 def gather_from_group(
     tensor: Tensor, dim: int = -1, group: Group = None, sizes: Sizes = None, *, sum_gradients: bool = False
 ) -> Tensor:
-    """All ranks' parts, joined along `dim`.
+    """Join all ranks' parts along `dim`.
 
-    If what follows is the same on every rank, each keeps its part of the gradient. If it is split work, whose
-    gradients are partial, `sum_gradients` adds them up first.
+    If the computation that follows is the same on every rank, each rank keeps its part of the gradient. If it is split
+    work, whose gradients are partial, `sum_gradients` sums them first.
     """
     return gather(tensor, dim, member(group, "gather_from_group"), sizes, sum_gradients)
 
@@ -96,12 +95,12 @@ def reduce_scatter_to_group(tensor: Tensor, dim: int = -1, group: Group = None, 
 
 @between_graphs
 def all_to_all_in_group(tensor: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
-    """A tensor that is split along `concat_dim` becomes one that is split along `split_dim`: from a part of the
-    sequence with all heads, say, to the whole sequence with a part of the heads."""
+    """Turn a tensor split along `concat_dim` into one split along `split_dim`: for example, from a part of the sequence
+    with all heads to the whole sequence with a part of the heads."""
     return exchange(tensor, split_dim, concat_dim, member(group, "all_to_all_in_group"))
 
 
-# On a communicator
+# The same on a communicator
 
 
 def copy(tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -151,7 +150,7 @@ def exchange(tensor: Tensor, split_dim: int, concat_dim: int, communicator: Comm
 
 def _dimension(tensor: Tensor, dim: int, what: str) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
-        raise UsageError(f"{what}: dimension {dim} of a tensor with {tensor.dim()} dimensions")
+        raise UsageError(f"{what}: dimension {dim} is out of range for a tensor with {tensor.dim()} dimensions")
     return dim % tensor.dim()
 
 
@@ -162,11 +161,11 @@ def _split_of(tensor: Tensor, dim: int, sizes: Sizes, ranks: int, what: str) -> 
         if length % ranks:
             raise UsageError(
                 f"{what}: dimension {dim} has length {length}, which does not divide by the group's {ranks} ranks; "
-                "pass sizes, one a rank"
+                "pass sizes, one per rank"
             )
         return dim, [length // ranks] * ranks
     if len(sizes) != ranks or sum(sizes) != length:
-        raise UsageError(f"{what}: sizes {list(sizes)} are not {ranks} lengths that add up to {length}")
+        raise UsageError(f"{what}: sizes {list(sizes)} must be {ranks} lengths that add up to {length}")
     return dim, list(sizes)
 
 
@@ -249,7 +248,7 @@ class _AllToAll(Function):
 
 
 def gathered(tensor: Tensor, dim: int, communicator: Communicator, sizes: Sequence[int]) -> Tensor:
-    """All ranks' parts joined along `dim`; shorter parts travel padded."""
+    """All ranks' parts joined along `dim`; shorter parts are padded for the transfer."""
     padded = _padded(tensor.detach(), dim, max(sizes))
     parts = padded.new_empty(communicator.size, *padded.shape)
     communicator.all_gather_into_tensor(parts, padded, log_name="gather_from_group")

@@ -1,4 +1,4 @@
-"""Model parallelism without a wrapper: layers of one model split over the ranks of a group, by a plan."""
+"""Model parallelism without a wrapper: a plan says how layers are split over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ringway.errors import UsageError, nearest
 from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import agreed, broadcast, describe, member
-from ringway.parallel.census import mark_split
 from ringway.parallel.data import has_data_parallel_hooks
 from ringway.parallel.functions import even_shares, gathered
+from ringway.parallel.guards import mark_split
 from ringway.parallel.styles import STYLES, Attached, Settings, Style
 
 _MARK = "_ringway_parallel"
@@ -28,13 +28,13 @@ def register_model_parallel_hooks(
 ) -> ModelParallel:
     """Split the model's layers over the group's ranks.
 
-    `plan` says which, by patterns of module names, in which `*` stands for anything without a dot, and how: a
-    style of `ringway.parallel` or its name, as in `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`.
-    Parameters take rank 0's values, then each rank keeps its share of those that are split, in place: the
-    parameter objects, and the state dict's keys, stay.
+    `plan` maps patterns of module names, in which `*` stands for anything without a dot, to a style of
+    `ringway.parallel` or its name, as in `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`. Parameters take
+    rank 0's values, then each rank keeps its share of those that are split, in place: the parameter objects and the
+    state dict's keys stay.
 
-    Register before an optimizer has state and before data-parallel hooks. All ranks of the group call this
-    together, with the same model and plan; others get an error here, all of them.
+    Register before an optimizer has state and before data-parallel hooks. All ranks of the group call this together,
+    with the same model and plan. If those differ, all ranks get an error here.
     """
     communicator = member(group, "register_model_parallel_hooks")
     styles = agreed(communicator, lambda: planned(model, plan), "register_model_parallel_hooks")
@@ -51,9 +51,9 @@ def register_model_parallel_hooks(
 
 
 def planned(model: nn.Module, plan: Mapping[str, str | Style]) -> tuple[list[str], dict[str, Style]]:
-    """The plan and the model in words, and the style of each module that is named."""
+    """The plan and the model as text, and the style of each module the plan names."""
     if has_data_parallel_hooks(model):
-        raise UsageError("the model has data-parallel hooks already; register the model-parallel ones first")
+        raise UsageError("the model has data-parallel hooks already; register the model-parallel hooks first")
     styles = _resolve(model, plan)
     return [f"plan '{name}' {style}" for name, style in styles.items()] + describe(model), styles
 
@@ -61,15 +61,15 @@ def planned(model: nn.Module, plan: Mapping[str, str | Style]) -> tuple[list[str
 def _resolve(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
     """The style of each module that the plan names, in the model's order."""
     if not plan:
-        raise UsageError("the plan is empty: it names the layers to split")
+        raise UsageError("the plan is empty; it must name the layers to split")
     names = [name for name, _ in model.named_modules() if name]
     matched: dict[str, tuple[str, Style]] = {}
     for pattern, wanted in plan.items():
         style = STYLES.get(wanted) if isinstance(wanted, str) else wanted
         if style is None:
-            raise UsageError(f"plan['{pattern}'] is {wanted!r}, no style{nearest(str(wanted), STYLES)}")
+            raise UsageError(f"plan['{pattern}'] is {wanted!r}, which is not a style{nearest(str(wanted), STYLES)}")
         if not isinstance(style, Style):
-            raise UsageError(f"plan['{pattern}'] is a {type(style).__name__}; give a style of ringway.parallel")
+            raise UsageError(f"plan['{pattern}'] is a {type(style).__name__}; pass a style of ringway.parallel")
         shape = re.compile("[^.]*".join(re.escape(piece) for piece in pattern.split("*")))
         found = [name for name in names if shape.fullmatch(name)]
         if not found:
@@ -114,7 +114,7 @@ class _Split:
 
 @dataclass
 class _Site:
-    """One module, for a style to work on."""
+    """One module that a style works on."""
 
     name: str
     module: Any
@@ -138,7 +138,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """Something that was put on a module, over what its class has."""
+    """An attribute that was set on a module and hides the one of its class."""
 
     module: nn.Module
     name: str
@@ -154,14 +154,14 @@ class _AfterForward(Attached):
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise UsageError(
-                f"{type(module).__name__} gives a {type(output).__name__}, and only a tensor is scattered or gathered; "
-                "name a module with one output, such as an nn.Identity, in the plan"
+                f"{type(module).__name__} gives a {type(output).__name__}, but only a tensor can be scattered or "
+                "gathered; name a module with one output, such as an nn.Identity, in the plan"
             )
         return self.change(output)
 
 
 class ModelParallel:
-    """What `register_model_parallel_hooks` returns: one model, split."""
+    """One split model, as returned by `register_model_parallel_hooks`."""
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._model = model
@@ -172,7 +172,7 @@ class ModelParallel:
         self._handles: list[Any] = []
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict of the model as it was before it was split, on every rank. All ranks call it together."""
+        """The state dict of the model before it was split, on every rank. All ranks must call this together."""
         wholes: dict[int, Tensor] = {}
         splits = self._splits_by_name()
         state = dict(self._model.state_dict())
@@ -186,20 +186,20 @@ class ModelParallel:
         return state
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Takes this rank's shares out of a full state dict. Nothing is sent."""
+        """Load this rank's shares from a full state dict. Nothing is sent."""
         splits = self._splits_by_name()
         own = {}
         for name, value in state.items():
             split = splits.get(name)
             if split is not None and list(value.shape) != split.whole_shape:
                 raise UsageError(
-                    f"'{name}' is {list(value.shape)} in the state dict, and {split.whole_shape} in the unsplit model"
+                    f"'{name}' is {list(value.shape)} in the state dict, but {split.whole_shape} in the unsplit model"
                 )
             own[name] = value if split is None else split.own(value, self._communicator.rank)
         return self._model.load_state_dict(own, strict=strict)
 
     def remove(self) -> None:
-        """Puts the whole parameters and the layers' own ways back. All ranks call it together; may be repeated."""
+        """Restore the whole parameters and the original forwards. All ranks call it together. Safe to repeat."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -210,7 +210,7 @@ class ModelParallel:
             split.parameter.data = split.whole(self._communicator)
             split.parameter.grad = None
 
-    # For the registration and its styles
+    # For registration and styles
 
     def place(self, name: str, style: Style) -> None:
         module = self._model.get_submodule(name)
@@ -221,7 +221,7 @@ class ModelParallel:
         style.place(_Site(name, module, self._communicator, self))
 
     def require_splits_planned(self) -> None:
-        """A layer that shares a split parameter must know of it."""
+        """Raise if a layer shares a split parameter and the plan does not name it."""
         for module_name, module in self._model.named_modules():
             for own_name, parameter in module._parameters.items():
                 name = f"{module_name}.{own_name}"
@@ -231,23 +231,23 @@ class ModelParallel:
                     )
 
     def keep(self, handle: Any) -> None:
-        """Something with `remove()` that ends when the model is put together again."""
+        """Keep something that has a `remove()` to call when the model is restored."""
         self._handles.append(handle)
 
     def split(self, name: str, parameter: nn.Parameter, dim: int, parts: int) -> list[int]:
-        """Keeps this rank's share; a parameter that two layers share is split once."""
+        """Keep this rank's share. A parameter that two layers share is split once."""
         self._split_names.add(name)
         known = self._splits.get(id(parameter))
         if known is not None:
             if (known.dim, known.parts) != (dim, parts):
-                raise UsageError(f"'{name}' is shared with a layer that splits it in another way")
+                raise UsageError(f"'{name}' is shared with a layer that splits it differently")
             return known.lengths
         if id(parameter) in self._summed:
             raise UsageError(f"'{name}' cannot be split: another layer of the plan needs it whole")
         length, ranks = parameter.shape[dim], self._communicator.size
         if length % parts or length // parts < ranks:
             raise UsageError(
-                f"'{name}' has length {length} in dimension {dim}, which cannot be {parts} parts over {ranks} ranks"
+                f"'{name}': cannot split length {length} of dimension {dim} into {parts} parts over {ranks} ranks"
             )
         made = _Split(parameter, dim, parts, even_shares(length // parts, ranks))
         parameter.data = made.own(parameter.data, self._communicator.rank)
@@ -257,14 +257,14 @@ class ModelParallel:
         return made.lengths
 
     def sum_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Sums the parameter's gradient over the group in each backward, once, whichever layers share it."""
+        """Sum the parameter's gradient over the group once per backward, however many layers share it."""
         if id(parameter) in self._splits:
-            raise UsageError(f"'{name}' needs its parameters whole, and one is split by another layer of the plan")
+            raise UsageError(f"'{name}' needs whole parameters, but another layer of the plan splits one of them")
         if id(parameter) in self._summed or self._communicator.size == 1:
             return
         self._summed[id(parameter)] = parameter
         trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
+        parameter.requires_grad_(True)  # a frozen parameter accepts no hook, and may be unfrozen later
         self.keep(parameter.register_hook(self._sum))
         parameter.requires_grad_(trained)
 

@@ -1,4 +1,4 @@
-"""The average of sparse gradients: everybody's rows are gathered, and equal rows are summed."""
+"""Averages sparse gradients: all ranks' rows are gathered, and equal rows are summed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringway.groups.sparse import sum_entries
 
 
 def announced(model: nn.Module) -> set[int]:
-    """The ids of the parameters whose gradients will be sparse, as their modules say."""
+    """The ids of the parameters whose modules declare sparse gradients."""
     return {
         id(module.weight)
         for module in model.modules()
@@ -19,7 +19,7 @@ def announced(model: nn.Module) -> set[int]:
 
 
 def average(communicator: Communicator, gradient: Tensor | None, parameter: Tensor, rows_dim: int = 1) -> Tensor:
-    """The mean over the ranks of a sparse gradient; None counts as one without rows."""
+    """The mean of a sparse gradient over the ranks; None counts as a gradient without rows."""
     if gradient is None:
         indices = torch.empty(rows_dim, 0, dtype=torch.int64, device=parameter.device)
         values = torch.empty(0, *parameter.shape[rows_dim:], dtype=parameter.dtype, device=parameter.device)

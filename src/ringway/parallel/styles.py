@@ -1,4 +1,4 @@
-"""How one module is made parallel: the entries of a plan."""
+"""Parallel styles: the entries of a plan, which say how one module is made parallel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.nn.functional as F  # noqa: N812 - torch's own way to write it
+import torch.nn.functional as F  # noqa: N812 - torch's usual spelling
 from torch import Tensor, nn
 
 from ringway.errors import UsageError
@@ -15,18 +15,18 @@ from ringway.parallel.functions import between_graphs, copy, gather, reduce, red
 
 
 class Site(Protocol):
-    """Where a style does its work: one module of a model whose parameters can be split."""
+    """What a style works on: one module of a model whose parameters can be split."""
 
     name: str
     module: Any
     communicator: Communicator
 
     def split(self, parameter: str, dim: int, parts: int = 1) -> list[int]:
-        """Keeps this rank's share of a parameter; returns all ranks' lengths."""
+        """Keep this rank's share of a parameter; return all ranks' lengths."""
         ...
 
     def sum_gradient(self, parameter: nn.Parameter) -> None:
-        """Has the parameter's gradient summed over the group, before anybody else sees it."""
+        """Sum the parameter's gradient over the group before anything else sees it."""
         ...
 
     def replace_forward(self, forward: Callable[[Any, Tensor], Tensor], settings: Settings) -> None: ...
@@ -36,7 +36,7 @@ class Site(Protocol):
 
 @dataclass(frozen=True)
 class Attached:
-    """Belongs to a layer on this rank. A copy of the model shares it; a file is no place for it."""
+    """Belongs to a layer on this rank. A copy of the model shares it, and it cannot be pickled."""
 
     def __deepcopy__(self, memo: Any) -> Attached:
         return self
@@ -47,7 +47,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Settings(Attached):
-    """What a replaced forward has to know."""
+    """What a replaced forward needs to know."""
 
     communicator: Communicator
     sizes: Sequence[int] = ()
@@ -60,9 +60,10 @@ class Settings(Attached):
 
 @dataclass(frozen=True)
 class Column:
-    """A Linear that computes a part of its outputs. `parts` are layers in one, such as q, k and v: each is split.
+    """A Linear that computes a part of its outputs. `parts` is the number of layers in one, such as q, k and v; each is
+    split.
 
-    `gather_output` joins the outputs. With `sequence_dim` the input is split along that dimension and joined first.
+    `gather_output` joins the outputs. With `sequence_dim`, the input is split along that dimension and joined first.
     """
 
     parts: int = 1
@@ -72,7 +73,7 @@ class Column:
     def place(self, site: Site) -> None:
         _require_plain(site, nn.Linear)
         if self.gather_output and self.parts > 1:
-            raise UsageError(f"'{site.name}': gather_output would join the {self.parts} parts of each rank in turn")
+            raise UsageError(f"'{site.name}': gather_output would interleave the {self.parts} parts of the ranks")
         sizes = site.split("weight", 0, self.parts)
         if site.module.bias is not None:
             site.split("bias", 0, self.parts)
@@ -82,9 +83,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A Linear that sees a part of its inputs, which a column-parallel layer made; outputs are summed.
+    """A Linear that takes a part of its inputs, from a column-parallel layer; its outputs are summed.
 
-    `split_input` takes a whole input and splits it. With `sequence_dim` the output stays split along it.
+    `split_input` takes a whole input and splits it. With `sequence_dim`, the output stays split along that dimension.
     """
 
     split_input: bool = False
@@ -101,13 +102,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An Embedding whose rows are split. Its logits' loss is `vocabulary_parallel_cross_entropy`."""
+    """An Embedding whose rows are split. `vocabulary_parallel_cross_entropy` is the loss for its logits."""
 
     def place(self, site: Site) -> None:
         _require_plain(site, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq"):
             if getattr(site.module, option):
-                raise UsageError(f"'{site.name}': an Embedding with {option} needs all its rows in one place")
+                raise UsageError(f"'{site.name}': an Embedding with {option} needs all its rows on one rank")
         sizes = site.split("weight", 0)
         first = sum(sizes[: site.communicator.rank])
         padding = site.module.padding_idx
@@ -120,8 +121,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SequenceNorm:
-    """A norm, or any layer that treats tokens one by one, on a part of the sequence: each rank's gradient of its
-    parameters is partial, and they are summed."""
+    """A norm, or any layer that treats tokens independently, on a part of the sequence. Each rank's gradient of its
+    parameters is partial, so they are summed."""
 
     def place(self, site: Site) -> None:
         for parameter in site.module.parameters():
@@ -130,7 +131,7 @@ class SequenceNorm:
 
 @dataclass(frozen=True)
 class ScatterOutput:
-    """A module whose output, the same on every rank, goes on split along `dim`: where sequence parallelism begins."""
+    """Splits a module's output, the same on every rank, along `dim`: where sequence parallelism begins."""
 
     dim: int = 1
 
@@ -141,7 +142,7 @@ class ScatterOutput:
 
 @dataclass(frozen=True)
 class GatherOutput:
-    """A module whose output is split along `dim`, and goes on whole, into work that every rank repeats."""
+    """Joins a module's output, split along `dim`, for computations that every rank repeats."""
 
     dim: int = 1
 
@@ -160,17 +161,17 @@ STYLES: dict[str, Style] = {
     "scatter_output": ScatterOutput(),
     "gather_output": GatherOutput(),
 }
-"""Styles by the names that a plan may use for those without options."""
+"""Styles without options, by the names a plan may use for them."""
 
 
 def _require_plain(site: Site, kind: type[nn.Module]) -> None:
     module = site.module
     if not isinstance(module, kind):
-        raise UsageError(f"'{site.name}' is a {type(module).__name__}, and this style is for {kind.__name__}")
+        raise UsageError(f"'{site.name}' is a {type(module).__name__}, but this style is for {kind.__name__}")
     if type(module).forward is not kind.forward or "forward" in vars(module):
-        raise UsageError(f"'{site.name}': {type(module).__name__} computes in a way of its own, not as {kind.__name__}")
+        raise UsageError(f"'{site.name}': {type(module).__name__} overrides the computation of {kind.__name__}")
     if "weight" not in module._parameters:
-        raise UsageError(f"'{site.name}': its weight is computed (a parametrization?), and only a parameter is split")
+        raise UsageError(f"'{site.name}': its weight is computed (a parametrization?); only a parameter can be split")
 
 
 _entered = between_graphs(copy)
@@ -214,5 +215,5 @@ def _vocabulary_forward(module: Any, input: Tensor) -> Tensor:
 
 @between_graphs
 def _require_known(numbers: Tensor, vocabulary: int) -> None:
-    """A number that no rank has a row for would come out as zeros."""
-    require_all((numbers >= 0) & (numbers < vocabulary), f"a number lies outside the vocabulary of {vocabulary}")
+    """Raise for an index that no rank has a row for; it would come out as zeros."""
+    require_all((numbers >= 0) & (numbers < vocabulary), f"an index is outside the vocabulary of {vocabulary}")

@@ -1,8 +1,8 @@
 """Every public name of `deepspeed.comm`, with its parameters: `import ringway.compat.deepspeed as dist`.
 
-The names are those of the release recorded in tests/compat/data; other public names of torch.distributed are
-forwarded, as `import ringway` forwards them. What deepspeed keeps in globals (`cdb`, `nccl_backend`, ...) is made
-when it is asked for, out of ringway's world.
+The names are those of the release recorded in tests/compat/data. Other public names of torch.distributed are forwarded,
+as `import ringway` forwards them. What deepspeed keeps in globals (`cdb`, `nccl_backend`, ...) is created on access,
+from ringway's world.
 """
 
 from __future__ import annotations
@@ -124,17 +124,17 @@ def new_group(ranks: list[int]) -> Any:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The global rank of a member of a group; of the world, the same number."""
+    """The global rank of a member of a group. For the world, the number is the same."""
     return groups.get_all_ranks_from_group(group)[group_rank]
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    """A device mesh on the accelerator where there is one, else on the CPU."""
+    """A device mesh on the accelerator if there is one, otherwise on the CPU."""
     return groups.initialize_mesh_device(mesh_shape, mesh_dim_names)
 
 
 def set_backend() -> None:
-    """deepspeed picks its backend by the accelerator here. ringway has picked it by then: nothing changes."""
+    """In deepspeed, this picks the backend for the accelerator. ringway has already picked one: nothing changes."""
 
 
 _HELD_BY = {

@@ -19,7 +19,7 @@ from ringway.job.init import init_distributed
 
 
 class ProcessGroup:
-    """deepspeed's description of a group: its members and its number. Not a group that `group=` takes."""
+    """deepspeed's description of a group: its members and its number. It cannot be passed as `group=`."""
 
     def __init__(self, comm_id: int, ranks: Sequence[int] = ()) -> None:
         self.comm_id = comm_id
@@ -28,7 +28,7 @@ class ProcessGroup:
 
 
 class Backend:
-    """What every backend object of deepspeed's has."""
+    """The base class of deepspeed's backend objects."""
 
     def __init__(self, name: str = "backend", rank: int = 0, size: int = 1) -> None:
         self.name = name
@@ -42,7 +42,7 @@ class Backend:
         return self.initialized
 
     def new_group(self) -> Any:
-        """A subclass makes groups; this one has nothing to make them of."""
+        """Subclasses create groups; the base class has nothing to create them from."""
         return None
 
     def init_process_group(self) -> None:
@@ -50,7 +50,7 @@ class Backend:
 
 
 class TorchBackend(Backend):
-    """The job's collectives as an object. Making one starts the job, unless it has started already."""
+    """The job's collectives as an object. Creating one starts the job, unless it has started already."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class TorchBackend(Backend):
 
 
 class CCLBackend(TorchBackend):
-    """deepspeed's oneCCL object, over ringway's backend `ccl`. Not initialized where that cannot be used."""
+    """deepspeed's oneCCL object, over ringway's backend `ccl`. Not initialized if that is unavailable."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class CCLBackend(TorchBackend):
         return self.initialized
 
     def run_collective(self, name: str, **kwargs: Any) -> Any:
-        """A collective by its name, with its arguments by theirs."""
+        """Run a collective given by name, with keyword arguments."""
         if not self.initialized:
             what = obstacle("ccl")
             raise BackendUnavailable("ccl", what.reason if what else "it was not initialized")

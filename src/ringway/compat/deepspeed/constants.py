@@ -39,7 +39,7 @@ COMMS_LOGGER_FORMAT = (
 
 
 class ReduceOp(Enum):
-    """deepspeed's reductions; its functions take torch's as well."""
+    """deepspeed's reductions; its functions accept torch's as well."""
 
     SUM = 0
     PRODUCT = 1
@@ -53,16 +53,16 @@ class ReduceOp(Enum):
 
 
 def torch_op(op: Any) -> Any:
-    """The reduction as torch names it."""
+    """torch's equivalent of the reduction."""
     if not isinstance(op, ReduceOp):
         return op
     if op is ReduceOp.UNUSED:
-        raise UsageError("op=ReduceOp.UNUSED reduces nothing")
+        raise UsageError("op=ReduceOp.UNUSED is not a reduction")
     return getattr(call.ReduceOp, op.name)
 
 
 class _Default(timedelta):
-    """A timeout that nobody passed: the line that tells the timeout says where it came from."""
+    """The default timeout, so that the line that reports the timeout can say where it came from."""
 
     source: str
 

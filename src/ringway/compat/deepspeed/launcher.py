@@ -1,7 +1,7 @@
-"""Starting as deepspeed.comm starts, and its habit of leaving torch's variables in the environment.
+"""Starts a job as deepspeed.comm does, and like it leaves torch's variables in the environment.
 
-This is the one room that writes `os.environ`: programs written for deepspeed read RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT there after `init_distributed`.
+This is the only module that writes `os.environ`: programs written for deepspeed read RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT from it after `init_distributed`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """`ringway.init_distributed`, with deepspeed's default timeout and its variables left behind."""
+    """`ringway.init_distributed`, with deepspeed's default timeout. Leaves torch's variables in the environment."""
     settings = None if config is None else as_config(config)
     if settings is not None:
         configure(settings)
     limit: timedelta | None = timeout
     if timeout is default_pg_timeout and resolve(settings).source("timeout") != "default":
-        limit = None  # said in ringway's own configuration, which is more than a default
+        limit = None  # ringway's own configuration sets it, which overrides a default
     init.init_distributed(
         dist_backend,
         auto_mpi_discovery,
@@ -72,7 +72,7 @@ def init_distributed(
 def _leave_variables(port: int) -> None:
     host, port = _store_address(port)
     local_rank = world.local_rank
-    # The place is this job's, whatever an outer launcher had set; an address that was given stays as it was written.
+    # Rank and size are this job's, whatever an outer launcher has set. An address that was given is left unchanged.
     os.environ["RANK"] = str(groups.get_rank())
     os.environ["WORLD_SIZE"] = str(groups.get_world_size())
     if local_rank is not None:
@@ -82,7 +82,7 @@ def _leave_variables(port: int) -> None:
 
 
 def _store_address(port: int) -> tuple[str, int]:
-    """Where the job's store is; a world of one has none, and says what deepspeed would."""
+    """The address of the job's store. A world of one has none; return what deepspeed would."""
     store = unwrapped(c10d.distributed_c10d._get_default_store())
     if isinstance(store, c10d.TCPStore):
         return store.host, store.port
@@ -90,8 +90,8 @@ def _store_address(port: int) -> tuple[str, int]:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Reads the place in the job from an MPI launcher's variables, and sets torch's. mpi4py is asked only for
-    rank 0's address, where the ranks are on several hosts."""
+    """Read this process's place in the job from an MPI launcher's variables, and set torch's. mpi4py is used only to
+    find rank 0's address if the ranks are on several hosts."""
     others = [source.name for source in SOURCES if source.name not in MPI_LAUNCHERS]
     info = discover(ignored=others)
     address = info.address or _first_address(info)
@@ -100,7 +100,7 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
     os.environ["LOCAL_RANK"] = str(info.local_rank or 0)
     os.environ["MASTER_ADDR"] = address
     os.environ["MASTER_PORT"] = str(info.port or distributed_port)
-    _tell("MPI", verbose)
+    _report("MPI", verbose)
     if groups.is_initialized() and (groups.get_rank(), groups.get_world_size()) != (info.rank, info.size):
         raise DiscoveryError(
             f"{info.source} says rank {info.rank} of {info.size}, but torch.distributed was initialized as rank "
@@ -114,7 +114,7 @@ def _first_address(info: LaunchInfo) -> str:
         from mpi4py import MPI
     except ImportError:
         raise DiscoveryError(
-            f"{info.source} started ranks on several hosts and names no address; set MASTER_ADDR or install mpi4py",
+            f"{info.source} started ranks on several hosts but gives no address; set MASTER_ADDR or install mpi4py",
             source=info.source,
         ) from None
     address: str = MPI.COMM_WORLD.bcast(ports.own_address() if info.rank == 0 else None, root=0)
@@ -122,22 +122,22 @@ def _first_address(info: LaunchInfo) -> str:
 
 
 def in_aml() -> bool:
-    """Whether this is a job of AzureML."""
+    """Whether this is an AzureML job."""
     return "AZUREML_EXPERIMENT_ID" in os.environ
 
 
 def in_aws_sm() -> bool:
-    """Whether this is a job of SageMaker."""
+    """Whether this is a SageMaker job."""
     return "SM_TRAINING_ENV" in os.environ
 
 
 def in_dlts() -> bool:
-    """Whether this is a job of DLTS."""
+    """Whether this is a DLTS job."""
     return "DLTS_JOB_ID" in os.environ
 
 
 def _place_by_open_mpi(who: str) -> tuple[Variables, int]:
-    """Sets rank, size and local rank from Open MPI's variables; returns the ranks on this host."""
+    """Set rank, size and local rank from Open MPI's variables; return the number of ranks on this host."""
     found = Variables(os.environ, who)
     prefix = "OMPI_COMM_WORLD_"
     rank, size, local_rank, local_size = (
@@ -151,7 +151,7 @@ def _place_by_open_mpi(who: str) -> tuple[Variables, int]:
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """AzureML's variables as torch's."""
+    """Set torch's variables from AzureML's."""
     found, local_size = _place_by_open_mpi("AzureML")
     if local_size == int(os.environ["WORLD_SIZE"]):
         node = found.text("AZ_BATCHAI_MPI_MASTER_NODE")
@@ -163,16 +163,16 @@ def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool 
         raise found.error("no variable names the first node")
     os.environ["MASTER_ADDR"] = node
     os.environ["NCCL_SOCKET_IFNAME"] = DEFAULT_AML_NCCL_SOCKET_IFNAME
-    _tell("AzureML", verbose)
+    _report("AzureML", verbose)
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """SageMaker's variables as torch's; it sets the address itself."""
+    """Set torch's variables from SageMaker's, which sets the address itself."""
     _place_by_open_mpi("SageMaker")
-    _tell("SageMaker", verbose)
+    _report("SageMaker", verbose)
 
 
-def _tell(who: str, verbose: bool) -> None:
+def _report(who: str, verbose: bool) -> None:
     if verbose and os.environ.get("RANK") == "0":
         names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         facts = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
@@ -197,7 +197,7 @@ def _from_launcher(name: str, open_mpi_name: str, alone: int) -> int:
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: Any, init_method: str | None) -> CCLBackend | None:
-    """deepspeed's own backends: oneCCL is the only one it has; for others there is nothing to do."""
+    """Start one of deepspeed's own backends. oneCCL is the only one; for others there is nothing to do."""
     if ds_backend != CCL_BACKEND:
         return None
     found = Variables(os.environ, "environment")

@@ -20,15 +20,15 @@ from ringway.work import Work
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The tensor argument of these is one rank's part of the message that nccl-tests counts.
+# For these ops, the tensor argument is one rank's part of the message size that nccl-tests counts.
 _PARTS = ("all_gather", "all_gather_into_tensor", "gather", "scatter")
 
 
 class CommsLogger:
-    """deepspeed's logger object. A process has one logger, so all objects of this class show that one.
+    """deepspeed's logger object. A process has one logger, which all objects of this class show.
 
-    ringway keeps histograms, not every latency: where deepspeed lists each call's, the mean stands that many times,
-    so that their number, sum and average are right.
+    ringway keeps histograms, not every latency. Where deepspeed lists the latency of each call, the mean is repeated
+    that many times, so that the count, sum and average are right.
     """
 
     enabled: bool
@@ -38,7 +38,7 @@ class CommsLogger:
     prof_ops: list[str]
 
     def __init__(self) -> None:
-        """Nothing of its own to keep."""
+        """There is no state of its own."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "comms_dict":
@@ -48,11 +48,11 @@ class CommsLogger:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in CommsLogger.__annotations__:
-            raise AttributeError(f"'{name}' of the comms logger cannot be set; reset_data() forgets what was logged")
+            raise AttributeError(f"'{name}' of the comms logger cannot be set; reset_data() clears the log")
         log.configure(**{name: value})
 
     def configure(self, comms_config: Any) -> None:
-        """Takes a DeepSpeedCommsConfig, or anything that `ringway.configure` takes."""
+        """Accepts a DeepSpeedCommsConfig, or anything that `ringway.configure` accepts."""
         log.configure(as_config(comms_config))
 
     def start_profiling_comms(self) -> None:
@@ -69,7 +69,7 @@ class CommsLogger:
         log.configure(prof_ops=[name for name in self.prof_ops if name not in stopped])
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Logs a call that somebody else timed, `latency` in milliseconds."""
+        """Log a call that was timed elsewhere, with `latency` in milliseconds."""
         op = OP_BY_NAME.get(raw_name)
         code = USER_OP if op is None else op.code
         size = get_world_size() if is_initialized() else 1
@@ -106,7 +106,7 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """As `log_summary`, but printed on every rank that asks for it."""
+        """Like `log_summary`, but prints on every rank that calls it."""
         if show_straggler:
             return log.log_summary(show_straggler=True, return_dict=return_dict)
         if print_log:
@@ -123,7 +123,7 @@ comms_logger = CommsLogger()
 
 
 def as_config(config: Any) -> Any:
-    """A configuration as `ringway.config.resolve` takes it, out of deepspeed's objects."""
+    """Convert deepspeed's configuration objects to what `ringway.config.resolve` accepts."""
     whole = getattr(config, "_param_dict", None)  # DeepSpeedConfig
     if isinstance(whole, Mapping):
         return whole
@@ -143,18 +143,18 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """What the logger logs; `deepspeed_config` may be deepspeed's object, a dictionary or a file."""
+    """Configure the logger. `deepspeed_config` may be deepspeed's object, a dictionary or a file."""
     config = None if deepspeed_config is None else as_config(deepspeed_config)
     log.configure(config, enabled, prof_all, prof_ops, verbose, debug)
 
 
 def timed_op(func: F) -> F:
-    """Logs a function that communicates; see `ringway.timed_op`."""
+    """Log a function that communicates; see `ringway.timed_op`."""
     return _timed_op(func)
 
 
 def profiled(function: F) -> F:
-    """Adds deepspeed's `prof=True`: this one call is logged even where its op is not chosen."""
+    """Add deepspeed's `prof=True`, which logs this one call even if its op is not selected."""
     signature = inspect.signature(function)
 
     @wraps(function)

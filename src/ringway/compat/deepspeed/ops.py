@@ -1,7 +1,7 @@
 """deepspeed.comm's collectives: its parameters, ringway's functions.
 
-`prof=True` logs one call, `log_name` is its label, and `debug` is accepted as deepspeed accepts it (its logger's
-own `debug` setting names the callers).
+`prof=True` logs one call, `log_name` is its label, and `debug` is accepted as in deepspeed (the logger's own `debug`
+setting adds the callers).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringway.errors import UsageError
 
 
 def _label(function: Callable[..., Any], log_name: str) -> str | None:
-    """A label, unless it only repeats the op's name."""
+    """The label, unless it only repeats the op's name."""
     return None if log_name == function.__name__ else log_name
 
 
@@ -206,7 +206,7 @@ def irecv(
 
 
 class P2POp:
-    """One message of `batch_isend_irecv`; `op` is this module's isend or irecv, `peer` a global rank."""
+    """One message of `batch_isend_irecv`. `op` is this module's isend or irecv, `peer` a global rank."""
 
     def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
         if op not in (isend, irecv):
@@ -332,7 +332,7 @@ def inference_all_reduce(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> Tensor:
-    """Reduces in place at the lowest latency there is, and returns the tensor; never asynchronous."""
+    """Reduce in place with the lowest latency, and return the tensor. Never asynchronous."""
     api.inference_all_reduce(tensor, torch_op(op), group)
     return tensor
 
@@ -354,10 +354,10 @@ def all_reduce_coalesced(
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Any:
-    """deepspeed's form: output i receives every rank's input i, one after the other, as all_gather_into_tensor."""
+    """deepspeed's form: output i receives every rank's input i, concatenated, as in all_gather_into_tensor."""
     if len(output_tensors) != len(input_tensors):
         raise UsageError(
-            f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; each needs one"
+            f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; each input needs one"
         )
     for place, output in enumerate(output_tensors):
         if not output.is_contiguous():
@@ -370,14 +370,14 @@ def all_gather_coalesced(
 
 
 def enable_symm_mem_for_group(group_name: Any) -> None:
-    """torch's symmetric memory for a group of torch's own (nccl)."""
+    """Enable torch's symmetric memory for one of torch's own (nccl) groups."""
     _require_initialized()
     _enable_symm_mem(group_name)
 
 
 def _require_initialized() -> None:
     if not groups.is_initialized():
-        raise UsageError("deepspeed's backend is not set yet: call init_distributed() first")
+        raise UsageError("deepspeed's backend is not initialized: call init_distributed() first")
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -1,4 +1,4 @@
-"""What deepspeed.comm's helpers say of a call: its caller, its tensors, its size in bytes."""
+"""deepspeed.comm's helpers that describe a call: its caller, its tensors, its size in bytes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Where a collective of deepspeed's keeps what it sends, first match first.
+# The parameters in which deepspeed's collectives take what they send; the first match counts.
 _TENSOR_PARAMETERS = ("tensor", "tensors", "input_list", "input_tensor_list", "p2p_op_list")
 
 
 def get_caller_func(frame: int = 3) -> str:
-    """The name of the function `frame` calls up."""
+    """The name of the function `frame` levels up the stack."""
     return sys._getframe(frame).f_code.co_name
 
 
 def get_default_args(func: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters that have a default, with it."""
+    """The parameters that have a default, with their defaults."""
     parameters = inspect.signature(func).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
 def get_tensor_position(func: Callable[..., Any]) -> int:
-    """The place of the parameter that holds what is sent; -1 if there is none."""
+    """The position of the parameter that holds what is sent; -1 if there is none."""
     names = list(inspect.signature(func).parameters)
     return next((names.index(name) for name in _TENSOR_PARAMETERS if name in names), -1)
 
 
 def get_tensor_kwarg(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-    """What is sent, where it was passed by name or is a default."""
+    """What is sent, if it was passed by name or is a default."""
     known = {**get_default_args(func), **kwargs}
     return next((known[name] for name in _TENSOR_PARAMETERS if name in known), None)
 
 
 def get_msg_size_from_args(func: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """The bytes of what is sent: of all tensors together where it is a list."""
+    """The number of bytes sent: for a list, of all its tensors."""
     place = get_tensor_position(func)
     sent = args[place] if 0 <= place < len(args) else get_tensor_kwarg(func, kwargs)
     if sent is None:
@@ -45,6 +45,6 @@ def get_msg_size_from_args(func: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def get_debug_log_name(func_args: Mapping[str, Any], debug: bool) -> str:
-    """The name a call is logged under, with its caller where `debug` asks for it."""
+    """The name under which a call is logged, with its caller if `debug` is set."""
     name = str(func_args["log_name"])
     return f"{name} | [Caller Func: {get_caller_func()}]" if debug else name

@@ -1,8 +1,8 @@
-"""Eight bits an element: a floating-point number of 4 exponent and 3 mantissa bits (e4m3), times a scale.
+"""Eight bits per element: a floating-point number with 4 exponent and 3 mantissa bits (e4m3), times a scale.
 
-The largest magnitude of a block becomes 448, the largest e4m3 number. The error of an element is at most
-1/16 of its magnitude, or 2**-10 scales where that is more: small values keep their relative precision,
-which int8 does not give them; large ones are coarser.
+The largest magnitude of a block becomes 448, the largest e4m3 number. The error of an element is at most 1/16 of its
+magnitude or 2**-10 times the scale, whichever is larger. Small values keep their relative precision, unlike with int8;
+large ones are coarser.
 """
 
 from __future__ import annotations

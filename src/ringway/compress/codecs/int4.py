@@ -1,7 +1,7 @@
-"""Four bits an element: an integer from -7 to 7, times a scale.
+"""Four bits per element: an integer from -7 to 7, times a scale.
 
-Two elements a byte, the first in the upper half; a half holds the integer plus 8, so 0 never occurs but as
-padding. The error of an element is at most half the scale: peak / 14, and a rounding error of fp32 besides.
+Two elements per byte, the first in the upper half. A half stores the integer plus 8, so 0 occurs only as padding. The
+error of an element is at most half the scale, which is peak / 14, plus an fp32 rounding error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Eight bits an element: a signed integer from -127 to 127, times a scale.
+"""Eight bits per element: a signed integer from -127 to 127, times a scale.
 
-The largest magnitude of a block becomes 127, so the error of an element is at most half the scale:
-peak / 254, and a rounding error of fp32 besides.
+The largest magnitude of a block becomes 127, so the error of an element is at most half the scale, which is
+peak / 254, plus an fp32 rounding error.
 """
 
 from __future__ import annotations

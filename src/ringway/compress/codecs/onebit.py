@@ -1,15 +1,15 @@
-"""One bit an element: its sign, times a scale.
+"""One bit per element: its sign, times a scale.
 
-Bit order, fixed: the first element is the most significant bit of the first byte (as numpy.packbits and
-DeepSpeed have it); 1 stands for zero and above, 0 for below zero. Bits past the end are 0.
+The bit order is fixed: the first element is the most significant bit of the first byte (as in numpy.packbits and
+DeepSpeed). 1 stands for zero and above, 0 for below zero. Bits past the end are 0.
 
-Two scales to choose from:
+There are two kinds of scale:
 
-- one a tensor, the root of the mean square: 1-bit Adam as published, and DeepSpeed's. It needs a pass over
-  the tensor before the bits can be cut.
-- one a block, the mean magnitude: of all scales the one with the least squared error, found in the same
-  pass. The error never exceeds the values: |c - decode(encode(c))|_2 <= |c|_2 in every block, which the
-  root of the mean square does not promise (a lone large value makes it double the error).
+- One per tensor, the root mean square: 1-bit Adam as published, and as in DeepSpeed. It needs a pass over the tensor
+  before the bits can be written.
+- One per block, the mean magnitude: the scale with the least squared error, found in the same pass. The error never
+  exceeds the values: |c - decode(encode(c))|_2 <= |c|_2 in every block. The root mean square does not guarantee that
+  (a single large value makes it double the error).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OneBit(ScaledCodec):
         return blocks.abs().sum(dim=1) / counts
 
     def measure(self, values: Tensor) -> Tensor:
-        # In double precision: summed in fp32, a long tensor's norm is wrong in the fifth digit.
+        # In double precision: summed in fp32, the norm of a long tensor is wrong in the fifth digit.
         return torch.linalg.vector_norm(values, dtype=torch.float64).to(torch.float32)
 
     def merge(self, statistics: Sequence[Tensor]) -> Tensor:
@@ -60,7 +60,7 @@ class OneBit(ScaledCodec):
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Eight booleans a byte, the first one highest."""
+    """Eight booleans per byte, the first one highest."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     packed = torch.zeros(padded.shape[0], dtype=torch.uint8, device=bits.device)
     for place in range(8):

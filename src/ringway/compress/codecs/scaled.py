@@ -1,11 +1,10 @@
-"""What the built-in codecs share: a scale a block, or one a tensor, before a payload of small codes.
+"""What the built-in codecs share: a scale per block, or one per tensor, before a payload of small codes.
 
-Message of `n` elements: ceil(n / block) scales (fp32, little endian), then the payload. With one scale a
-tensor the message carries that one scale. A block's last element is the tensor's last at the latest, so the
-last block may be shorter.
+The message of `n` elements is ceil(n / block) scales (fp32, little endian), then the payload. With one scale per
+tensor, the message carries that one scale. Blocks end with the tensor, so the last block may be shorter.
 
-A scale below the smallest normal fp32 number is sent as zero and decodes to zeros: its reciprocal would
-not be finite. The values are not lost under error feedback, they stay in the residual.
+A scale below the smallest normal fp32 number is sent as zero and decodes to zeros, because its reciprocal would not be
+finite. With error feedback the values are not lost: they stay in the residual.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class ScaledCodec(Codec):
-    """A codec whose message is scales and a payload. `block` is None for one scale a tensor."""
+    """A codec whose message is scales and a payload. A `block` of None means one scale per tensor."""
 
     code: ClassVar[int]
-    """The codec's number in the native core and in the Triton kernels."""
+    """The codec's number in the native core and the Triton kernels."""
 
     def __init__(self, block: int | None) -> None:
         if block is not None and (block < 8 or block % 8):
-            raise UsageError(f"codec '{self.name}': a block is a multiple of 8 elements, got {block}")
+            raise UsageError(f"codec '{self.name}': a block must be a multiple of 8 elements, got {block}")
         self.block = block
         self.tensor_scale = block is None
         self.granule = block or 8
@@ -48,26 +47,26 @@ class ScaledCodec(Codec):
         return hash((type(self), self.block))
 
     def scale_count(self, numel: int) -> int:
-        """How many scales a message of so many elements carries."""
+        """The number of scales in a message of `numel` elements."""
         if self.block is None or numel == 0:
             return min(1, numel)
         return -(-numel // self.block)
 
     @abc.abstractmethod
     def payload_bytes(self, numel: int) -> int:
-        """How long the payload of so many elements is."""
+        """The length of the payload of `numel` elements."""
 
     @abc.abstractmethod
     def block_scales(self, blocks: Tensor, counts: Tensor) -> Tensor:
-        """The scale of each row of `blocks`, of which `counts` elements are real and the rest zero."""
+        """The scale of each row of `blocks`. `counts` elements of a row are real, the rest are zero."""
 
     @abc.abstractmethod
     def pack(self, blocks: Tensor, scales: Tensor, numel: int) -> Tensor:
-        """The payload (uint8) of the first `numel` elements, each row with its scale."""
+        """The payload (uint8) of the first `numel` elements, each row with its own scale."""
 
     @abc.abstractmethod
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        """The codes of `numel` elements, as fp32; a value is its code times its scale."""
+        """The codes of `numel` elements as fp32. A value is its code times its scale."""
 
     def nbytes(self, numel: int) -> int:
         return SCALE_BYTES * self.scale_count(numel) + self.payload_bytes(numel)
@@ -118,7 +117,7 @@ class ScaledCodec(Codec):
 
 
 class RoundingCodec(ScaledCodec):
-    """A scaled codec whose codes are numbers up to `largest`: the largest magnitude becomes that code."""
+    """A scaled codec whose codes are numbers up to `largest`, the code of a block's largest magnitude."""
 
     largest: ClassVar[float]
 
@@ -135,11 +134,11 @@ class RoundingCodec(ScaledCodec):
         return self._from_peak(statistic)
 
     def _from_peak(self, peak: Tensor) -> Tensor:
-        # A multiplication, not a division: the same bits come out of every compiler.
+        # A multiplication, not a division: every compiler produces the same bits.
         return peak * torch.tensor(1.0 / self.largest, dtype=torch.float32, device=peak.device)
 
     @staticmethod
     def scaled(blocks: Tensor, scales: Tensor) -> Tensor:
-        """The values in units of their scale, flat; zero where the scale is."""
+        """The values in units of their scale, flattened; zero where the scale is zero."""
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
         return (blocks * inverse.unsqueeze(1)).flatten()

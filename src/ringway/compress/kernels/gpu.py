@@ -1,7 +1,7 @@
 """The steps of a compressed collective in fused Triton, for CUDA tensors and the built-in codecs.
 
-With TRITON_INTERPRET=1 Triton interprets the same kernels on the CPU: slow, and how they are tested where
-there is no GPU. Kernels are enqueued on the current stream; nothing here waits for the device.
+With TRITON_INTERPRET=1, Triton interprets the same kernels on the CPU: slow, but it allows testing them without a GPU.
+Kernels are enqueued on the current stream; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from ringway.compress.codecs.codec import Codec
 from ringway.compress.codecs.scaled import RoundingCodec, ScaledCodec
-from ringway.compress.kernels.kernels import Kernels
+from ringway.compress.kernels.base import Kernels
 from ringway.compress.windows import Window
 
 TILE = 2048
 """Elements that one program encodes or decodes."""
 MEAN_TILE = 1024
-"""Elements of an average that one program encodes, with fewer threads: the best of what was tried on an H200."""
+"""Elements of an average that one program encodes, with fewer threads: the best of the values tried on an H200."""
 MEASURE_TILE = 8192
-"""Elements that one program sums up: it keeps nothing, so it may take more."""
+"""Elements that one program sums. It can take more because it keeps nothing."""
 LARGEST_BLOCK = 16384
-"""A block is held in the registers of one program."""
+"""A block must fit in the registers of one program."""
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, for tests."""
+    """Whether Triton interprets its kernels on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -51,14 +51,14 @@ def _views(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tiled(block: int | None, least: int) -> tuple[int, dict[str, Any]]:
-    """How many elements one program takes, at `least` so many, and how they are cut into blocks."""
+    """Number of elements per program, at least `least`, and how they are split into blocks."""
     length = block or least
     tile = max(length, least)
     return tile, {"GROUPS": tile // length, "BLOCK": length, "SHARED": block is None}
 
 
 class TritonKernels(Kernels):
-    """One pass over memory a step, enqueued on the current stream."""
+    """One pass over memory per step, enqueued on the current stream."""
 
     name = "triton"
 
@@ -76,11 +76,11 @@ class TritonKernels(Kernels):
 
     @staticmethod
     def unfit(codec: Codec, device: torch.device) -> str | None:
-        """Why these kernels cannot serve this codec on this device; None if they can."""
+        """The reason why these kernels cannot serve this codec on this device; None if they can."""
         if device.type != "cuda" and not interpreted():
-            return "they are for CUDA tensors"
+            return "they support CUDA tensors only"
         if not isinstance(codec, ScaledCodec):
-            return "they know the built-in codecs only"
+            return "they support the built-in codecs only"
         block = codec.block or TILE
         if block & (block - 1) or block > LARGEST_BLOCK:
             return f"a block must be a power of two of at most {LARGEST_BLOCK} elements"
@@ -188,7 +188,7 @@ class TritonKernels(Kernels):
 
     def _merged(self, statistics: Tensor) -> Tensor:
         if isinstance(self.codec, RoundingCodec):
-            # By their bits: NaN and infinity are above every number, and are not lost on the way.
+            # Compared as bits: NaN and infinity are above every number, so they are not lost.
             peak = statistics.view(torch.int32).amax()
             return peak.reshape(1).view(torch.float32).reshape(())
         return statistics.sum().sqrt()

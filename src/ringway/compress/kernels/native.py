@@ -9,7 +9,7 @@ import ringway._core as _core
 from ringway.call import DTYPE_CODE
 from ringway.compress.codecs.codec import Codec
 from ringway.compress.codecs.scaled import ScaledCodec
-from ringway.compress.kernels.kernels import Kernels
+from ringway.compress.kernels.base import Kernels
 from ringway.compress.windows import Window
 
 _NO_ARRAY = (0, DTYPE_CODE[torch.float32])
@@ -32,7 +32,7 @@ def _scalar(scale: Tensor | None) -> float:
 
 
 class NativeKernels(Kernels):
-    """One pass over memory a step, on as many threads as torch may use."""
+    """One pass over memory per step, on as many threads as torch may use."""
 
     name = "native"
 
@@ -43,11 +43,11 @@ class NativeKernels(Kernels):
 
     @staticmethod
     def unfit(codec: Codec, device: torch.device) -> str | None:
-        """Why these kernels cannot serve this codec on this device; None if they can."""
+        """The reason why these kernels cannot serve this codec on this device; None if they can."""
         if device.type != "cpu":
-            return "they are for CPU tensors"
+            return "they support CPU tensors only"
         if not isinstance(codec, ScaledCodec):
-            return "they know the built-in codecs only"
+            return "they support the built-in codecs only"
         return None
 
     def measure(self, values: Tensor, residual: Tensor | None) -> Tensor:

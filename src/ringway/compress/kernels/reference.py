@@ -1,18 +1,18 @@
-"""The steps of a compressed collective in plain torch: short, slow, and what the fused kernels must equal."""
+"""The steps of a compressed collective in plain torch: short, slow, and the standard for the fused kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ringway.compress.kernels.kernels import Kernels
+from ringway.compress.kernels.base import Kernels
 from ringway.compress.windows import Window, body, statuses
 
 NOT_FINITE = 1
 
 
 def compensated(values: Tensor, residual: Tensor | None) -> Tensor:
-    """Values plus what was lost before, as a new fp32 tensor."""
+    """Values plus the residual, as a new fp32 tensor."""
     total = values.to(torch.float32, copy=True)
     return total if residual is None else total.add_(residual.to(torch.float32))
 

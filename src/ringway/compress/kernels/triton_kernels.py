@@ -1,11 +1,11 @@
-"""The device code of the Triton kernels: what runs on the GPU, and nothing else.
+"""The device code of the Triton kernels.
 
-Frames come three times, as bytes, as fp32 and as int32 of the same memory, because a Triton pointer has one
-type. A program takes a tile of GROUPS blocks of BLOCK elements of one shard; with one scale a tensor
-(SHARED) a tile is one block and the scale is read from memory. `layout` and the codecs' files describe the
-bytes. KIND is the codec's code.
+Frames are passed three times, as bytes, fp32 and int32 views of the same memory, because a Triton pointer has one
+type. A program takes a tile of GROUPS blocks of BLOCK elements of one shard. With one scale per tensor (SHARED), a
+tile is one block and the scale is read from memory. `windows.py` and the codecs' files describe the bytes. KIND is the
+codec's code.
 
-All offsets are 64 bits wide: tensors may be larger than 2**31 elements.
+All offsets are 64 bits wide: tensors may have more than 2**31 elements.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, N806 - Triton spells its compile-time arguments in capitals
@@ -21,12 +21,12 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
-"""Adding and taking away 1.5 * 2**23 rounds to an integer, ties to even."""
+"""Adding and subtracting 1.5 * 2**23 rounds to an integer, ties to even."""
 
 
 @triton.jit
 def _tile(count, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile's offsets within its shard [GROUPS, BLOCK], which of them are real, and its blocks' numbers."""
+    """The tile's offsets within its shard [GROUPS, BLOCK], the mask of real elements, and the tile's block numbers."""
     blocks = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return offsets, offsets < count, blocks
@@ -34,7 +34,7 @@ def _tile(count, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _payload(count, BLOCK: tl.constexpr, SHARED: tl.constexpr):
-    """Where the payload begins in a frame."""
+    """The offset of the payload in a frame."""
     if SHARED:
         return HEADER + 4 + count * 0
     return HEADER + 4 * ((count + BLOCK - 1) // BLOCK)
@@ -42,7 +42,7 @@ def _payload(count, BLOCK: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def _row_count(row, numel, shard, start, stop):
-    """How many real elements a shard has in the window."""
+    """The number of real elements of a shard in the window."""
     return tl.maximum(tl.minimum(stop, numel - row * shard) - start, 0)
 
 
@@ -71,7 +71,7 @@ def _codes(frames, payload, offsets, mask, KIND: tl.constexpr):
 
 @triton.jit
 def _encoded(total, scales, KIND: tl.constexpr):
-    """The codes of a tile as small integers, and as the fp32 numbers that they stand for."""
+    """The codes of a tile as small integers, and as the fp32 numbers they represent."""
     if KIND == ONEBIT:
         positive = total >= 0
         return positive.to(tl.int32), tl.where(positive, 1.0, -1.0)
@@ -100,7 +100,7 @@ def _encoded(total, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _store_codes(frames, payload, codes, mask, count, KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Small integers into the payload, as many a byte as fit, the first one highest."""
+    """Pack small integers into the payload, as many per byte as fit, the first one highest."""
     if KIND == ONEBIT:
         PER_BYTE: tl.constexpr = 8
         BITS: tl.constexpr = 1
@@ -151,7 +151,7 @@ def _encode_tile(
     SHARED: tl.constexpr,
     LARGEST_INVERSE: tl.constexpr,
 ):
-    """Scales and payload of a tile into its frame; what was lost, and which blocks are finite."""
+    """Write a tile's scales and payload into its frame; return the encoding error and which blocks are finite."""
     if SHARED:
         scales = tl.load(scale) + tl.zeros([GROUPS], tl.float32)
         finite = tl.abs(scales) <= 3.4028234663852886e38
@@ -186,9 +186,9 @@ def _mean(
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The mean of the frames over a tile, and the first frame that is not well, plus one; 0 if all are.
+    """The mean of the frames over a tile, and 1 + the number of the first frame with a status; 0 if there is none.
 
-    Where one is not, the mean is NaN.
+    If there is one, the mean is NaN.
     """
     total = tl.zeros([GROUPS, BLOCK], tl.float32)
     guilty = tl.program_id(0) * 0

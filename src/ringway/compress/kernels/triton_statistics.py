@@ -1,4 +1,4 @@
-"""The device code of the pass before the pass: what a scale for the whole tensor is made from."""
+"""The device code of the extra first pass that a whole-tensor scale needs: its statistics."""
 # mypy: ignore-errors
 # ruff: noqa: N803 - Triton spells its compile-time arguments in capitals
 
@@ -10,7 +10,7 @@ from ringway.compress.kernels.triton_kernels import MAGNITUDE_BITS, ONEBIT, _mea
 
 @triton.jit
 def _store_statistic(total, statistics, KIND: tl.constexpr):
-    """A tile's sum of squares, or its largest magnitude (infinity's bits or more where it is not finite)."""
+    """A tile's sum of squares, or its largest magnitude (at least infinity's bits if it is not finite)."""
     if KIND == ONEBIT:
         tl.store(statistics + tl.program_id(0), tl.sum(tl.sum(total * total, axis=1), axis=0))
     else:

@@ -1,0 +1,1 @@
+"""Optimizers that communicate in compressed form."""

@@ -1,12 +1,12 @@
-"""1-bit Adam (arXiv 2102.02888): Adam whose momentum, not its gradient, travels compressed.
+"""1-bit Adam (arXiv 2102.02888): Adam that communicates its momentum, compressed, instead of its gradient.
 
-Stage 1, `freeze_step` steps: Adam on plainly averaged gradients. Stage 2: the variance is frozen, each rank
-adds its own gradient to the momentum, and the momenta are averaged compressed, with error feedback. A frozen
-variance makes the update linear in the momentum, so that errors cancel over the steps; under plain Adam
-they would be divided by a variance that contains them.
+Stage 1 lasts `freeze_step` steps: Adam on plainly averaged gradients. In stage 2 the variance is frozen, each rank adds
+its own gradient to the momentum, and the momenta are averaged in compressed form, with error feedback. A frozen
+variance makes the update linear in the momentum, so errors cancel over the steps. Plain Adam would divide them by a
+variance that contains them.
 
-A codec of one bit cannot say zero. A parameter element that never had a gradient has a frozen variance of
-zero, and any momentum divided by it would explode; such elements stay where they are.
+A one-bit codec cannot represent zero. A parameter element that never had a gradient has a frozen variance of zero, and
+any momentum divided by it would explode. These elements are left unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ringway.groups.world import world
 
 @dataclass
 class _Bucket:
-    """Parameters whose moments lie one after the other in memory, so that they travel together."""
+    """Parameters whose moments are contiguous in memory, so that they travel together."""
 
     key: str
     parameters: list[Tensor]
@@ -44,14 +44,14 @@ class _Bucket:
 
 
 class OneBitAdam(Optimizer):
-    """1-bit Adam. It averages over the group itself: do not wrap the model in DistributedDataParallel, or only
-    under `no_sync()`; start from the same parameters on every rank.
+    """1-bit Adam. It averages over the group itself: do not wrap the model in DistributedDataParallel, except under
+    `no_sync()`, and start from the same parameters on every rank.
 
-    `freeze_step` is when the variance has settled: the paper takes 15 to 25 % of all steps. `weight_decay` is
-    decoupled, as in AdamW. With `bias_correction` stage 1 is AdamW to the letter. Any codec serves; with one
-    that has a scale a tensor each parameter travels alone, as in DeepSpeed. `codec` may not be "auto": the
-    stages are chosen by step. The state holds the residuals of this rank; on loading another rank's they
-    start from zero, with a warning.
+    Set `freeze_step` to the step at which the variance has settled: the paper takes 15 to 25 % of all steps.
+    `weight_decay` is decoupled, as in AdamW. With `bias_correction`, stage 1 is exactly AdamW. Any codec works; with a
+    codec that has one scale per tensor, each parameter travels alone, as in DeepSpeed. `codec` must not be "auto",
+    because the step number decides between the stages. The state holds this rank's residuals; if another rank's state
+    is loaded, residuals start from zero, with a warning.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class OneBitAdam(Optimizer):
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
-            raise UsageError(f"OneBitAdam: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} cannot be")
+            raise UsageError(f"OneBitAdam: invalid lr={lr}, betas={betas}, eps={eps} or weight_decay={weight_decay}")
         if freeze_step < 1:
-            raise UsageError(f"OneBitAdam: freeze_step={freeze_step}; the variance needs at least one step")
+            raise UsageError(f"OneBitAdam: freeze_step={freeze_step}, but the variance needs at least one step")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -89,7 +89,7 @@ class OneBitAdam(Optimizer):
 
     @property
     def compressing(self) -> bool:
-        """Whether the next step is one of stage 2."""
+        """Whether the next step belongs to stage 2."""
         return any(group["step"] >= self.freeze_step for group in self.param_groups)
 
     @overload
@@ -118,7 +118,7 @@ class OneBitAdam(Optimizer):
         return loss
 
     def _arrange(self, index: int, group: dict[str, Any]) -> list[_Bucket]:
-        """Put a group's moments together: all of a device, or each alone where the scale spans a tensor."""
+        """Join a group's moments: all of a device, or each parameter alone if the scale spans a tensor."""
         by_place: dict[Any, list[Tensor]] = {}
         for place, parameter in enumerate(group["params"]):
             if parameter.requires_grad and parameter.numel():
@@ -163,9 +163,9 @@ class OneBitAdam(Optimizer):
             parameter.add_(part.to(parameter.dtype))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """More parameters, at any time: a group counts its own steps, so a new one begins with stage 1."""
+        """Parameters can be added at any time: a group counts its own steps, so a new one starts with stage 1."""
         super().add_param_group(param_group)
-        self._buckets = None  # moments are put together anew; those there are stay
+        self._buckets = None  # moments are joined again; existing values are kept
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "feedback": self.feedback.state_dict()}
@@ -185,14 +185,14 @@ class OneBitAdam(Optimizer):
             self.feedback.load_state_dict(feedback)
         else:
             warnings.warn(
-                f"the state holds the residuals of rank {whose[0]} of {whose[1]}, and this is rank "
-                f"{communicator.rank} of {communicator.size}: they start from zero. To keep them, save every rank's "
-                "state and give all of them to optimizer.feedback.load_state_dict([...]).",
+                f"the state holds the residuals of rank {whose[0]} of {whose[1]}, but this is rank "
+                f"{communicator.rank} of {communicator.size}: residuals start from zero. To keep them, save every "
+                "rank's state and pass all of them to optimizer.feedback.load_state_dict([...]).",
                 stacklevel=2,
             )
 
     def _take_moments(self, state: Mapping[str, Any]) -> None:
-        """The moments as they were saved. torch has cast them to the parameters' dtype, and they are kept in fp32."""
+        """Restore the saved moments. They are kept in fp32, but torch has cast them to the parameters' dtype."""
         places = [place for group in state["param_groups"] for place in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, parameter in zip(places, parameters, strict=True):
@@ -201,11 +201,11 @@ class OneBitAdam(Optimizer):
 
 
 def _flat_gradient(bucket: _Bucket) -> Tensor:
-    """The gradients of a bucket in one new fp32 tensor; zeros where there is none."""
+    """The gradients of a bucket in one new fp32 tensor; zeros where there is no gradient."""
     flat = torch.zeros_like(bucket.momentum)
     for parameter, view in zip(bucket.parameters, bucket.views(flat), strict=True):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
-                raise UsageError("OneBitAdam does not take sparse gradients")
+                raise UsageError("OneBitAdam does not support sparse gradients")
             view.copy_(parameter.grad)
     return flat

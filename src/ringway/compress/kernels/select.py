@@ -1,4 +1,4 @@
-"""Which kernels serve a codec on a device."""
+"""Selects the kernels for a codec and device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 import torch
 
 from ringway.compress.codecs.codec import Codec
+from ringway.compress.kernels.base import KERNELS_VARIABLE, Kernels
 from ringway.compress.kernels.gpu import TritonKernels
-from ringway.compress.kernels.kernels import KERNELS_VARIABLE, Kernels
 from ringway.compress.kernels.native import NativeKernels
 from ringway.compress.kernels.reference import ReferenceKernels
 from ringway.errors import UsageError, nearest
 
 
 def kernels_for(codec: Codec, device: torch.device, name: str | None = None) -> Kernels:
-    """The fastest kernels that this codec and device have; `name` or the environment may insist on others."""
+    """The fastest kernels for this codec and device, unless `name` or the environment forces others."""
     return _kernels_for(codec, device, name or os.environ.get(KERNELS_VARIABLE) or "auto")
 
 
@@ -32,5 +32,5 @@ def _kernels_for(codec: Codec, device: torch.device, chosen: str) -> Kernels:
                 raise UsageError(f"kernels '{chosen}' cannot serve codec {codec.spec} on {device}: {reason}")
     names = ("auto", "reference", *(kind.name for kind in fused))
     if chosen not in names:
-        raise UsageError(f"kernels {chosen!r} are not known{nearest(chosen, names)}")
+        raise UsageError(f"kernels {chosen!r} are unknown{nearest(chosen, names)}")
     return ReferenceKernels(codec)
