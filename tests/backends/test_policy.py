@@ -156,7 +156,7 @@ def test_tune_writes_what_the_next_run_loads(tmp_path: Path) -> None:
     [
         (["--sizes", "8,abc"], "'abc' is not a number of bytes"),
         (["--sizes", "0"], "'0' is not a number of bytes"),
-        (["--backends", "nccl"], "nccl is torch's own and cannot be mixed"),
+        (["--backends", "nccl"], "nccl is torch's own backend and cannot be mixed"),
     ],
 )
 def test_tune_refuses_wrong_options_before_anything_is_started(arguments: list[str], told: str) -> None:

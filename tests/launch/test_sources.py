@@ -35,7 +35,7 @@ CONTRADICTIONS = {
     "underscores": ({"RANK": "1_0", "WORLD_SIZE": "40"}, "environment", "RANK='1_0'"),
     "negative": ({"RANK": "-1", "WORLD_SIZE": "4"}, "environment", "RANK='-1'"),
     "rank without size": ({"RANK": "0"}, "environment", "WORLD_SIZE is not set"),
-    "size without rank": ({"WORLD_SIZE": "4"}, "no launcher", "no RANK"),
+    "size without rank": ({"WORLD_SIZE": "4"}, "no launcher", "RANK is not"),
     "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, "environment", "MASTER_ADDR is not set"),
     "no port": (
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringway._core as _core
 from ringway.errors import ConfigError
-from ringway.observe.log.summary import lines, size_text
+from ringway.observe.log.summary import size_text, totals
 from ringway.testing import RankContext, RankPool
 
 
@@ -316,7 +316,7 @@ def test_percentiles_are_near_the_truth() -> None:
     recorder.choose(True, True, False, [], [])
     for number in range(1, 1001):
         recorder.log(255, "mine", 4, 100, number * 1_000_000)
-    line = lines(recorder.logged())["mine"][100]
+    line = totals(recorder.logged())["mine"][100]
     assert line.count == 1000
     assert line.p50_ns == pytest.approx(500e6, rel=0.07)
     assert line.p99_ns == pytest.approx(990e6, rel=0.07)

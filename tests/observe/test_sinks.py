@@ -210,7 +210,7 @@ with warnings.catch_warnings(record=True) as caught, publish(sink, every=3600):
 print([str(warning.message) for warning in caught])
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert "training goes on" in finished.stdout
+    assert "training continues" in finished.stdout
     [line] = path.read_text().splitlines()
     assert json.loads(line)["name"] == "op"
 

@@ -55,7 +55,7 @@ def test_a_deliberate_straggler_is_ranked_first(pool: RankPool, backend: str) ->
         assert result["straggler_analysis"]["all_reduce"][1024]["count"] == 8
     printed = results[0][1]
     assert "Breakdown with straggler effect" in printed
-    assert "Ranks that were waited for, over 11 calls" in printed
+    assert "Ranks that others waited for, over 11 calls" in printed
     ranking = printed[printed.index("Rank  Came last") :].splitlines()
     assert ranking[1].split()[0] == "2"
     assert results[1][1] == ""

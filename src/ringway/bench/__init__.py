@@ -5,7 +5,7 @@
     results = measure([case.candidate("ringway", ringway, place), ...], Ranks(control_group))
     print_table(...)
 
-Candidates take turns within one run on the same ranks, so that what disturbs one disturbs the others.
+Candidates alternate within one run on the same ranks, so that a disturbance affects all of them.
 """
 
 from ringway.bench.cases import CASES, BenchCase, Place, WrongResult

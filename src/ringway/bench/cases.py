@@ -1,8 +1,8 @@
-"""What is measured: one row an op, with its buffers, its call and the check of its result.
+"""What is measured: one row per op, with its buffers, its call and the check of its result.
 
-Sizes are as `ringway.call` counts them (nccl-tests' definitions): for a gather the gathered whole, for a
-reduce_scatter the whole that is reduced. Inputs are small integers that differ by rank and by place, exact in
-every floating-point type, so that a result is right or wrong and never close.
+Sizes are counted as in `ringway.call` (nccl-tests' definitions): for a gather, the gathered whole; for a
+reduce_scatter, the whole that is reduced. Inputs are small integers that differ by rank and position and are exact in
+every floating-point type, so a result is either right or wrong, never just close.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _COALESCED = 4
 
 
 class WrongResult(AssertionError):
-    """A candidate computed something else than its op means; its time would mean nothing."""
+    """A candidate computed a wrong result, so its time would be meaningless."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case runs: the group with this rank's place in it, and the size of the message."""
+    """Where a case runs: the group, this rank's place in it, and the size of the message."""
 
     rank: int
     size: int
@@ -48,12 +48,12 @@ class Place:
         return max(1, self.nbytes // self.dtype.itemsize // self.size)
 
     def values(self, rank: int, start: int, count: int) -> Tensor:
-        """What a rank gives, from an element on."""
+        """The input of a rank, starting at an element."""
         places = torch.arange(start, start + count, device=self.device)
         return (places % _PERIOD + rank + 1).to(self.dtype)
 
     def total(self, start: int, count: int) -> Tensor:
-        """The sum over all ranks of what they give."""
+        """The sum of all ranks' inputs."""
         places = torch.arange(start, start + count, device=self.device)
         return (self.size * (places % _PERIOD) + self.size * (self.size + 1) // 2).to(self.dtype)
 
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass
 class Buffers:
-    """The memory of one candidate. For an op in place `given` and `taken` are the same tensors."""
+    """The memory of one candidate. For an in-place op, `given` and `taken` are the same tensors."""
 
     given: list[Tensor]
     taken: list[Tensor]
@@ -71,7 +71,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One op. `expected` is None for each output whose content the op leaves open on this rank."""
+    """One op. `expected` is None for each output that the op leaves undefined on this rank."""
 
     op: ops.Op
     buffers: Callable[[Place], Buffers]
@@ -87,8 +87,8 @@ class BenchCase:
         finish: Callable[[], object] | None = None,
         buffers: Buffers | None = None,
     ) -> Candidate:
-        """This case on a module like torch.distributed, ready to be timed. Candidates may share their `buffers`, so
-        that none of them is better off by where its memory lies."""
+        """This case on a module like torch.distributed, ready to be timed. Candidates may share `buffers`, so that none
+        has an advantage from the location of its memory."""
         buffers = buffers or self.buffers(place)
         originals = [tensor.clone() for tensor in buffers.given]
 
@@ -154,7 +154,7 @@ def _whole_to_whole(place: Place) -> Buffers:
 
 
 def _pieces(place: Place) -> list[tuple[int, int]]:
-    """Begin and length of the tensors of a coalesced call."""
+    """Start and length of each tensor in a coalesced call."""
     length = place.whole // _COALESCED
     starts = [number * length for number in range(_COALESCED)]
     return [(start, length if number < _COALESCED - 1 else place.whole - start) for number, start in enumerate(starts)]
@@ -192,7 +192,7 @@ def _scatter(dist: Any, buffers: Buffers, place: Place) -> object:
 
 
 def _send_round(dist: Any, buffers: Buffers, place: Place) -> object:
-    """Each rank sends to the next and receives from the one before."""
+    """Each rank sends to the next and receives from the previous one."""
     target, source = (place.rank + 1) % place.size, (place.rank - 1) % place.size
     work = dist.isend(buffers.given[0], group=place.group, group_dst=target)
     dist.recv(buffers.taken[0], group=place.group, group_src=source)
@@ -286,4 +286,4 @@ CASES: dict[str, BenchCase] = {
         ),
     )
 }
-"""By the op's name. `recv` is measured with `send`."""
+"""By op name. `recv` is measured together with `send`."""

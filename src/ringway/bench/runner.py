@@ -1,11 +1,10 @@
-"""Times candidates against each other: warm-up, turns, the slowest rank, medians with intervals.
+"""Times candidates against each other: warm-up, alternating turns, the slowest rank, medians with intervals.
 
-A sample is the time of some calls in a row, divided by their number; where a call is short, one that is not timed
-comes before them, so that the ranks begin closer together than the control group brings them. In each round every
-candidate gives one sample, in an order that changes from round to round so that each comes after each other one
-equally often. A round's time is that of the slowest rank. The result is
-the median over rounds, with an interval from order statistics: it needs no assumption about how times are
-distributed, and an outlier moves it little.
+A sample is the time of several calls in a row, divided by their number. If calls are short, one untimed call comes
+first, so that the ranks start closer together than the control group can align them. In each round, every candidate
+gives one sample. The order changes from round to round, so that each candidate follows each other one equally often. A
+round's time is that of the slowest rank. The result is the median over rounds, with an interval from order statistics:
+it needs no assumption about the distribution of times, and outliers move it little.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ CONFIDENCE = 0.95
 class Candidate:
     """Something to time. All ranks list the same candidates in the same order.
 
-    `prepare` runs before each sample and is not timed; `finish` ends what the calls have only begun (a device
-    that works asynchronously) and is timed; `verify` raises if one call on fresh buffers computes nonsense.
+    `prepare` runs before each sample and is not timed. `finish` completes calls that have only been started (on an
+    asynchronous device) and is timed. `verify` raises if a call on fresh buffers gives a wrong result.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and the interval that holds the true one with probability `CONFIDENCE`."""
+    """A median, and the interval that contains the true one with probability `CONFIDENCE`."""
 
     median: float
     low: float
@@ -55,7 +54,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds a call of one candidate, one sample a round, each of the slowest rank."""
+    """Seconds per call of one candidate: one sample per round, each from the slowest rank."""
 
     name: str
     samples: Sequence[float]
@@ -68,21 +67,21 @@ class Measured:
 
 
 class Ranks:
-    """What the runner asks of the ranks together, over a control group that is not being measured.
+    """Synchronizes the ranks for the runner, over a control group that is not being measured.
 
-    `group` is a torch group with CPU tensors (gloo will do), or None for a single process.
+    `group` is a torch group for CPU tensors (gloo will do), or None for a single process.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
     def align(self) -> None:
-        """Let all ranks begin together."""
+        """Make all ranks start together."""
         if self._group is not None:
             c10d.barrier(group=self._group)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The greatest of each value over all ranks."""
+        """The maximum of each value over all ranks."""
         greatest = torch.tensor(values, dtype=torch.float64)
         if self._group is not None:
             c10d.all_reduce(greatest, c10d.ReduceOp.MAX, group=self._group)
@@ -101,8 +100,8 @@ def measure(
 ) -> list[Measured]:
     """Time the candidates in turns. Every rank calls this and gets the same result.
 
-    What only computes, and waits for nobody, may be timed by `time.thread_time_ns`, which stands still while
-    another program has the core.
+    Candidates that only compute and never wait can be timed with `time.thread_time_ns`, which does not count time
+    during which another program has the core.
     """
     together = ranks or Ranks()
     verified = [_verified(candidate) for candidate in candidates]
@@ -125,8 +124,8 @@ def measure(
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """The median, and the narrowest pair of order statistics around it that has the confidence.
 
-    How many of n samples lie below the true median is binomial(n, 1/2), whatever the distribution. With too few
-    samples for the confidence the interval is their whole range.
+    The number of n samples below the true median is binomial(n, 1/2), whatever the distribution. If there are too few
+    samples for the confidence, the interval is their whole range.
     """
     if not samples:
         raise ValueError("an estimate needs at least one sample")
@@ -134,7 +133,7 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     count = len(ordered)
     middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
     below, outside = 0, 0.5**count
-    # Drop order statistics from both ends while what lies outside stays within what is allowed.
+    # Drop order statistics from both ends while the probability outside stays within the limit.
     while below + 1 <= (count - 1) // 2:
         more = outside + math.comb(count, below + 1) * 0.5**count
         if 2 * more > 1 - confidence:
@@ -144,7 +143,7 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def paired_ratio(measured: Measured, baseline: Measured) -> Estimate:
-    """How many times the baseline's time a call takes, by the ratio of the two samples of each round."""
+    """The time of a call relative to the baseline's, from the ratios of the two samples of each round."""
     return median_interval([a / b for a, b in zip(measured.samples, baseline.samples, strict=True)])
 
 
@@ -158,7 +157,7 @@ def _verified(candidate: Candidate) -> bool:
 def _calls_per_sample(
     candidate: Candidate, take: Callable[[Candidate, int], float], ranks: Ranks, seconds: float, most: int
 ) -> int:
-    """So many calls that a sample lasts about `seconds`; the same on every rank."""
+    """The number of calls that makes a sample last about `seconds`, the same on every rank."""
     trials = [take(candidate, 3) for _ in range(3)]
     (longest,) = ranks.slowest([min(trials)])
     return max(1, min(most, round(seconds / longest)))
@@ -180,8 +179,8 @@ def _sample(candidate: Candidate, calls: int, ranks: Ranks, clock_ns: Callable[[
 
 
 def _turn(count: int, number: int) -> list[int]:
-    """The order of a round. Over `count` rounds (twice that where it is odd) each candidate takes each place, and
-    follows each other one, equally often (a Williams design)."""
+    """The order of a round. Over `count` rounds (twice that if it is odd), each candidate takes each position, and
+    follows each other candidate, equally often (a Williams design)."""
     zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
     order = [(place + number) % count for place in zigzag]
     return order[::-1] if number // count % 2 else order

@@ -23,7 +23,7 @@ _PIPE_WIDTH = 140
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate in one case. Bandwidths in bytes a second, by nccl-tests' definitions."""
+    """One candidate in one case. Bandwidths are in bytes per second, by nccl-tests' definitions."""
 
     op: str
     nbytes: int
@@ -35,11 +35,11 @@ class Row:
     bus_bandwidth: float
     verified: bool
     ratio: Estimate | None = None
-    """Time over that of the first candidate; None for the first itself."""
+    """Time relative to the first candidate; None for the first itself."""
 
 
 def rows(case: BenchCase, place: Place, measured: Sequence[Measured]) -> list[Row]:
-    """The results of one case; the first candidate is what the others are compared with."""
+    """The results of one case. The first candidate is the baseline for the others."""
     nbytes = place.whole * place.dtype.itemsize if case.op.name != "barrier" else 0
     result = []
     for one in measured:
@@ -89,12 +89,12 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
             f"{row.bus_bandwidth / 1e9:.3g}",
             "" if row.ratio is None else in_ratio(row.ratio),
         )
-    # A file or a pipe has no width of its own; a table that wraps its cells cannot be read.
+    # A file or a pipe has no width, and a table with wrapped cells is unreadable.
     (console or RichConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH)).print(view)
 
 
 def to_json(table: Sequence[Row], **facts: Any) -> str:
-    """Rows, with what one has to know about the machine to read them."""
+    """Rows as JSON, with the facts about the machine that are needed to interpret them."""
     return json.dumps({"machine": machine(), **facts, "rows": [asdict(row) for row in table]}, indent=2)
 
 

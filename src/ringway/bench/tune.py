@@ -1,4 +1,4 @@
-"""Measures the backends of the running job against each other and writes the winners down as a policy."""
+"""Measures the backends of the running job against each other and turns the winners into a policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPS = (
 )
 SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20)
 _CLEARLY = 0.97
-"""A backend takes over from the one that won the size before only if it needs less than this share of its time."""
+"""A backend replaces the winner of the next smaller size only if it takes less than this share of its time."""
 
 Medians = dict[str, dict[int, dict[str, float]]]
 """Seconds by op, by bytes, by backend."""
@@ -42,7 +42,7 @@ Progress = Callable[[str, int], None]
 
 
 def groups_of(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A group of all ranks on each backend that every rank can use; and why not the others."""
+    """A group of all ranks on each backend that every rank can use, and why the others are left out."""
     made: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name in names:
@@ -58,19 +58,19 @@ def groups_of(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _made(name: str, into: dict[str, Any]) -> str | None:
-    """Makes a group on the backend; returns why it is no candidate, if it is none."""
+    """Create a group on the backend. Returns the reason if it is not a candidate, otherwise None."""
     try:
         group = into[name] = ringway.new_group(backend=name)
     except BackendUnavailable as error:
         return error.reason
     actual = ringway.communicator(group).backend.name
-    return None if actual == name else f"on these hosts it is {actual}"
+    return None if actual == name else f"on these hosts it resolves to {actual}"
 
 
 def medians(
     groups: Mapping[str, Any], ops: Sequence[str], sizes: Sequence[int], rounds: int, progress: Progress
 ) -> Medians:
-    """Times every op at every size on every group. All ranks get the same numbers."""
+    """Time every op at every size on every group. All ranks get the same numbers."""
     control = Ranks(ringway.get_world_group())
     found: Medians = {}
     for op in ops:
@@ -92,7 +92,7 @@ def in_one_place(op: str, nbytes: int, groups: Mapping[str, Any]) -> list[Candid
 
 
 def winners(found: Medians) -> tuple[Rule, ...]:
-    """The rules that send every call to what was fastest at its size, with bounds between the measured sizes."""
+    """Rules that send every call to the fastest backend for its size, with bounds between the measured sizes."""
     rules: list[Rule] = []
     for op, by_size in found.items():
         if "bytes" not in OP_BY_NAME[op].agree:
@@ -121,13 +121,13 @@ def _best_by_size(by_size: Mapping[int, Mapping[str, float]], sizes: Sequence[in
 
 
 def _best_overall(by_size: Mapping[int, Mapping[str, float]]) -> str:
-    """The least product of times, which weighs small and large calls alike."""
+    """The backend with the smallest product of times, which gives small and large calls equal weight."""
     names = next(iter(by_size.values()))
     return min(names, key=lambda name: sum(math.log(times[name]) for times in by_size.values()))
 
 
 def tuned(found: Medians, source: str) -> Policy:
-    """The policy of this job, with what it was made from."""
+    """The policy of this job, with the measurements it is based on."""
     facts = {
         "at": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         "host": f"{platform.machine()}, torch {torch.__version__}",

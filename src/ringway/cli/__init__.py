@@ -1,4 +1,4 @@
-"""The command `ringway`. Each command is a file here; what it needs is imported when it runs."""
+"""The `ringway` command. Each subcommand is a file here, which imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app.command(name="report")(watching.report)
 
 
 def main() -> None:
-    """Our errors are for the user to read, not for a debugger: no traceback."""
+    """Print ringway's own errors as one line, without a traceback."""
     try:
         app()
     except RingwayError as error:

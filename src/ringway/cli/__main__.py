@@ -1,4 +1,4 @@
-"""`python -m ringway.cli`, where the command is not on the path."""
+"""`python -m ringway.cli`, for when the command is not on the path."""
 
 from ringway.cli import main
 

@@ -1,4 +1,4 @@
-"""`ringway bench`: how fast each backend is here, by op and size, results checked before they are timed."""
+"""`ringway bench`: how fast each backend is here, by op and size. Results are checked before they are timed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ SIZES = (8, 64 << 10, 4 << 20)
 
 def bench(
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Start so many ranks here. Leave out under a launcher.")
+        int | None, typer.Option("-n", "--ranks", min=1, help="Start this many ranks here. Omit under a launcher.")
     ] = None,
     backends: Annotated[
-        str, typer.Option(help="Candidates, separated by commas; all that work here if left out.")
+        str, typer.Option(help="Backends to compare, separated by commas; by default, all that work here.")
     ] = "",
     ops: Annotated[str, typer.Option(help="Ops, separated by commas.")] = ",".join(OPS),
     sizes: Annotated[str, typer.Option(help="Sizes in bytes, separated by commas.")] = ",".join(map(str, SIZES)),
-    rounds: Annotated[int, typer.Option(min=3, help="Samples of each candidate.")] = 21,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate.")] = 21,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the table to a file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure collectives on the backends of this job, in turns, with medians and their intervals.
+    """Measure collectives on this job's backends, in alternation, with medians and their intervals.
 
-    Alone it needs -n; or start it on a whole job: mpiexec -n 8 ringway bench, or under Slurm, or torchrun.
+    Use -n to start ranks on this host, or run it as a whole job: mpiexec -n 8 ringway bench, or under Slurm or
+    torchrun.
     """
     if ranks is None:
         _bench_here(_split(backends), _split(ops), [int(size) for size in _split(sizes)], rounds, output, as_json)
@@ -84,7 +85,7 @@ def _show(table: list[Row], left_out: dict[str, str], output: Path | None, as_js
     from ringway.bench import print_table, to_json
 
     for name, reason in left_out.items():
-        print(f"ringway bench: without {name}: {reason}", file=sys.stderr)
+        print(f"ringway bench: skipped {name}: {reason}", file=sys.stderr)
     if as_json:
         text = to_json(table, left_out=left_out) + "\n"
         print(text, end="") if output is None else output.write_text(text)

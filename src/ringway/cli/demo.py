@@ -1,4 +1,4 @@
-"""`ringway demo`: real ranks on this host, real collectives, a little training, one table."""
+"""`ringway demo`: real ranks on this host, real collectives, some training, one table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringway.errors import RingwayError
 
 
 def demo(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks.")] = 2,
-    backend: Annotated[str | None, typer.Option(help="The backend; ringway picks one otherwise.")] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")] = 2,
+    backend: Annotated[str | None, typer.Option(help="The backend; by default, ringway picks one.")] = None,
 ) -> None:
     """Start real ranks, run real collectives and a few steps of data-parallel training, and show the result."""
     from ringway.launch.run import run

@@ -1,4 +1,4 @@
-"""What each rank of `ringway demo` does. Rank 0 writes the results to the file named first."""
+"""What each rank of `ringway demo` runs. Rank 0 writes the results to the file given first."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _OPS = {"all_reduce": _all_reduce, "all_gather_into_tensor": _all_gather, "broad
 
 
 def _none(work: Any) -> None:
-    assert work is None  # a synchronous call leaves nothing to wait for
+    assert work is None  # a synchronous call returns nothing to wait for
 
 
 def _measure(op: str, rank: int, size: int) -> list[dict[str, str]]:

@@ -20,10 +20,10 @@ _PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "address", "p
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="The JSON schema of the configuration.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the configuration.")] = False,
 ) -> None:
-    """Show the launcher, the configuration and the backends, each with where it came from."""
+    """Show the launcher, the configuration and the backends, and where each comes from."""
     from ringway.config import schema as configuration_schema
 
     if schema:
@@ -35,7 +35,7 @@ def env(
 
 
 def report() -> dict[str, Any]:
-    """Everything that `ringway env` knows. Nothing is connected, so locality is only what the launcher says."""
+    """Everything that `ringway env` shows. Nothing connects, so only the launcher says which ranks share a host."""
     from ringway.backends.select import CONSIDERED, decide, obstacle
     from ringway.config import SETTINGS, resolve
     from ringway.errors import DiscoveryError, RingwayError
@@ -71,7 +71,7 @@ def report() -> dict[str, Any]:
 
 
 def _standings(info: LaunchInfo) -> dict[int, RankFacts]:
-    """What the ranks would tell each other, as far as the launcher says where they are."""
+    """What the ranks would report to each other, as far as the launcher says where they are."""
     from ringway.backends.select import RankFacts, obstacles
 
     lacking = obstacles()
@@ -92,7 +92,7 @@ def _seen(entry: Seen) -> dict[str, Any]:
 
 
 def _policy(given: Any) -> dict[str, Any]:
-    """The table that mixes backends, or what is wrong with it."""
+    """The policy table that mixes backends, or its error."""
     from ringway.backends.several import policy
     from ringway.errors import ConfigError
 

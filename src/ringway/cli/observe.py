@@ -10,10 +10,10 @@ import typer
 
 
 def top(
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
-    once: Annotated[bool, typer.Option(help="Look once and end.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option(help="Show the ranks once and exit.")] = False,
 ) -> None:
-    """Show the ranks that run on this host: what each is in, since when, how fast, and who is behind."""
+    """Show the ranks that run on this host: each one's current call, for how long, how fast, and which are behind."""
     from rich.console import Console
     from rich.live import Live
 
@@ -36,10 +36,10 @@ def top(
 
 
 def report(
-    trace: Annotated[Path, typer.Argument(help="A file that ringway.trace wrote.")],
+    trace: Annotated[Path, typer.Argument(help="A trace file written by ringway.trace.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Turn a trace into one page: timeline, bandwidth by size, who is waited for, and a table."""
+    """Turn a trace into one page: timeline, bandwidth by size, which ranks others wait for, and a table."""
     from ringway.observe.report import report as write
 
     write(trace, output)

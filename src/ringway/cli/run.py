@@ -14,8 +14,8 @@ from ringway.errors import UsageError
 
 def run(
     command: Annotated[list[str], typer.Argument(help="A Python script, or any program, and its arguments.")],
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks.")],
-    module: Annotated[bool, typer.Option("-m", "--module", help="The script is the name of a module.")] = False,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="The script is a module name.")] = False,
     on_death: Annotated[
         str, typer.Option(help="When a rank fails: stop the others, or keep them running.", metavar="stop|keep")
     ] = "stop",

@@ -1,4 +1,4 @@
-"""`ringway tune`: which backend is fastest for which op and size on this job, as a file that the next run loads."""
+"""`ringway tune`: finds the fastest backend for each op and size of this job, and saves them for the next run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 def tune(
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Start so many ranks here. Leave out under a launcher.")
+        int | None, typer.Option("-n", "--ranks", min=1, help="Start this many ranks here. Omit under a launcher.")
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("ringway-policy.json"),
     backends: Annotated[
-        str, typer.Option(help="Candidates, separated by commas; all that work here if left out.")
+        str, typer.Option(help="Backends to compare, separated by commas; by default, all that work here.")
     ] = "",
-    ops: Annotated[str, typer.Option(help="Ops, separated by commas; the common ones if left out.")] = "",
+    ops: Annotated[str, typer.Option(help="Ops, separated by commas; by default, the common ones.")] = "",
     sizes: Annotated[str, typer.Option(help="Sizes in bytes, separated by commas.")] = "",
-    rounds: Annotated[int, typer.Option(min=3, help="Samples of each candidate.")] = 15,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate.")] = 15,
 ) -> None:
-    """Measure the backends of a job against each other and write the fastest of each op and size down.
+    """Measure a job's backends against each other, and write the fastest for each op and size to a file.
 
-    Alone it needs -n; or start it on a whole job: mpiexec -n 8 ringway tune, or under Slurm, or torchrun.
+    Use -n to start ranks on this host, or run it as a whole job: mpiexec -n 8 ringway tune, or under Slurm or torchrun.
     """
     wanted = _Wanted(output, _names(backends), _names(ops), [_size(text) for text in _names(sizes)], rounds)
     wanted.check()
@@ -63,7 +63,7 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What was asked for; what is empty is left to the defaults."""
+    """The command's options; empty ones get their defaults."""
 
     output: Path
     backends: list[str]
@@ -72,7 +72,7 @@ class _Wanted:
     rounds: int
 
     def check(self) -> None:
-        """What cannot be is said before anything is measured."""
+        """Reject invalid options before anything is measured."""
         from ringway.backends import registry
         from ringway.bench.tune import check_ops
 
@@ -80,14 +80,14 @@ class _Wanted:
         for name in self.backends:
             registry.parse(name)
             if registry.own(name) is None:
-                raise typer.BadParameter(f"{name} is torch's own and cannot be mixed", param_hint="--backends")
+                raise typer.BadParameter(f"{name} is torch's own backend and cannot be mixed", param_hint="--backends")
 
 
 def _tune_here(wanted: _Wanted) -> None:
     import ringway
     from ringway.bench import tune as bench
 
-    os.environ.pop("RINGWAY_POLICY", None)  # what is measured is the backends, not the table of before
+    os.environ.pop("RINGWAY_POLICY", None)  # measure the backends, not an earlier policy
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
     first = ringway.get_rank() == 0
     obstacle = ringway.broadcast_object(_unwritable(wanted.output) if first else None)
@@ -96,7 +96,7 @@ def _tune_here(wanted: _Wanted) -> None:
     groups, left_out = bench.groups_of(wanted.backends or bench.CANDIDATES)
     if first:
         for name, reason in left_out.items():
-            print(f"ringway tune: without {name}: {reason}", file=sys.stderr)
+            print(f"ringway tune: skipped {name}: {reason}", file=sys.stderr)
     if not groups:
         raise UsageError("none of the backends works here, so there is nothing to choose from")
     ops, sizes = wanted.ops or list(bench.OPS), wanted.sizes or list(bench.SIZES)
@@ -111,7 +111,7 @@ def _tune_here(wanted: _Wanted) -> None:
 
 
 def _unwritable(output: Path) -> str | None:
-    """Why the file cannot be written, if it cannot; found out by trying, in the folder and not in the file."""
+    """The reason why the file cannot be written, or None. Tests by writing a temporary file in the folder."""
     if output.is_dir():
         return "it is a folder"
     try:
@@ -123,7 +123,7 @@ def _unwritable(output: Path) -> str | None:
 
 
 def _write(policy: Policy, output: Path) -> None:
-    """Whole or not at all: a run that starts meanwhile never reads half a table."""
+    """Write atomically: a run that starts meanwhile never reads half a table."""
     unfinished = output.with_name(output.name + f".{os.getpid()}")
     try:
         unfinished.write_text(json.dumps(policy.document(), indent=1) + "\n")

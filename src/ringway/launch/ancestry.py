@@ -1,8 +1,8 @@
-"""Which process set a variable: the launcher is the nearest ancestor that does not have it.
+"""Finds which process set a variable: the launcher is the nearest ancestor that does not have it.
 
-Every rank inherits its launcher's variables and gets the launcher's own on top. So the depth at which a
-variable first appears tells which of two nested launchers is the inner one, and the launcher's process, the
-same for all ranks that it started on this host, tells one run from another where no variable does.
+Every rank inherits its launcher's environment and gets the launcher's own variables on top. So the depth at which a
+variable first appears tells which of two nested launchers is the inner one. And the launcher's process, the same for
+all ranks it started on this host, distinguishes one run from another if no variable does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_GENERATIONS = 64
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A process above this one. `environ` is None where it may not be read (another user's)."""
+    """A process above this one. `environ` is None if it cannot be read (another user's process)."""
 
     pid: int
     started: int
@@ -27,12 +27,12 @@ Ancestry = Callable[[], Iterator[Ancestor]]
 
 
 def ancestors() -> Iterator[Ancestor]:
-    """Parents, nearest first, as far as /proc shows them. Nothing on a system without /proc."""
+    """Parent processes, nearest first, as far as /proc shows them. Empty on a system without /proc."""
     pid = os.getppid()
     for _ in range(MAX_GENERATIONS):
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
-                # The second field is the command in parentheses and may hold anything, so split after it.
+                # The second field is the command in parentheses and may contain anything, so split after it.
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return

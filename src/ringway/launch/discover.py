@@ -1,4 +1,4 @@
-"""Which launcher started this process: the innermost of those that left their variables."""
+"""Finds the launcher that started this process: the innermost of those whose variables are set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringway.launch.sources import LOOPBACK, SOURCES, Source, alone
 
 @dataclass(frozen=True)
 class Seen:
-    """One launcher that left its variables: what it says, or how it contradicts itself."""
+    """One launcher whose variables are set, with its information, or the error if they are inconsistent."""
 
     source: str
     info: LaunchInfo | None
@@ -24,7 +24,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was chosen, and every launcher that was seen, the chosen one first."""
+    """The chosen launcher, and every launcher that was seen, the chosen one first."""
 
     info: LaunchInfo
     seen: tuple[Seen, ...]
@@ -39,7 +39,7 @@ def discover(
     ignored: Collection[str] = (),
     ancestry: Ancestry | None = None,
 ) -> LaunchInfo:
-    """This process's place in the job. Arguments win over any launcher; those `ignored` are not looked for."""
+    """This process's place in the job. Arguments override any launcher; launchers in `ignored` are skipped."""
     found = explore(environ, rank=rank, size=size, init_method=init_method, ignored=ignored, ancestry=ancestry)
     return found.info
 
@@ -53,7 +53,7 @@ def explore(
     ignored: Collection[str] = (),
     ancestry: Ancestry | None = None,
 ) -> Discovery:
-    """As `discover`, with everything that was seen. Without a mapping, this process's own environment."""
+    """Like `discover`, but returns everything that was seen. `environ` defaults to this process's environment."""
     if environ is None:
         environ = os.environ
         ancestry = ancestors if ancestry is None else ancestry
@@ -72,7 +72,7 @@ def explore(
 
 
 def all_seen(environ: Mapping[str, str], ignored: Collection[str] = (), ancestry: Ancestry | None = None) -> list[Seen]:
-    """Every launcher that left its variables, the innermost first, those in trouble too."""
+    """Every launcher whose variables are set, the innermost first, including those with errors."""
     found: list[tuple[int, Seen]] = []
     for source in SOURCES:
         if source.name in ignored:
@@ -84,7 +84,7 @@ def all_seen(environ: Mapping[str, str], ignored: Collection[str] = (), ancestry
         else:
             if info is not None:
                 found.append((_depth(source, environ, ancestry), Seen(source.name, info)))
-    found.sort(key=lambda item: item[0])  # stable: their order decides between equals
+    found.sort(key=lambda item: item[0])  # stable: ties keep the order of SOURCES
     return [seen for _, seen in found]
 
 
@@ -96,7 +96,7 @@ def _depth(source: Source, environ: Mapping[str, str], ancestry: Ancestry | None
 
 
 def _with_job(info: LaunchInfo, environ: Mapping[str, str], ancestry: Ancestry | None) -> LaunchInfo:
-    """A launcher that names no job and no port, but has all ranks here: its process names the job."""
+    """If all ranks are on this host and the launcher gives no job id and no port, its process identifies the job."""
     if info.job or info.port is not None or not info.on_one_host or ancestry is None or info.size == 1:
         return info
     variable = next(source.mark for source in SOURCES if source.name == info.source)
@@ -113,7 +113,7 @@ def _has_address(init_method: str | None) -> bool:
 def _from_arguments(
     environ: Mapping[str, str], rank: int, size: int, init_method: str | None, beside: LaunchInfo | None
 ) -> LaunchInfo:
-    """What the call says; what it leaves out comes from the launcher `beside` it, if there is one."""
+    """The place given by arguments; missing values come from the launcher `beside` them, if there is one."""
     found = Variables(environ, "arguments")
     address, port = found.text("MASTER_ADDR"), found.port("MASTER_PORT")
     if beside is not None:
@@ -126,10 +126,10 @@ def _from_arguments(
     if size < 0 and rank <= 0:
         rank, size = 0, 1
     if not 0 <= rank < size <= MAX_RANKS:
-        raise UsageError(f"rank={rank} and world_size={size} given; need 0 <= rank < world_size")
+        raise UsageError(f"invalid rank={rank} and world_size={size}: 0 <= rank < world_size is required")
     if size > 1 and (address is None or port is None) and beside is None and not _is_file(init_method):
         raise UsageError(
-            f"rank={rank} and world_size={size} given, but no address: pass init_method='tcp://HOST:PORT', "
+            f"rank={rank} and world_size={size} were given without an address: pass init_method='tcp://HOST:PORT', "
             "or set MASTER_ADDR and MASTER_PORT"
         )
     notes = (f"init_method {init_method}",) if init_method else ()
@@ -161,7 +161,7 @@ def _read_method(init_method: str, rank: int, size: int) -> tuple[str | None, in
         rank = int(query.get("rank", rank)) if rank < 0 else rank
         size = int(query.get("world_size", size)) if size < 0 else size
     except ValueError as error:
-        raise UsageError(f"init_method={init_method!r} cannot be read: {error}") from None
+        raise UsageError(f"init_method={init_method!r} is invalid: {error}") from None
     if url.scheme != "tcp" or not url.hostname or not port:
-        raise UsageError(f"init_method={init_method!r} is not understood; use tcp://HOST:PORT, file:///PATH or env://")
+        raise UsageError(f"init_method={init_method!r} is not supported; use tcp://HOST:PORT, file:///PATH or env://")
     return url.hostname, port, rank, size

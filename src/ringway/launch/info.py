@@ -1,4 +1,4 @@
-"""A process's place in the job, as a value, and the reading of numbers that launchers leave."""
+"""A process's place in the job, as a value, and the parsing of launchers' variables."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from ringway.errors import DiscoveryError
 
 MAX_RANKS = 1 << 24
-"""More ranks than any machine has: a number beyond it is a mistake, not a job."""
+"""More ranks than any machine has: a larger number is a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """Where this process stands in the job, and who said so.
+    """This process's place in the job, and the launcher that gave it.
 
-    `None` is "the launcher does not say". `address` and `port` are those of the store; without a port ringway
-    chooses one. `hosted_by_launcher` tells that the store runs in the launcher, not in rank 0. `job` tells
-    this job from others: equal on all ranks; `attempt` counts the launcher's restarts of it. `notes` are
-    remarks for `ringway env`.
+    `None` means that the launcher does not say. `address` and `port` are the store's; without a port, ringway chooses
+    one. `hosted_by_launcher` means that the store runs in the launcher, not in rank 0. `job` distinguishes this job
+    from others and is equal on all ranks; `attempt` counts the launcher's restarts of it. `notes` are remarks for
+    `ringway env`.
     """
 
     rank: int
@@ -36,12 +36,12 @@ class LaunchInfo:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether the launcher put every rank on this host, by what it says."""
+        """Whether all ranks are on this host, according to the launcher."""
         return self.size == 1 or self.local_size == self.size
 
 
 class Variables:
-    """The variables that one source reads. Remembers which, so that an error can print them."""
+    """The variables that one source reads. It remembers them, so that an error can print them."""
 
     def __init__(self, environ: Mapping[str, str], source: str) -> None:
         self._environ = environ
@@ -62,9 +62,9 @@ class Variables:
         if value is None:
             return None
         name = next(name for name in names if self.seen.get(name) == value)
-        # ASCII digits only: int() would also take '1_0' and digits of other scripts.
+        # ASCII digits only: int() also accepts '1_0' and digits of other scripts.
         if not (value.isascii() and value.isdigit()) or len(value) > 9:
-            raise self.error(f"{name}={value!r} is not a number that a launcher sets")
+            raise self.error(f"{name}={value!r} is not a valid number")
         if not least <= int(value) <= most:
             raise self.error(f"{name}={value} is not between {least} and {most}")
         return int(value)
@@ -74,7 +74,7 @@ class Variables:
 
     def needed(self, value: int | None, *names: str) -> int:
         if value is None:
-            raise self.error(f"{' or '.join(names)} is not set, so only half of the launcher's set is there")
+            raise self.error(f"{' or '.join(names)} is not set, so the launcher's variables are incomplete")
         return value
 
     def error(self, what: str) -> DiscoveryError:
@@ -96,13 +96,13 @@ class Variables:
         hosted_by_launcher: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LaunchInfo:
-        """The value, once its parts are seen not to contradict each other."""
+        """Create the value after checking that its parts are consistent."""
         if size < 1:
             raise self.error("the world size is 0")
         if rank >= size:
             raise self.error(f"rank {rank} is not below the world size {size}")
         if local_size is not None and not 1 <= local_size <= size:
-            raise self.error(f"{local_size} ranks on this host, of {size} in all")
+            raise self.error(f"{local_size} ranks on this host, but only {size} in total")
         if local_rank is not None and local_rank >= (local_size or size):
             raise self.error(f"local rank {local_rank} is not below the {local_size or size} ranks of this host")
         if size == 1:
@@ -124,5 +124,5 @@ class Variables:
 
 
 def _shown(value: str) -> str:
-    """A value as it is, unless it would do something to the terminal, or could not be printed at all."""
+    """The value as is, unless it could affect the terminal or cannot be printed."""
     return value if value.isprintable() else repr(value)

@@ -1,8 +1,8 @@
-"""Whether all ranks are on one host, proven between the ranks themselves.
+"""Proves between the ranks themselves whether all of them are on one host.
 
-Rank 0 listens on an abstract unix socket whose name, unguessable, stands in the job's store. Such sockets do
-not leave the network namespace, so a rank that connects, and sees there a process of its own user, shares
-rank 0's kernel and namespace. No name of a host and no variable is trusted.
+Rank 0 listens on an abstract unix socket and puts the socket's random name in the job's store. These sockets are not
+reachable from outside the network namespace. So a rank that connects, and finds a process of its own user there, shares
+rank 0's kernel and namespace. No host name and no variable is trusted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: Linux's struct ucred
 
 @contextmanager
 def meeting_point() -> Iterator[str]:
-    """Rank 0's side: a name to which ranks of this host can connect while the block lasts."""
+    """On rank 0: a name that ranks on this host can connect to while the block lasts."""
     name = f"ringway-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + name)
-        listener.listen(socket.SOMAXCONN)  # a connection counts once it is queued: nobody has to accept it
+        listener.listen(socket.SOMAXCONN)  # a queued connection counts: nothing has to accept it
         yield name
 
 
 def shares_host(name: str) -> bool:
-    """Another rank's side: whether the process behind the name is on this host and the same user's."""
+    """On the other ranks: whether the process behind the name is on this host and belongs to the same user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(10)
         try:

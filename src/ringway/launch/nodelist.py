@@ -13,7 +13,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Every host of a list, in order. Several brackets in one name multiply, the last running fastest."""
+    """Every host of a list, in order. Several brackets in one name multiply, and the last varies fastest."""
     hosts: list[str] = []
     names: list[str] | None = None
     end = 0
@@ -54,7 +54,7 @@ def _bracket(inside: str, text: str) -> Iterator[str]:
 
 
 def compress_hosts(hosts: Sequence[str]) -> str:
-    """A list that `expand_hosts` turns back into the same hosts: neighbours that count up share a bracket."""
+    """A list that `expand_hosts` turns back into the same hosts. Consecutive numbers share a bracket."""
     runs: list[tuple[str, list[str]]] = []
     for host in hosts:
         digits = re.search(r"[0-9]{0,18}$", host)
@@ -81,7 +81,7 @@ def tasks_per_node(text: str) -> list[int]:
     for item in text.split(","):
         match = _TASKS.fullmatch(item.strip())
         if match is None:
-            raise ValueError(f"'{item}' is not a count of tasks in {text!r}")
+            raise ValueError(f"'{item}' is not a task count in {text!r}")
         repeat = int(match.group(2) or 1)
         if len(counts) + repeat > MAX_HOSTS:
             raise ValueError(f"{text!r} describes more than {MAX_HOSTS} nodes")

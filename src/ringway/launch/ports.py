@@ -1,4 +1,4 @@
-"""Ports and addresses of this host, by the standard library alone."""
+"""Ports and addresses of this host, using only the standard library."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from ringway.errors import RendezvousError
 
-# Below the range from which Linux hands out ports to outgoing connections, so that a chance holder is rare.
+# Below the range from which Linux assigns ports to outgoing connections, so accidental conflicts are rare.
 _FIRST_CHOICE, _LAST_CHOICE = 20000, 32000
 CHOICES = 16
 
 
 def choices(job: str) -> list[int]:
-    """The ports that a job may use when nobody gave it one: the same list on every rank."""
+    """The ports a job may use if none was given: the same list on every rank."""
     digest = hashlib.sha256(job.encode("utf-8", "surrogateescape")).digest()
     span = _LAST_CHOICE - _FIRST_CHOICE
     start, step = int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:6], "big") | 1
@@ -23,7 +23,7 @@ def choices(job: str) -> list[int]:
 
 
 def listen(address: str | None, port: int) -> socket.socket:
-    """A listening socket, on loopback alone if `address` is. Raises OSError where the port is taken."""
+    """A listening socket, on loopback only if `address` is. Raises OSError if the port is taken."""
     if address is not None and is_loopback(address):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return _bound(family, loopback_number(address), port)
@@ -51,12 +51,12 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_number(address: str) -> str:
-    """A loopback address as a number: `localhost` may be two, and a store listens on one."""
+    """A loopback address as a number: `localhost` may resolve to two, and a store listens on one."""
     return address if ":" in address else "127.0.0.1"
 
 
 def address_towards(host: str) -> str | None:
-    """This host's address on the way to another, which is what those on that way can reach."""
+    """This host's address on the route to another host, so that hosts on that route can reach it."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -64,7 +64,7 @@ def address_towards(host: str) -> str | None:
     for family, _, _, _, target in found:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(target)  # of a datagram socket: picks the route, sends nothing
+                probe.connect(target)  # on a datagram socket: picks the route, sends nothing
                 return str(probe.getsockname()[0])
         except OSError:
             continue
@@ -72,21 +72,21 @@ def address_towards(host: str) -> str | None:
 
 
 def own_address() -> str:
-    """An address of this host that others can reach: the one its default route leaves from."""
-    for outside in ("192.0.2.1", "2001:db8::1"):  # reserved for documentation: nobody's, so the default route
+    """An address of this host that others can reach: the source address of its default route."""
+    for outside in ("192.0.2.1", "2001:db8::1"):  # reserved for documentation, so they use the default route
         address = address_towards(outside)
         if address is not None:
             return address
     address = address_towards(socket.gethostname())
     if address is None:
         raise RendezvousError(
-            f"this host has no route and its name {socket.gethostname()!r} has no address; set MASTER_ADDR"
+            f"this host has no route, and its name {socket.gethostname()!r} has no address; set MASTER_ADDR"
         )
     return address
 
 
 def holder(port: int) -> tuple[int, str] | None:
-    """The process that listens on a port, as (pid, command), where the system tells."""
+    """The process that listens on a port, as (pid, command), if the system shows it."""
     inodes = set(_listening_inodes(port))
     if not inodes:
         return None
@@ -97,7 +97,7 @@ def holder(port: int) -> tuple[int, str] | None:
                     with open(f"/proc/{pid}/cmdline", "rb") as file:
                         command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
                     return int(pid), command[:200]
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return None
 

@@ -1,11 +1,11 @@
-"""All ranks meet at one store, or each that came learns who did not.
+"""All ranks meet at one store, or those that came learn which ranks did not.
 
-1. Connect: rank 0 opens the store (or the launcher has), the others find it.
-2. Recognize: the store names its job; another job's store is refused.
-3. Roll call: each rank signs in with its host and process. The last to come, or the first whose patience
-   ends, writes the one outcome that all read. Rank 0 keeps a failed store open until all have read it.
+1. Connect: rank 0 opens the store (or the launcher has), and the others find it.
+2. Recognize: the store names its job; a store of another job is refused.
+3. Roll call: each rank signs in with its host and process. The last to arrive, or the first whose deadline expires,
+   writes the single outcome that all ranks read. After a failure, rank 0 keeps the store open until all have read it.
 
-Waits poll with growing pauses, so that Ctrl-C ends any of them, and all end by one deadline.
+Waits poll with growing pauses, so that Ctrl-C ends any of them, and all share one deadline.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ringway.store import Deadline, read
 from ringway.threads import start
 
 FAREWELL = 5.0
-"""Seconds that rank 0 waits, after a failed roll call, for the others to read who was missing."""
+"""Seconds that rank 0 waits, after a failed roll call, for the others to read which ranks were missing."""
 
 _IDENTITY = "ringway/job"
 _LONGEST_PAUSE = 0.25  # between attempts to reach a store that may not be open yet
-_GRACE = 5.0  # during which another job's store is taken for one that is about to close
-_PROBE = 5.0  # to connect to a host that answers, and to read what its store says of itself
+_GRACE = 5.0  # time during which another job's store is assumed to be closing
+_PROBE = 5.0  # time to connect to a responsive host and read what its store says about itself
 
 
 @dataclass
-class _Place:
-    """Where the store was found, in words for messages."""
+class _StoreAddress:
+    """Where the store was found, for messages."""
 
     address: str
     port: int | None = None
@@ -51,19 +51,19 @@ class _Place:
 
 
 def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str | None = None) -> Store:
-    """The store at which all ranks of the job are known to have arrived.
+    """Return the job's store once all ranks have arrived at it.
 
-    `token` is part of the job's identity, for launchers that give none. With `path` the store is a file
+    `token` is part of the job's identity, for launchers that give none. With `path`, the store is a file
     (`init_method="file://..."`).
     """
     if info.size == 1 and path is None:
-        return HashStore()  # nobody to meet: no port, no address
+        return HashStore()  # a single rank needs no port and no address
     deadline = Deadline(timeout)
     named = identity(info.job, token)
     if path is not None:
-        if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it, and not say so
-            raise RendezvousError(f"there is no folder {os.path.dirname(path)!r} for the store's file {path}")
-        return _roll_call(FileStore(path, info.size), info, deadline, _Place(path))
+        if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it silently
+            raise RendezvousError(f"the folder {os.path.dirname(path)!r} for the store's file {path} does not exist")
+        return _roll_call(FileStore(path, info.size), info, deadline, _StoreAddress(path))
     if info.address is None:
         store, place = _agree_through_mpi(info, named, deadline)
     elif info.rank == 0 and not info.hosted_by_launcher:
@@ -77,7 +77,7 @@ def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str |
             opened = _opened_again(info, named, deadline)
             if opened is None:
                 raise RendezvousError(
-                    f"rank {info.rank}: the store at {place} went away while the ranks were meeting: its host, "
+                    f"rank {info.rank}: the store at {place} disappeared during the rendezvous: its host, "
                     f"{_host_of_store(info)}, died or closed it",
                     arrived={info.rank: socket.gethostname()},
                     missing=[] if info.hosted_by_launcher else [0],
@@ -86,7 +86,7 @@ def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str |
 
 
 def host_store(listener: socket.socket, address: str, job: str, size: int, timeout: float) -> Store:
-    """Open a store on a socket that already listens, and write into it whose it is."""
+    """Open a store on a socket that already listens, and write its job into it."""
     port = listener.getsockname()[1]
     store = TCPStore(
         ports.loopback_number(address) if ports.is_loopback(address) else address,
@@ -101,12 +101,12 @@ def host_store(listener: socket.socket, address: str, job: str, size: int, timeo
 
 
 def identity(job: str, token: str) -> str:
-    """What tells a job from others: the launcher's id for it, and the user's token where there is one."""
+    """Distinguishes a job from others: the launcher's id for it, and the user's token if there is one."""
     return f"{job}\n{token}" if token else job
 
 
 def _digest(job: str) -> str:
-    """A job's id may be its secret, and anybody who reaches the store can read what stands in it."""
+    """A job's id may be secret, and anyone who can reach the store can read its contents."""
     return hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
@@ -121,11 +121,11 @@ def _host_of_store(info: LaunchInfo) -> str:
 # --- connect
 
 _hosted: list[Store] = []
-"""The store that this process opened last: it outlives its groups, because ranks that leave later still look into it,
-and the next start on the same port joins it again."""
+"""The store that this process opened last. It outlives its groups, because ranks that leave later still use it, and the
+next start on the same port joins it again."""
 
 
-def _host(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place]:
+def _host(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job)
     for port in offered:
@@ -136,50 +136,50 @@ def _host(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place
                 raise RendezvousError(f"rank 0 cannot listen on port {port}: {error}") from error
             owner = ports.holder(port)
             if owner is not None and owner[0] == os.getpid() and info.port is not None:
-                return _join(info, job, deadline)  # the store of an earlier start in this very process
+                return _join(info, job, deadline)  # the store of an earlier start in this process
             if info.port is not None:
                 raise RendezvousError(_taken(info.port, error, owner)) from error
             continue
         _check_way_back(info.address, port)
         store = host_store(listener, info.address, job, info.size, deadline.seconds)
         _hosted[:] = [store]
-        return store, _Place(info.address, port, _signature())
-    raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free one")
+        return store, _StoreAddress(info.address, port, _signature())
+    raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free port")
 
 
 def _check_way_back(address: str, port: int) -> None:
-    """The others will come by this address; if rank 0 itself cannot, it is not rank 0's, or leads nowhere."""
+    """The other ranks use this address. If rank 0 cannot reach itself there, the address is wrong or unroutable."""
     try:
         socket.create_connection((address, port), timeout=_PROBE).close()
     except OSError as error:
         raise RendezvousError(
-            f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as {_Place(address, port)} "
-            f"({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
+            f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as "
+            f"{_StoreAddress(address, port)} ({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
         ) from error
 
 
 def _for_example() -> str:
     try:
         return f", such as {ports.own_address()}"
-    except RendezvousError:  # a host without a route or a name that resolves
+    except RendezvousError:  # the host has no route, and its name does not resolve
         return ""
 
 
 def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
     if error.errno == errno.EACCES:
-        return f"MASTER_PORT={port} may not be used by this user; choose one above 1023"
+        return f"this user may not use MASTER_PORT={port}; choose a port above 1023"
     by = f"by pid {owner[0]} ({owner[1]})" if owner else "by a process that the system does not show"
-    return f"MASTER_PORT={port} is taken {by}; set another, or none where the launcher is ringway run"
+    return f"MASTER_PORT={port} is taken {by}; set another port, or none if ringway run is the launcher"
 
 
-def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place]:
+def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job)
     obstacles: dict[int, str] = {}
-    # An earlier job may still be closing its store on the port that this one was given.
+    # An earlier job may still be closing its store on the port that this job was given.
     grace = Deadline(min(_GRACE, deadline.seconds))
 
-    def attempt() -> tuple[Store, _Place] | None:
+    def attempt() -> tuple[Store, _StoreAddress] | None:
         for port in offered:
             try:
                 return _open(info, job, port, deadline)
@@ -189,14 +189,14 @@ def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place
                 obstacles[port] = str(error)
                 if info.port is not None and grace.left() == 0:
                     raise
-            except DistError as error:  # it went away while it was asked whose it is
+            except DistError as error:  # it disappeared while being queried
                 obstacles[port] = str(error).splitlines()[0]
         return None
 
     found = deadline.poll(attempt, _LONGEST_PAUSE)
     if found is not None:
         return found
-    where = str(_Place(info.address, info.port)) + ("" if info.port is not None else f", ports {offered}")
+    where = str(_StoreAddress(info.address, info.port)) + ("" if info.port is not None else f", ports {offered}")
     reasons = sorted(set(obstacles.values()))
     raise RendezvousError(
         f"rank {info.rank} of {info.size} on {socket.gethostname()}: no store at {where} within "
@@ -206,7 +206,7 @@ def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place
     )
 
 
-def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place] | None:
+def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress] | None:
     """A program that starts again may find rank 0's earlier store while that is being closed: its next one."""
     if info.rank == 0 or info.hosted_by_launcher or info.address is None:
         return None
@@ -216,25 +216,25 @@ def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store
         return None
 
 
-def _open(info: LaunchInfo, job: str, port: int, deadline: Deadline) -> tuple[Store, _Place]:
+def _open(info: LaunchInfo, job: str, port: int, deadline: Deadline) -> tuple[Store, _StoreAddress]:
     """Connect to one port. OSError: nobody there yet. RendezvousError: somebody else is there."""
     assert info.address is not None
     patience = min(_PROBE, deadline.left()) or 0.001
-    # TCPStore's own connecting logs a C++ stack trace for each refusal: knock first.
+    # TCPStore logs a C++ stack trace for each refused connection, so test the port first.
     socket.create_connection((info.address, port), timeout=patience).close()
     store = _client(info.address, port, deadline.seconds)
     if store is None:
-        raise RendezvousError(f"what listens at {_Place(info.address, port)} is not a store of torch.distributed")
-    place = _Place(info.address, port)
+        raise RendezvousError(f"the service at {_StoreAddress(info.address, port)} is not a torch.distributed store")
+    place = _StoreAddress(info.address, port)
     place.host = _recognize(store, info, job, place)
     return store, place
 
 
 def _client(address: str, port: int, timeout: float) -> Store | None:
-    """A client of the store, or None where what listens does not speak its language.
+    """A client of the store, or None if the service is not a store.
 
-    Facing a service that stays silent, TCPStore waits for ever whatever its timeout: on a thread, that
-    costs a thread.
+    With a service that stays silent, TCPStore waits forever, whatever its timeout. On a separate thread, that costs
+    only the thread.
     """
     result: list[Store | BaseException] = []
 
@@ -254,13 +254,13 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
     return result[0]
 
 
-def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Place]:
+def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
     """Several hosts, and a launcher that tells no address: MPI itself carries rank 0's to the others."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise DiscoveryError(
-            f"{info.source} started {info.size} ranks on several hosts and names no address where to meet; "
+            f"{info.source} started {info.size} ranks on several hosts but gives no address to meet at; "
             "set MASTER_ADDR and MASTER_PORT, or install mpi4py",
             source=info.source,
         ) from error
@@ -277,19 +277,19 @@ def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[
     job += secret
     if listener is not None:
         store = host_store(listener, address, job, info.size, deadline.seconds)
-        return store, _Place(address, port, _signature())
-    told = LaunchInfo(rank=info.rank, size=info.size, source=info.source, address=address, port=port)
-    return _join(told, job, deadline)
+        return store, _StoreAddress(address, port, _signature())
+    known = LaunchInfo(rank=info.rank, size=info.size, source=info.source, address=address, port=port)
+    return _join(known, job, deadline)
 
 
 # --- recognize
 
 
-def _recognize(store: Store, info: LaunchInfo, job: str, place: _Place) -> str:
-    """Who hosts this store, once it has said that it is this job's."""
+def _recognize(store: Store, info: LaunchInfo, job: str, place: _StoreAddress) -> str:
+    """Check that the store belongs to this job, and return its host."""
     mine = {"job": _digest(job), "size": info.size}
     if info.hosted_by_launcher and info.source != "ringway run":
-        # torchrun's store says nothing of its job: the first rank to come writes it, the others compare.
+        # torchrun's store does not name its job: the first rank to arrive writes it, and the others compare.
         claim = json.dumps({**mine, "host": "torchrun"})
         said = store.compare_set(_IDENTITY, "", claim)
     else:
@@ -303,12 +303,12 @@ def _recognize(store: Store, info: LaunchInfo, job: str, place: _Place) -> str:
         matches = theirs["job"] == mine["job"]
         size = theirs["size"]
     except (ValueError, TypeError, KeyError):
-        raise RendezvousError(f"the store at {place} names its job in a form that is not ours") from None
+        raise RendezvousError(f"the store at {place} names its job in an unknown format") from None
     if not matches:
         raise RendezvousError(f"the store at {place} belongs to another job, opened by {host}")
     if size != info.size:
         raise RendezvousError(
-            f"the store at {place}, opened by {host}, expects {size} ranks; rank {info.rank} was started as "
+            f"the store at {place}, opened by {host}, expects {size} ranks, but rank {info.rank} was started as "
             f"one of {info.size}"
         )
     return host
@@ -317,7 +317,7 @@ def _recognize(store: Store, info: LaunchInfo, job: str, place: _Place) -> str:
 # --- roll call
 
 
-def _roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: _Place) -> Store:
+def _roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: _StoreAddress) -> Store:
     # A program may start, end and start again on a store that outlives it: each start is a round of its own,
     # and each rank counts its own.
     rounds = PrefixStore(f"ringway/attempt {info.attempt}", store)
@@ -341,7 +341,7 @@ def _roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: _Place
     if outcome == b"all here":
         return PrefixStore("job", here)
     arrived = _arrived(here, info.size)
-    _part(here, info, len(arrived))
+    _leave(here, info, len(arrived))
     missing = sorted(set(range(info.size)) - set(arrived))
     raise RendezvousError(
         f"{len(arrived)} of {info.size} ranks met at {place} within {deadline.seconds:g} s. "
@@ -357,8 +357,8 @@ def _arrived(here: Store, size: int) -> dict[int, str]:
     return {rank: bytes(signature).decode() for rank, signature in found if signature is not None}
 
 
-def _part(here: Store, info: LaunchInfo, arrived: int) -> None:
-    """The host of the store leaves last, so that everybody who came could read who did not."""
+def _leave(here: Store, info: LaunchInfo, arrived: int) -> None:
+    """The store's host leaves last, so that all ranks that arrived can read which did not."""
     if info.rank != 0 or info.hosted_by_launcher:
         here.add("read the outcome", 1)
         return

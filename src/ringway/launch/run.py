@@ -1,7 +1,7 @@
 """`ringway run`: several ranks of one program on this host.
 
-The processes, their output and their signals are the business of torch's elastic multiprocessing. What is
-added is the store, which lives here in the launcher so that any rank may die, and what happens at a death.
+torch's elastic multiprocessing handles the processes, their output and their signals. This module adds the store, which
+lives in the launcher so that any rank may die, and the handling of a rank's death.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _LONGEST_LINE = 1 << 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the exit code to leave with, and one line on what happened."""
+    """How a run ended: the exit code, and one line that says what happened."""
 
     code: int
     summary: str
 
 
 def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: int = 30) -> Outcome:
-    """Start `ranks` copies of a command and see them to their end.
+    """Start `ranks` copies of a command and wait for them to end.
 
-    With `on_death="stop"` the first rank that fails ends the others, which have `grace` seconds to go;
-    with "keep" they go on without it.
+    With `on_death="stop"`, the first rank that fails ends the others, which get `grace` seconds to exit; with "keep",
+    they continue without it.
     """
-    # Its loggers tell each signal sent; the last line of the run says the same once.
+    # torch's loggers report each signal sent; the last line of the run says the same once.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     run_id = secrets.token_hex(16)
     listener = ports.listen(LOOPBACK, 0)
@@ -70,10 +70,10 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     started = time.monotonic()
     context: PContext | None = None
-    pass_on = _PassOn()
+    forwarder = _SignalForwarder()
     shown = _WholeLines(sys.stdout), _WholeLines(sys.stderr)
     try:
-        with redirect_stdout(shown[0]), redirect_stderr(shown[1]):  # where torch takes both from
+        with redirect_stdout(shown[0]), redirect_stderr(shown[1]):  # torch takes both streams from sys
             context = start_processes(
                 name="rank",
                 entrypoint=command[0],
@@ -83,9 +83,9 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
                 log_line_prefixes={rank: f"{_PREFIX}{rank}] " for rank in range(ranks)},
             )
         assert isinstance(context, SubprocessContext)
-        pass_on.to(context)
-        return _attend(context, on_death, grace, started)
-    except SignalException as caught:  # start_processes has ended its ranks itself if it came in there
+        forwarder.to(context)
+        return _supervise(context, on_death, grace, started)
+    except SignalException as caught:  # start_processes ends its ranks itself if the signal came during it
         if context is not None:
             _close(context, caught.sigval, grace)
         name = _signal_name(caught.sigval)
@@ -113,7 +113,7 @@ def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "RINGWAY_RUN_ID": run_id,
-        # A program of plain torch.distributed takes the launcher's store too.
+        # A plain torch.distributed program uses the launcher's store too.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PYTHONUNBUFFERED": "1",
     }
@@ -122,7 +122,7 @@ def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str
     return environment
 
 
-def _attend(context: SubprocessContext, on_death: str, grace: int, started: float) -> Outcome:
+def _supervise(context: SubprocessContext, on_death: str, grace: int, started: float) -> Outcome:
     """Wait for the ranks, and end those that are left."""
     failed: list[int] = []
     running = set(context.subprocess_handlers)
@@ -136,22 +136,22 @@ def _attend(context: SubprocessContext, on_death: str, grace: int, started: floa
 
 
 def _close(context: PContext, number: signal.Signals, grace: int) -> None:
-    """End the ranks that are left: by this signal, after `grace` seconds or a second Ctrl-C by SIGKILL."""
+    """End the remaining ranks with this signal, then with SIGKILL after `grace` seconds or a second Ctrl-C."""
     try:
         context.close(number, timeout=grace)
-    except SignalException:  # the user insists, and may do so again while the killed are collected
+    except SignalException:  # a second Ctrl-C; more may follow while the killed ranks are reaped
         for ending in _ENDING:
             signal.signal(ending, signal.SIG_IGN)
         context.close(signal.SIGKILL, timeout=grace)
 
 
 class _WholeLines(io.TextIOBase):
-    """torch's tail hands over what it finds, half a line too, each piece with its prefix. Here the pieces of a
-    line wait for its end, so that no prefix and no other rank's output stands in the middle of it."""
+    """Joins pieces of lines. torch's tail passes on whatever it finds, even half a line, and prefixes each piece. Here
+    a line waits for its end, so that no prefix and no other rank's output appears in the middle of it."""
 
     def __init__(self, stream: TextIO) -> None:
         if isinstance(stream, io.TextIOWrapper):
-            # A rank may print what the terminal's encoding cannot: better escaped than not at all.
+            # A rank may print characters that the terminal's encoding lacks: escape them instead of failing.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
         self._stream = stream
         self._begun: dict[str, str] = {}
@@ -160,7 +160,7 @@ class _WholeLines(io.TextIOBase):
     def write(self, text: str) -> int:
         prefix, _, piece = text.partition("] ")
         with self._lock:
-            if not prefix.startswith(_PREFIX):  # the launcher's own, a warning perhaps
+            if not prefix.startswith(_PREFIX):  # output of the launcher itself, such as a warning
                 return self._stream.write(text)
             line = self._begun.pop(prefix, "") + piece
             if not line.endswith("\n") and len(line) < _LONGEST_LINE:
@@ -170,7 +170,7 @@ class _WholeLines(io.TextIOBase):
         return len(text)
 
     def end(self) -> None:
-        """Nothing more will come: lines that were never ended are."""
+        """No more output will come: end the unfinished lines."""
         for prefix, line in self._begun.items():
             self._show(prefix, line)
 
@@ -178,9 +178,9 @@ class _WholeLines(io.TextIOBase):
         self._stream.write(f"{prefix}] {line}" + ("" if line.endswith("\n") else "\n"))
 
 
-class _PassOn:
-    """Signals that programs use among themselves, to save a checkpoint for one, go to every rank; those that come
-    while the ranks are still being started go to them after that."""
+class _SignalForwarder:
+    """Forwards signals that programs define for themselves, such as one that saves a checkpoint, to every rank. Signals
+    that arrive while the ranks are starting are forwarded once they have started."""
 
     def __init__(self) -> None:
         self._context: SubprocessContext | None = None

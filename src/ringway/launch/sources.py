@@ -1,8 +1,8 @@
-"""Launchers, one function each: from an environment to this process's place, or None if it was not there.
+"""Launchers, one function each: from an environment to this process's place, or None if the launcher was not used.
 
-Pure: they read the mapping they are given and nothing else. A launcher that was there but contradicts
-itself is a `DiscoveryError`. `SOURCES` is in order of precedence for launchers that are equally close.
-Which variables a launcher sets, and where that is documented, is in docs/launchers.md.
+The functions are pure: they read only the mapping they are given. A launcher whose variables are inconsistent raises a
+`DiscoveryError`. `SOURCES` lists launchers by precedence, for those that are equally close. docs/launchers.md lists
+which variables a launcher sets, and where that is documented.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Source:
 
 
 def _given_address(found: Variables) -> tuple[str | None, int | None]:
-    """Where the user or the launcher says that the store is."""
+    """The store's address according to the user or the launcher."""
     return found.text("MASTER_ADDR"), found.port("MASTER_PORT")
 
 
 def from_ringway_run(environ: Environ) -> LaunchInfo | None:
-    """`ringway run`: torchrun's variables, and the id of the run."""
+    """`ringway run`: torchrun's variables, plus the id of the run."""
     found = Variables(environ, "ringway run")
     run = found.text("RINGWAY_RUN_ID")
     return None if run is None else _read_torch_variables(found, job=run, hosted_by_launcher=True)
@@ -52,7 +52,7 @@ def from_torchrun(environ: Environ) -> LaunchInfo | None:
 
 
 def from_environment(environ: Environ) -> LaunchInfo | None:
-    """RANK and WORLD_SIZE by hand, or by a launcher that follows torch's convention."""
+    """RANK and WORLD_SIZE set by hand, or by a launcher that follows torch's convention."""
     found = Variables(environ, "environment")
     if found.text("RANK") is None:
         return None
@@ -116,7 +116,7 @@ def _read_open_mpi(found: Variables, address: str | None, port: int | None) -> L
 
 
 def from_azureml(environ: Environ) -> LaunchInfo | None:
-    """AzureML's MPI jobs: Open MPI, and the first node's address in a variable of AzureML's own."""
+    """AzureML's MPI jobs: Open MPI, with the first node's address in one of AzureML's own variables."""
     found = Variables(environ, "AzureML")
     if found.text("AZUREML_RUN_ID", "AZUREML_EXPERIMENT_ID") is None:
         return None
@@ -124,12 +124,12 @@ def from_azureml(environ: Environ) -> LaunchInfo | None:
     host, colon, port = node.rpartition(":")
     if colon and not (port.isascii() and port.isdigit()):
         raise found.error(f"'{node}' is not an address with a port")
-    # The port named there belongs to another service of the node, so it is not ours to use.
+    # The port in this variable belongs to another service of the node, so do not use it.
     return _read_open_mpi(found, (host if colon else node) or None, None)
 
 
 def from_sagemaker(environ: Environ) -> LaunchInfo | None:
-    """SageMaker: Open MPI with its host list beside it, or one process a host."""
+    """SageMaker: Open MPI plus a host list, or one process per host."""
     found = Variables(environ, "SageMaker")
     listed = found.text("SM_HOSTS")
     if listed is None:
@@ -156,7 +156,7 @@ def from_sagemaker(environ: Environ) -> LaunchInfo | None:
         address=address or hosts[0],
         port=port,
         job=found.text("TRAINING_JOB_NAME") or "",
-        notes=("one process a host",),
+        notes=("one process per host",),
     )
 
 
@@ -165,7 +165,7 @@ def from_open_mpi(environ: Environ) -> LaunchInfo | None:
 
 
 def from_pmi(environ: Environ) -> LaunchInfo | None:
-    """MPICH's Hydra and Intel MPI, and whatever else speaks PMI 1 or 2."""
+    """MPICH's Hydra, Intel MPI, and other launchers that use PMI 1 or 2."""
     found = Variables(environ, "PMI (MPICH, Intel MPI)")
     rank, size = found.number("PMI_RANK"), found.number("PMI_SIZE", least=1)
     if rank is None and size is None:
@@ -184,7 +184,7 @@ def from_pmi(environ: Environ) -> LaunchInfo | None:
 
 
 def from_slurm(environ: Environ) -> LaunchInfo | None:
-    """`srun`. A batch script that starts Python itself is inside an allocation, not inside a step."""
+    """`srun`. A batch script that starts Python itself is inside an allocation, but not inside a step."""
     found = Variables(environ, "Slurm")
     step = found.text("SLURM_STEP_ID", "SLURM_STEPID")
     rank = found.number("SLURM_PROCID")
@@ -230,19 +230,19 @@ def _slurm_local_size(found: Variables, node: int | None, size: int, hosts: list
     if node >= len(counts):
         raise found.error(f"node {node} is not among the {len(counts)} nodes of the step")
     if sum(counts) != size:
-        raise found.error(f"{sum(counts)} tasks on all nodes, but {size} in all")
+        raise found.error(f"{sum(counts)} tasks on all nodes, but {size} in total")
     return counts[node]
 
 
 def from_pmix(environ: Environ) -> LaunchInfo | None:
-    """PMIx alone gives the rank and the job's name; the size has to stand beside it."""
+    """PMIx alone gives the rank and the job's name; the size must come from elsewhere."""
     found = Variables(environ, "PMIx")
     rank = found.number("PMIX_RANK")
     if rank is None:
         return None
     size = found.number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
     if size is None:
-        raise found.error("PMIx names the rank but not the number of ranks; set WORLD_SIZE")
+        raise found.error("PMIx gives the rank but not the number of ranks; set WORLD_SIZE")
     address, port = _given_address(found)
     local_size = found.number("LOCAL_WORLD_SIZE", least=1)
     return found.info(
@@ -257,7 +257,7 @@ def from_pmix(environ: Environ) -> LaunchInfo | None:
 
 
 def from_kubernetes(environ: Environ) -> LaunchInfo | None:
-    """Kubeflow's trainer (variables meant for torchrun), or an indexed Job with WORLD_SIZE set."""
+    """Kubeflow's trainer (variables intended for torchrun), or an indexed Job with WORLD_SIZE set."""
     found = Variables(environ, "Kubernetes")
     if found.text("KUBERNETES_SERVICE_HOST") is None:
         return None
@@ -280,7 +280,7 @@ def _read_kubeflow(found: Variables) -> LaunchInfo:
     rank = found.needed(found.number("PET_NODE_RANK"), "PET_NODE_RANK")
     per_node = found.text("PET_NPROC_PER_NODE") or "1"
     if per_node != "1":
-        raise found.error(f"{per_node} processes a node are wanted, which torchrun has to start")
+        raise found.error(f"{per_node} processes per node were requested, which torchrun has to start")
     address = found.text("PET_MASTER_ADDR", "MASTER_ADDR")
     if nodes > 1:
         _require(found, "PET_MASTER_ADDR", address, nodes)
@@ -293,16 +293,16 @@ def _read_kubeflow(found: Variables) -> LaunchInfo:
         address=address,
         port=found.port("PET_MASTER_PORT", "MASTER_PORT"),
         job=found.text("PET_RDZV_ID") or "",
-        notes=("Kubeflow, one process a node",),
+        notes=("Kubeflow, one process per node",),
     )
 
 
 def alone(environ: Environ) -> LaunchInfo:
-    """No launcher: a world of one. Half a set of variables is refused rather than taken for none."""
+    """No launcher: a world of one. Incomplete variables raise an error instead of being ignored."""
     found = Variables(environ, "no launcher")
     size = found.number("WORLD_SIZE")
     if size is not None and size != 1:
-        raise found.error(f"WORLD_SIZE={size} but no RANK: which of the {size} is this process?")
+        raise found.error(f"WORLD_SIZE={size} is set but RANK is not: which of the {size} ranks is this process?")
     return found.info(rank=0, size=1, address=LOOPBACK)
 
 

@@ -1,4 +1,4 @@
-"""Files of ours: whole or not at all, and never the end of a training."""
+"""Writes files atomically, without ever stopping training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def replace_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> None:
-    """Writes aside and renames, so that nobody reads half a file."""
+    """Write to a temporary file and rename it, so that no reader sees half a file."""
     target = os.fspath(path)
     aside = f"{target}.{os.getpid()}.part"
     try:
@@ -26,8 +26,8 @@ def replace_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
-    """The same from inside a job: what cannot be written is a warning, because a full disk must not end a training.
-    Whether it was written."""
+    """The same from inside a job: a failure is only a warning, because a full disk must not stop training. Returns
+    whether the file was written."""
     try:
         replace_whole(path, parts)
     except OSError as error:
@@ -37,7 +37,7 @@ def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
 
 
 def append_whole(path: str, text: bytes) -> None:
-    """All of it or, where the disk is full, nothing."""
+    """Append all of the text, or nothing if the disk is full."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         before, left = os.fstat(fd).st_size, memoryview(text)
@@ -52,5 +52,5 @@ def append_whole(path: str, text: bytes) -> None:
 
 
 def filled(path: str, rank: int) -> str:
-    """A path of the user's with this process's `{rank}` and `{pid}`; other braces are its own."""
+    """The user's path with this process's `{rank}` and `{pid}` filled in; other braces are left alone."""
     return path.replace("{rank}", str(rank)).replace("{pid}", str(os.getpid()))

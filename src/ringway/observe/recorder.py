@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,3 +139,14 @@ def status() -> dict[str, Any]:
             for each in world.communicators()
         ],
     }
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Calls that this thread issues in this context are recorded, but not logged: they are ringway's own."""
+    before = _core.is_quiet()
+    _core.set_quiet(True)
+    try:
+        yield
+    finally:
+        _core.set_quiet(before)

@@ -3,9 +3,9 @@
     with publish(JsonLines("comms-{rank}.jsonl"), every=30):
         train()
 
-A thread reads the counts every so often and hands them to the sink, so the calls themselves cost nothing more. A
-sink that fails is a warning, once, and never the end of a training. What a sink needs is imported by the sink, and is
-one of ringway's extras: `pip install ringway[tensorboard]`.
+A thread reads the counts periodically and passes them to the sink, so the calls themselves cost nothing extra. A sink
+that fails causes one warning and never stops training. Each sink imports the library it needs, which is one of
+ringway's extras: `pip install ringway[tensorboard]`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringway.threads import start
 
 @dataclass(frozen=True)
 class Sample:
-    """All logged calls of one name and size so far, on this rank."""
+    """Totals of all logged calls of one name and size so far, on this rank."""
 
     rank: int
     name: str
@@ -45,7 +45,7 @@ class Sample:
 
 
 class Sink(Protocol):
-    """Takes the counts, again and again, from one thread."""
+    """Receives the counts repeatedly, from one thread."""
 
     def write(self, samples: Sequence[Sample]) -> None: ...
 
@@ -74,9 +74,9 @@ def samples() -> list[Sample]:
 
 @contextmanager
 def publish(sink: Sink, every: float = 30.0) -> Iterator[None]:
-    """Hands the counts to the sink every so many seconds meanwhile, and once at the end. The logger must be on."""
+    """Pass the counts to the sink every `every` seconds in this context, and once at the end. The logger must be on."""
     if not logger.settings.enabled:
-        warnings.warn("ringway: the comms logger is off, so there is nothing to publish until it is on", stacklevel=3)
+        warnings.warn("ringway: the comms logger is off, so nothing is published until it is on", stacklevel=3)
     done = threading.Event()
     failed = False
 
@@ -86,7 +86,7 @@ def publish(sink: Sink, every: float = 30.0) -> Iterator[None]:
             sink.write(samples())
         except Exception as error:
             if not failed:
-                warnings.warn(f"ringway: {type(sink).__name__} failed: {error}; training goes on", stacklevel=2)
+                warnings.warn(f"ringway: {type(sink).__name__} failed: {error}; training continues", stacklevel=2)
             failed = True
 
     def run() -> None:
@@ -99,7 +99,7 @@ def publish(sink: Sink, every: float = 30.0) -> Iterator[None]:
     finally:
         done.set()
         thread.join(10.0)
-        if not thread.is_alive():  # a sink that hangs is not called a second time meanwhile
+        if not thread.is_alive():  # do not call a sink that hangs a second time
             write()
             with suppress(Exception):
                 sink.close()
@@ -110,8 +110,8 @@ def _missing(extra: str, error: ImportError) -> BackendUnavailable:
 
 
 class JsonLines:
-    """One line of JSON for each sample. At `limit` bytes the file becomes `path.1`, and a new one begins. Each rank
-    needs a file of its own: `{rank}` and `{pid}` are filled in."""
+    """One line of JSON per sample. At `limit` bytes, the file is renamed to `path.1` and a new one begins. Each rank
+    needs its own file: `{rank}` and `{pid}` are filled in."""
 
     def __init__(self, path: str | os.PathLike[str], limit: int = 64 << 20) -> None:
         self._path = os.fspath(path)
@@ -138,7 +138,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
 
 
 class Prometheus:
-    """An endpoint to scrape, on loopback unless another address is asked for. `port` 0 takes a free one."""
+    """An endpoint to scrape, on loopback unless another address is given. `port` 0 takes a free one."""
 
     def __init__(self, port: int = 0, address: str = "127.0.0.1") -> None:
         sink = self
@@ -180,8 +180,8 @@ class Prometheus:
 
 
 class PrometheusRegistry:
-    """The same metrics in a registry of prometheus_client's, for a program that has an endpoint already. `registry`
-    None is that library's own default."""
+    """The same metrics in a prometheus_client registry, for a program that already has an endpoint. A `registry` of
+    None is that library's default."""
 
     def __init__(self, registry: Any = None) -> None:
         try:
@@ -195,7 +195,7 @@ class PrometheusRegistry:
         self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client calls at each scrape."""
+        """prometheus_client calls this at each scrape."""
         for metric, kind, about, value in _METRICS:
             family = self._families[kind](metric, about, labels=("name", "bytes", "rank"))
             for sample in self._samples:
@@ -238,8 +238,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Metrics of a W&B run: `run` is what `wandb.init()` returned. They join the row that the program logs next: a row
-    of their own would move the run's step under the program. `commit=True` makes one all the same."""
+    """Metrics of a W&B run: `run` is what `wandb.init()` returned. They are added to the row that the program logs
+    next, because a separate row would advance the run's step. `commit=True` logs a separate row anyway."""
 
     def __init__(self, run: Any, commit: bool = False) -> None:
         self._run = run

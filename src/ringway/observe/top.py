@@ -1,7 +1,7 @@
-"""`ringway top`: the ranks of this host that run now, what each is in, and who waits for whom.
+"""`ringway top`: the ranks that are running on this host, what each is doing, and which ones others wait for.
 
-Every rank listens on an abstract unix socket named by its pid, for its own user only, so nothing has to be
-configured and nothing is left behind. A rank answers without the GIL, so one that is stuck is shown too.
+Every rank listens on an abstract unix socket named after its pid, for its own user only, so nothing has to be
+configured or cleaned up. A rank answers without the GIL, so a stuck rank is shown too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank says of itself."""
+    """The status one rank reports."""
 
     rank: int
     size: int
@@ -55,7 +55,7 @@ class RankStatus:
 
 
 def pids() -> list[int]:
-    """Processes on this host, and in this network namespace, that have such a socket."""
+    """Processes on this host, and in this network namespace, that have a ringway socket."""
     try:
         with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
             found = re.findall(r"@ringway/(\d+)$", file.read(), re.MULTILINE)
@@ -65,14 +65,14 @@ def pids() -> list[int]:
 
 
 def ask_pid(pid: int) -> RankStatus | None:
-    """None where the process is gone, another user's, or does not answer."""
+    """A rank's status. None if the process is gone, belongs to another user, or does not answer."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_SECONDS)
             connection.connect(f"\0ringway/{pid}")
             reply = request(connection, _NO_TOKEN, "C", "")
             return None if reply is None else _status(reply)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):  # or it speaks as another version of ringway does
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # or another version of ringway answers differently
         return None
 
 
@@ -93,7 +93,7 @@ def _status(reply: dict[str, Any]) -> RankStatus:
 
 
 def snapshot() -> list[RankStatus]:
-    """The ranks by job, the oldest first, and within it by number."""
+    """The ranks by job, the oldest job first, and within a job by rank."""
     found = [status for status in map(ask_pid, pids()) if status is not None]
     first: dict[str, int] = {}
     for status in found:
@@ -102,8 +102,8 @@ def snapshot() -> list[RankStatus]:
 
 
 def skews(ranks: list[RankStatus]) -> dict[int, float]:
-    """How long the first rank waited for each, on average over the calls that several of them know, in seconds; by
-    pid. Ranks of one host share a clock."""
+    """How long the first rank waited for each rank, in seconds, averaged over the calls that several of them know.
+    Keyed by pid. Ranks of one host share a clock."""
     meetings: dict[tuple[str, str, int, str], dict[int, int]] = defaultdict(dict)
     for status in ranks:
         for call in status.calls:
@@ -126,19 +126,19 @@ _NARROW = 64
 def table(
     ranks: list[RankStatus], before: dict[int, tuple[int, int]] | None = None, width: int = _NARROW
 ) -> RenderableType:
-    """The picture. `before` are (time, calls) of the last one by pid, for the rate of calls; `width` is the
+    """The screen. `before` holds (time, calls) of the last screen by pid, for the call rate; `width` is the
     terminal's."""
     if not ranks:
-        return Text("No rank of ringway's runs on this host (in this network namespace, as this user).")
+        return Text("No ringway rank is running on this host (in this network namespace, as this user).")
     view = Table(box=None, pad_edge=False)
     names = _COLUMNS if width >= _NARROW else _NARROW_COLUMNS
     for name in names:
-        # Where the terminal is narrow, what a rank is in is cut short; the other columns stay.
+        # In a narrow terminal, truncate what a rank is in and keep the other columns.
         view.add_column(name, justify="left" if name == "In" else "right", no_wrap=name != "In")
     late = skews(ranks)
     job = ranks[0].job
     for status in ranks:
-        if status.job != job:  # a line between jobs
+        if status.job != job:  # a separator between jobs
             job = status.job
             view.add_row()
         cells = _row(status, late.get(status.pid), (before or {}).get(status.pid))

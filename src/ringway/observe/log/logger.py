@@ -1,7 +1,7 @@
 """The comms logger: DeepSpeed's configuration, table and dictionary.
 
-The counting is native and happens at the end of each call (`csrc/record/ledger.h`), so a logged call waits for nothing
-and costs some tens of nanoseconds. Only `verbose`, which prints each call, runs Python for it.
+Calls are counted natively when they end (`csrc/record/ledger.h`), so a logged call waits for nothing and costs some
+tens of nanoseconds. Only `verbose`, which prints each call, runs Python for it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ringway.config import CommsLogger, Config, checked, resolve
 from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.observe.log import straggler
-from ringway.observe.log.summary import Line, bus_factor, lines, printable, record_name, size_text, table_text
+from ringway.observe.log.summary import CallTotals, bus_factor, printable, record_name, size_text, table_text, totals
 
-# Spellings under which users know an op that is recorded by another name.
+# Names that users know for ops that are recorded under another name.
 _ALIASES = {"isend": "send", "irecv": "recv", "inference_all_reduce": "all_reduce"}
 
 
 class Logger:
-    """What is logged, and what was. One a process, because the recorder is."""
+    """The logger's settings and counts. There is one per process, like the recorder."""
 
     def __init__(self) -> None:
         self.settings = CommsLogger()
@@ -36,10 +36,10 @@ class Logger:
         self._lock = threading.RLock()
 
     def choose(self, settings: CommsLogger) -> None:
-        """From now on, log as `settings` say; what was counted stays."""
+        """Apply `settings` from now on. Existing counts stay."""
         with self._lock:
             self.settings = settings
-            self._tell_recorder(settings)
+            self._configure_recorder(settings)
         if self._printer is not None:
             world.unlisten(self._printer)
             self._printer = None
@@ -48,25 +48,25 @@ class Logger:
             world.listen(self._printer)
 
     def add(self, op_code: int, name: str, size: int, nbytes: int, nanoseconds: int) -> None:
-        """Logs one call under a name that need not be chosen: the recorder takes it while this one is written."""
+        """Log one call under any name: the recorder accepts the name while this call is written."""
         with self._lock:
             settings = self.settings
             if not (settings.enabled and settings.prof_all):
                 chosen = settings.prof_ops if settings.enabled else ()
-                self._tell_recorder(replace(settings, enabled=True, prof_all=False, prof_ops=chosen), name)
+                self._configure_recorder(replace(settings, enabled=True, prof_all=False, prof_ops=chosen), name)
             try:
                 world.recorder.log(op_code, name, size, nbytes, nanoseconds)
             finally:
-                self._tell_recorder(settings)
+                self._configure_recorder(settings)
 
-    def _tell_recorder(self, settings: CommsLogger, *labels: str) -> None:
+    def _configure_recorder(self, settings: CommsLogger, *labels: str) -> None:
         ops = {_ALIASES.get(name, name) for name in settings.prof_ops}
         codes = [OP_BY_NAME[name].code for name in ops if name in OP_BY_NAME]
         names = [name for name in (*ops, *labels) if name]
         world.recorder.choose(settings.enabled, settings.prof_all, settings.debug, codes, names)
 
-    def table(self) -> dict[str, dict[int, Line]]:
-        return lines(world.recorder.logged())
+    def table(self) -> dict[str, dict[int, CallTotals]]:
+        return totals(world.recorder.logged())
 
 
 class _Printer(Listener):
@@ -115,8 +115,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Says what the comms logger logs. `config` is a whole configuration, ours or DeepSpeed's, of which the block
-    `comms_logger` counts; the other arguments win over it, and what nobody says stays as it is."""
+    """Configure the comms logger. `config` is a whole configuration, ringway's or DeepSpeed's, whose block
+    `comms_logger` is used. The other arguments override it, and settings that nothing mentions stay unchanged."""
     settings = logger.settings
     if config is not None:
         settings = (config if isinstance(config, Config) else resolve(config)).comms_logger
@@ -128,10 +128,10 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Prints what was logged, on rank 0, in DeepSpeed's table; with `return_dict` returns it, on every rank.
+    """Print what was logged, on rank 0, as DeepSpeed's table; with `return_dict`, return it, on every rank.
 
-    With `show_straggler` every rank must call it: they compare when each came to each call, and a ranking of the
-    ranks that were waited for follows the table.
+    With `show_straggler`, every rank must call this: the ranks compare when each arrived at each call, and the table is
+    followed by a ranking of the ranks that others waited for.
     """
     initialized = c10d.is_initialized()
     rank = c10d.get_rank() if initialized else 0
@@ -157,7 +157,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Forgets what was logged."""
+    """Clear the log."""
     world.recorder.reset_log()
 
 
@@ -167,10 +167,10 @@ def has_comm_data() -> bool:
 
 
 def get_comm_operation_count() -> int:
-    """How many calls were logged."""
+    """The number of logged calls."""
     return sum(row[5] for row in world.recorder.logged())
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The names (labels, or else ops) under which calls were logged."""
+    """The names (labels, or otherwise ops) under which calls were logged."""
     return list(logger.table())

@@ -1,8 +1,8 @@
-"""Who is waited for.
+"""Finds the ranks that others wait for.
 
-Every rank keeps when it came to each collective (the latest 16384). Laid side by side, call by call, they show
-who came last, how long the first one waited for it, and from which line of the program it came. Ranks may have
-kept different calls, and groups may be parts of the world: a call counts where at least two of its ranks know it.
+Every rank keeps the times at which it arrived at each collective (the latest 16384). Compared call by call, they show
+which rank came last, how long the first one waited for it, and which line of the program it came from. Ranks may have
+kept different calls, and groups may be parts of the world: a call counts if at least two of its ranks know it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.groups.objects import ObjectChannel
 from ringway.groups.world import world
-from ringway.observe.log.quiet import quiet
 from ringway.observe.log.summary import printable, record_name, size_text
+from ringway.observe.recorder import unlogged
 from ringway.observe.trace.clock import offset_from_rank_0
 
 Site = tuple[str, int, str] | None
 Arrival = tuple[str, int, int, int, int, int, Site, str, int]
-"""group, sequence, op, bytes, issued, completed, site, label, size of the group: as `Recorder.arrivals` has them."""
+"""group, sequence, op, bytes, issued, completed, site, label, size of the group: the columns of `Recorder.arrivals`."""
 
 
 @dataclass
 class Late:
-    """How one rank was waited for."""
+    """How others waited for one rank."""
 
     rank: int
     calls: int = 0
     """Calls of this rank that others know too."""
     last: int = 0
-    """How often it came last of all."""
+    """How often it came last."""
     waited_ns: int = 0
     """How long the first rank waited for it, over all calls at which it came last."""
     worst_ns: int = 0
     worst: str = ""
     sites: Counter[str] = field(default_factory=Counter)
-    """Nanoseconds waited for, by the line it came from."""
+    """Nanoseconds that others waited, by the line it came from."""
 
     @property
     def mean_ms(self) -> float:
@@ -49,7 +49,7 @@ class Late:
 
 @dataclass
 class Breakdown:
-    """DeepSpeed's two parts of a latency: the least of all ranks, and what this rank took beyond it."""
+    """DeepSpeed's two parts of a latency: the minimum over all ranks, and this rank's excess over it."""
 
     count: int = 0
     communication_ns: int = 0
@@ -58,7 +58,7 @@ class Breakdown:
 
 @dataclass
 class Analysis:
-    """What the ranks' arrivals say, seen from one rank."""
+    """What the ranks' arrivals show, from the perspective of one rank."""
 
     ranking: list[Late]
     breakdown: dict[str, dict[int, Breakdown]]
@@ -103,11 +103,11 @@ def place_text(site: Site) -> str:
 
 
 def compare(arrivals: dict[int, Sequence[Arrival]], offsets: dict[int, int], rank: int) -> Analysis:
-    """`arrivals` and clock offsets by rank; `rank` is the one whose breakdown is made."""
+    """Compare `arrivals`, with clock offsets by rank. `rank` is the one whose breakdown is computed."""
     calls: dict[tuple[str, int, int], dict[int, Arrival]] = defaultdict(dict)
     for member, rows in arrivals.items():
         for row in rows:
-            # Ranks of one call agree on its group, number and op; those that do not are not one call.
+            # Ranks of one call agree on its group, number and op; otherwise they are different calls.
             calls[row[0], row[1], row[2]][member] = row
     lates = {member: Late(member) for member in arrivals}
     breakdown: dict[str, dict[int, Breakdown]] = {}
@@ -147,7 +147,7 @@ _analyses = 0
 
 
 def analyse() -> Analysis:
-    """Gathers every rank's arrivals; all ranks of the job call it. What cannot be gathered is left out, and said."""
+    """Gather every rank's arrivals; all ranks of the job call this. If they cannot be gathered, a note says so."""
     global _analyses
     own = world.recorder.arrivals()
     if not c10d.is_initialized() or c10d.get_world_size() == 1:
@@ -159,11 +159,11 @@ def analyse() -> Analysis:
         assert group is not None
         store = c10d_module._world.pg_map[group][1]
         offset = offset_from_rank_0(store, rank, size, f"straggler/{_analyses}")
-        with quiet():
+        with unlogged():
             everyone = ObjectChannel(world.communicator(None), world.max_object_bytes).all_gather((offset, own))
-    except Exception as error:  # a summary must not end a job whose group is broken
+    except Exception as error:  # a summary must not stop a job whose group is broken
         alone = compare({rank: own}, {}, rank)
-        alone.note = f"the other ranks could not be asked ({str(error).splitlines()[0]})"
+        alone.note = f"the other ranks could not be reached ({str(error).splitlines()[0]})"
         return alone
     arrivals = {member: rows for member, (_, rows) in enumerate(everyone)}
     return compare(arrivals, {member: offset for member, (offset, _) in enumerate(everyone)}, rank)
@@ -193,7 +193,7 @@ def text(analysis: Analysis) -> str:
             row = f"{' ': <20}{line['msg_size_str']: <20}{line['count']: <20}"
             out.append((row + "".join(f"{number: <20.2f}" for number in numbers)).rstrip())
     out.append(
-        f"Ranks that were waited for, over {analysis.compared} calls{': ' if analysis.note else ''}{analysis.note}"
+        f"Ranks that others waited for, over {analysis.compared} calls{': ' if analysis.note else ''}{analysis.note}"
     )
     out.append(f"{'Rank': <6}{'Came last': <16}{'Waited for(ms)': <16}{'Mean(ms)': <12}{'Worst(ms)': <12}At")
     for late in analysis.ranking_dict():

@@ -1,7 +1,7 @@
-"""What the logger has counted, as values: one line for each name and size of message.
+"""The logger's counts as values: one entry per name and message size.
 
-Durations are from issue to completion. Bandwidths follow nccl-tests: the algorithm's is the size of the message
-over its time, the bus's is that times the op's factor for the size of the *group* that made the call.
+Durations are from issue to completion. Bandwidths follow nccl-tests: algorithm bandwidth is the message size over its
+time; bus bandwidth is that times the op's factor for the size of the *group* that made the call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ringway.call import OP_BY_NAME, OPS
 
 USER_OP = 255
-"""The op code of what `timed_op` decorates; such a call is named by its label."""
+"""The op code of functions decorated with `timed_op`; their calls are named by their label."""
 
 
 def bus_factor(op: int, label: str, size: int) -> float:
@@ -36,14 +36,14 @@ def size_text(nbytes: float) -> str:
 
 
 def printable(text: str, most: int = 60) -> str:
-    """What users wrote, as one line: no control characters, which a terminal would obey."""
+    """A user's text as one line, without control characters, which a terminal would interpret."""
     plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return plain if len(plain) <= most else plain[: most - 1] + "…"
 
 
 @dataclass
-class Line:
-    """All calls of one name and one size of message."""
+class CallTotals:
+    """All calls of one name and message size."""
 
     name: str
     nbytes: int
@@ -62,7 +62,7 @@ class Line:
         self.max_ns = max(self.max_ns, longest)
         self.moved += nbytes * count
         self.moved_on_bus += nbytes * count * bus_factor(op, label, size)
-        # Groups of different sizes share a line; their percentiles are weighed by their calls.
+        # Groups of different sizes share an entry; their percentiles are weighted by their calls.
         self.p50_ns = (self.p50_ns * before + p50 * count) / self.count
         self.p99_ns = max(self.p99_ns, p99)
 
@@ -72,7 +72,7 @@ class Line:
 
     @property
     def algorithm_gbps(self) -> float:
-        """Gigabits a second, as DeepSpeed's table has it."""
+        """Gigabits per second, as in DeepSpeed's table."""
         return self.moved * 8 / self.total_ns if self.total_ns else 0.0
 
     @property
@@ -95,22 +95,22 @@ class Line:
 
 
 def record_name(op: int, label: str, site: tuple[str, int, str] | None) -> str:
-    """The name a call is logged under: its label, or its op; with its caller where `debug` asked for that."""
+    """The name under which a call is logged: its label or its op, with its caller if `debug` asked for that."""
     name = label or (OPS[op].name if op < len(OPS) else f"op {op}")
     return name if site is None else f"{name} | [Caller Func: {site[2]}]"
 
 
-def lines(rows: Iterable[tuple[Any, ...]]) -> dict[str, dict[int, Line]]:
-    """The recorder's rows by name and by size of message, both in order."""
-    table: dict[str, dict[int, Line]] = {}
+def totals(rows: Iterable[tuple[Any, ...]]) -> dict[str, dict[int, CallTotals]]:
+    """The recorder's rows by name and by message size, both sorted."""
+    table: dict[str, dict[int, CallTotals]] = {}
     for row in sorted(rows, key=lambda row: (row[0], row[1], row[4])):
         name, nbytes = record_name(row[0], row[1], row[2]), row[4]
-        table.setdefault(name, {}).setdefault(nbytes, Line(name, nbytes)).add(row)
+        table.setdefault(name, {}).setdefault(nbytes, CallTotals(name, nbytes)).add(row)
     return {name: dict(sorted(by_size.items())) for name, by_size in sorted(table.items())}
 
 
-def table_text(table: dict[str, dict[int, Line]]) -> str:
-    """DeepSpeed's table, with three columns more."""
+def table_text(table: dict[str, dict[int, CallTotals]]) -> str:
+    """DeepSpeed's table, with three more columns."""
     heads = (
         "Comm. Op",
         "Message Size",

@@ -1,4 +1,4 @@
-"""`timed_op`: a collective of the user's own in the log."""
+"""`timed_op`: logs a user's own collective."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _nbytes(values: Any) -> int:
 
 
 def timed_op(function: F) -> F:
-    """Decorates a function that communicates: while the logger is on, its calls are logged under its name, or
-    under the `log_name` of the call. A call that returns a Work ends when that does. The size is that of the
-    first tensor argument, the group that of the argument `group`. Collectives of ringway's inside are logged too.
+    """Decorate a function that communicates: while the logger is on, its calls are logged under its name, or under the
+    `log_name` of the call. A call that returns a Work ends when the Work does. The size is that of the first tensor
+    argument, and the group that of the argument `group`. ringway's collectives inside it are logged too.
     """
     signature = inspect.signature(function)
     takes_label = "log_name" in signature.parameters

@@ -1,4 +1,4 @@
-"""The calls of a trace, read event by event: a trace of many ranks is far larger than what is drawn of it."""
+"""Reads the calls of a trace event by event: a trace of many ranks is far larger than what is drawn of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringway.observe.trace.writer import HEAD
 
 
 class TracedCall(NamedTuple):
-    """One call of one rank. Times are microseconds from the trace's beginning."""
+    """One call of one rank. Times are microseconds from the start of the trace."""
 
     rank: int
     track: int
@@ -34,14 +34,14 @@ class TracedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Events:
-    """The calls in the order they were issued, and how many the trace did not keep."""
+    """The calls in the order they were issued, and how many the trace dropped."""
 
     calls: list[TracedCall]
     dropped: int
 
 
 def read(path: str | os.PathLike[str]) -> Events:
-    """A trace, as `ringway.trace` wrote it."""
+    """Read a trace that `ringway.trace` wrote."""
     name = os.fspath(path)
     rest: dict[str, Any] = {}
     try:
@@ -50,21 +50,21 @@ def read(path: str | os.PathLike[str]) -> Events:
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{name} is not a trace of ringway's: {error}") from None
+        raise UsageError(f"{name} is not a ringway trace: {error}") from None
     if not calls:
-        raise UsageError(f"{name} holds no calls of ringway's")
+        raise UsageError(f"{name} contains no ringway calls")
     calls.sort(key=lambda call: call.start)
     dropped = rest.get("otherData", {}).get("dropped", 0) if isinstance(rest.get("otherData"), dict) else 0
     return Events(calls, dropped if isinstance(dropped, int) else 0)
 
 
 def _events(file: BinaryIO, rest: dict[str, Any]) -> Iterator[Any]:
-    """Each event; what else the file says goes into `rest`."""
+    """Each event. The rest of the file's contents go into `rest`."""
     head = file.read(len(HEAD))
     if head == HEAD:
         yield from _by_line(file, rest)
         return
-    whole = json.loads(head + file.read())  # another program has written it anew
+    whole = json.loads(head + file.read())  # another program has rewritten it
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
         raise ValueError("it has no traceEvents")
     rest.update(whole)
@@ -83,7 +83,7 @@ def _by_line(lines: Iterable[bytes], rest: dict[str, Any]) -> Iterator[Any]:
 
 
 def _call(event: Any) -> TracedCall | None:
-    """None for what is not a call of ringway's: names of tracks, events of other programs in a merged trace."""
+    """None for anything but a ringway call: track names, or other programs' events in a merged trace."""
     args = event.get("args") if isinstance(event, dict) else None
     if not isinstance(args, dict) or event.get("ph") != "X" or "sequence" not in args:
         return None

@@ -1,4 +1,4 @@
-"""The numbers behind the page's pictures, out of a trace's calls. Each is bounded, however long the trace."""
+"""Computes the numbers behind the page's charts from a trace's calls. Each is bounded, however long the trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ringway.observe.log.summary import Line, size_text
+from ringway.observe.log.summary import CallTotals, size_text
 from ringway.observe.report.events import TracedCall
 
 _MAX_BARS = 6000
@@ -19,7 +19,7 @@ _BINS_AN_OCTAVE = 2
 
 
 def timeline(calls: Sequence[TracedCall]) -> dict[str, Any]:
-    """Bars by rank. Of too many the longest are shown, which are what one looks for."""
+    """Bars by rank. If there are too many, the longest are shown, since those are the interesting ones."""
     shown = heapq.nlargest(_MAX_BARS, calls, key=lambda call: call.took)
     ranks = sorted({call.rank for call in calls})
     lanes = dict.fromkeys(ranks, 1)
@@ -50,8 +50,8 @@ def timeline(calls: Sequence[TracedCall]) -> dict[str, Any]:
 
 
 def bandwidth(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
-    """Bus bandwidth in GB/s by op and size of message: bytes over all the time they took. Where an op has too many
-    sizes, those near one another share a point."""
+    """Bus bandwidth in GB/s by op and message size: bytes over the total time. If an op has too many sizes,
+    neighbouring ones share a point."""
     done = [call for call in calls if call.nbytes > 0 and call.state == "completed"]
     sizes: dict[str, set[int]] = defaultdict(set)
     for call in done:
@@ -74,7 +74,7 @@ def _bin(nbytes: int) -> int:
 
 
 def lateness(calls: Sequence[TracedCall]) -> dict[str, Any]:
-    """How long the first rank waited for each rank: by rank and, in columns of equal time, along the trace."""
+    """How long the first rank waited for each rank: by rank, and over time in columns of equal length."""
     meetings: dict[tuple[str, int, str], dict[int, float]] = defaultdict(dict)
     for call in calls:
         if call.collective:
@@ -104,10 +104,10 @@ def lateness(calls: Sequence[TracedCall]) -> dict[str, Any]:
 
 
 def table(calls: Sequence[TracedCall]) -> dict[str, Any]:
-    """One row for each name and size, over all ranks: those that took longest altogether."""
-    lines: dict[tuple[str, int], tuple[Line, list[float]]] = {}
+    """One row per name and size, over all ranks: those with the longest total time."""
+    lines: dict[tuple[str, int], tuple[CallTotals, list[float]]] = {}
     for call in calls:
-        line, durations = lines.setdefault((call.name, call.nbytes), (Line(call.name, call.nbytes), []))
+        line, durations = lines.setdefault((call.name, call.nbytes), (CallTotals(call.name, call.nbytes), []))
         took = int(call.took * 1e3)
         line.count += 1
         line.total_ns += took
@@ -119,7 +119,7 @@ def table(calls: Sequence[TracedCall]) -> dict[str, Any]:
     return {"of": len(lines), "rows": [_row(line, sorted(durations)) for line, durations in longest]}
 
 
-def _row(line: Line, durations: Sequence[float]) -> list[Any]:
+def _row(line: CallTotals, durations: Sequence[float]) -> list[Any]:
     return [
         line.name,
         size_text(line.nbytes),

@@ -1,7 +1,7 @@
 """Writes the page: a template with the figures in it as data.
 
-Everything that comes from the trace is data, never markup: it is put into the page as JSON that cannot end its
-element, and the page's script shows it as text only. The page forbids itself any request.
+Everything that comes from the trace is data, never markup: it is embedded as JSON that cannot end its element, and the
+page's script shows it only as text. The page forbids itself any request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACE = "/*FIGURES*/"
 
 
 def as_data(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element or start a comment."""
+    """JSON that is safe inside a script element: nothing in it can end the element or start a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -39,14 +39,14 @@ def page(events: Events, title: str) -> str:
 
 
 def report(trace_path: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    """Turns a trace into a page."""
+    """Turn a trace into a page."""
     name = os.fspath(trace_path)
     try:
         text = page(read(name), os.path.basename(name))
-    except (ValueError, OverflowError) as error:  # a number that is none, as no trace of ours has
+    except (ValueError, OverflowError) as error:  # an invalid number, which ringway's own traces never have
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{name} is not a trace of ringway's: {error}") from None
+        raise UsageError(f"{name} is not a ringway trace: {error}") from None
     try:
         replace_whole(output, [text.encode()])
     except OSError as error:

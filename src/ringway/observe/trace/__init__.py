@@ -1,0 +1,1 @@
+"""Traces: all ranks' calls in one file, on one clock."""

@@ -1,7 +1,7 @@
 """One clock for all ranks.
 
-Ranks of one host share the monotonic clock. Ranks elsewhere estimate how far theirs is from rank 0's, by asking
-it through the store a few times and trusting the quickest answer: it is off by less than half the time that took.
+Ranks on one host share the monotonic clock. Ranks elsewhere estimate their offset from rank 0's clock: they ask for it
+a few times through the store and trust the fastest answer, whose error is less than half its round trip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROUNDS = 8
 
 
 def clock_id() -> str:
-    """The same for processes whose monotonic clocks are one: of one boot, and of one time namespace."""
+    """The same for processes that share a monotonic clock: the same boot and time namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -26,40 +26,40 @@ def clock_id() -> str:
         return f"pid {os.getpid()}"
 
 
-def offset_from_rank_0(store: c10d.Store, rank: int, size: int, corner: str, timeout: float = 60.0) -> int:
-    """What to add to this rank's clock to have rank 0's, in nanoseconds. Every rank calls it."""
-    room = c10d.PrefixStore(f"ringway/clock/{corner}", store)
-    room.set(f"id/{rank}", clock_id())
-    patience = timedelta(seconds=timeout)
-    room.wait([f"id/{member}" for member in range(size)], patience)
-    clocks = [room.get(f"id/{member}").decode() for member in range(size)]
-    # One rank of each foreign clock asks; its neighbours take over what it found.
+def offset_from_rank_0(store: c10d.Store, rank: int, size: int, key: str, timeout: float = 60.0) -> int:
+    """The nanoseconds to add to this rank's clock to get rank 0's. Collective: every rank calls this."""
+    shared = c10d.PrefixStore(f"ringway/clock/{key}", store)
+    shared.set(f"id/{rank}", clock_id())
+    limit = timedelta(seconds=timeout)
+    shared.wait([f"id/{member}" for member in range(size)], limit)
+    clocks = [shared.get(f"id/{member}").decode() for member in range(size)]
+    # One rank per foreign clock asks; the others on that clock use its result.
     askers = [member for member in range(size) if clocks[member] not in clocks[:member] and member != 0]
     if rank == 0:
         for asker in askers:
-            _answer(room, asker, patience)
+            _answer(shared, asker, limit)
     elif rank in askers:
-        room.set(f"offset/{rank}", str(_ask(room, rank, patience)))
-    spokesman = clocks.index(clocks[rank])
-    if spokesman == 0:
+        shared.set(f"offset/{rank}", str(_ask(shared, rank, limit)))
+    measured_by = clocks.index(clocks[rank])
+    if measured_by == 0:
         return 0
-    room.wait([f"offset/{spokesman}"], patience)
-    return int(room.get(f"offset/{spokesman}"))
+    shared.wait([f"offset/{measured_by}"], limit)
+    return int(shared.get(f"offset/{measured_by}"))
 
 
-def _answer(room: c10d.Store, asker: int, patience: timedelta) -> None:
+def _answer(shared: c10d.Store, asker: int, timeout: timedelta) -> None:
     for number in range(_ROUNDS):
-        room.wait([f"ask/{asker}/{number}"], patience)
-        room.set(f"tell/{asker}/{number}", str(_core.monotonic_ns()))
+        shared.wait([f"ask/{asker}/{number}"], timeout)
+        shared.set(f"answer/{asker}/{number}", str(_core.monotonic_ns()))
 
 
-def _ask(room: c10d.Store, rank: int, patience: timedelta) -> int:
+def _ask(shared: c10d.Store, rank: int, timeout: timedelta) -> int:
     best: tuple[int, int] | None = None
     for number in range(_ROUNDS):
         before = _core.monotonic_ns()
-        room.set(f"ask/{rank}/{number}", "?")
-        room.wait([f"tell/{rank}/{number}"], patience)
-        theirs = int(room.get(f"tell/{rank}/{number}"))
+        shared.set(f"ask/{rank}/{number}", "?")
+        shared.wait([f"answer/{rank}/{number}"], timeout)
+        theirs = int(shared.get(f"answer/{rank}/{number}"))
         after = _core.monotonic_ns()
         took = after - before
         if best is None or took < best[0]:

@@ -1,7 +1,7 @@
 """`trace(path)`: all ranks' calls in one file that Chrome and Perfetto open.
 
-A rank is a process there and a group a track in it; calls that overlap get tracks of their own. Times are rank 0's
-clock. The file is bounded: past `limit` calls a rank only counts them.
+In the file, a rank is a process and a group is a track in it; overlapping calls get tracks of their own. Times are on
+rank 0's clock. The size is bounded: after `limit` calls, a rank only counts them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from ringway.errors import UsageError
 from ringway.groups.objects import ObjectChannel
 from ringway.groups.world import world
 from ringway.observe.files import write_whole
-from ringway.observe.log.quiet import quiet
 from ringway.observe.log.summary import bus_factor
-from ringway.observe.recorder import recorded
+from ringway.observe.recorder import recorded, unlogged
 from ringway.observe.trace.clock import offset_from_rank_0
 
 LIMIT = 200_000
 HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
-"""How the file begins. One event a line follows, then a line `],` and the rest: a reader need not hold it whole."""
-_LANES = 64
+"""How the file begins. One event per line follows, then a line `],` and the rest, so a reader can stream it."""
+_MAX_TRACKS = 64
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a trace: rows of the recorder, and what makes its clock rank 0's."""
+    """One rank's part of a trace: rows of the recorder, and the offset to rank 0's clock."""
 
     rank: int
     host: str
@@ -53,12 +52,12 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Iterator[None]:
-    """Writes every call made meanwhile, of all ranks, to `path`. Every rank enters and leaves it. If the block
-    raises, or the others cannot be asked, each rank writes its own calls to `path.rankN` instead."""
+    """Write all ranks' calls in this context to `path`. Every rank enters and leaves it. If the block raises, or the
+    other ranks cannot be reached, each rank writes its own calls to `path.rankN` instead."""
     if isinstance(limit, bool) or not isinstance(limit, int) or not 0 < limit < 2**63:
         raise UsageError(f"limit={limit!r} is not a number of calls")
     if not _one_at_a_time.acquire(blocking=False):
-        raise UsageError("a trace is being kept already: the recorder keeps one at a time")
+        raise UsageError("a trace is already running: the recorder keeps one at a time")
     try:
         recorder = world.recorder
         recorder.start_trace(limit)
@@ -90,12 +89,12 @@ def _finish(path: str | os.PathLike[str], rows: Sequence[Any], dropped: int) -> 
         assert group is not None
         store = c10d_module._world.pg_map[group][1]
         offset = offset_from_rank_0(store, c10d.get_rank(), c10d.get_world_size(), f"trace/{_traces}")
-        with quiet():
+        with unlogged():
             channel = ObjectChannel(world.communicator(None), world.max_object_bytes)
             parts = channel.gather(_own_part(rows, dropped, offset), 0)
-    except Exception as error:  # a group that is broken has still left a trace on every rank
+    except Exception as error:  # every rank still has its own trace if the group is broken
         warnings.warn(
-            f"ringway: the ranks' traces could not be gathered ({type(error).__name__}: {error}); each writes its own",
+            f"ringway: could not gather the ranks' traces ({type(error).__name__}: {error}); each rank writes its own",
             stacklevel=4,
         )
         _write_own(path, _own_part(rows, dropped, 0))
@@ -109,7 +108,7 @@ def _write_own(path: str | os.PathLike[str], part: Part) -> None:
 
 
 def encoded(parts: Sequence[Part]) -> Iterator[bytes]:
-    """The file, event by event."""
+    """The file's contents, event by event."""
     yield HEAD
     first = True
     for event in events(parts):
@@ -132,7 +131,7 @@ def events(parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
 
 
 class _Tracks:
-    """Numbers for the tracks of one rank: one for each group, and more where its calls overlap."""
+    """Numbers the tracks of one rank: one per group, and more if its calls overlap."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -140,18 +139,18 @@ class _Tracks:
         self._numbers: dict[tuple[str, int], int] = {}
 
     def place(self, group: str, start: int, end: int) -> tuple[int, dict[str, Any] | None]:
-        """The track for a call, and the event that names it if it is new."""
-        lanes = self._busy.setdefault(group, [])
-        lane = next((i for i, until in enumerate(lanes) if until <= start), None)
-        if lane is None:
-            lane = min(len(lanes), _LANES - 1)
-            lanes[lane:] = [0]
-        lanes[lane] = end
-        number = self._numbers.get((group, lane))
+        """The track for a call, and the event that names the track if it is new."""
+        tracks = self._busy.setdefault(group, [])
+        track = next((i for i, until in enumerate(tracks) if until <= start), None)
+        if track is None:
+            track = min(len(tracks), _MAX_TRACKS - 1)
+            tracks[track:] = [0]
+        tracks[track] = end
+        number = self._numbers.get((group, track))
         if number is not None:
             return number, None
-        number = self._numbers[group, lane] = len(self._numbers)
-        name = f"group {group}" + (f", overlapping {lane}" if lane else "")
+        number = self._numbers[group, track] = len(self._numbers)
+        name = f"group {group}" + (f", overlapping {track}" if track else "")
         return number, {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": number, "args": {"name": name}}
 
 
