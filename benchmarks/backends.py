@@ -1,16 +1,16 @@
-"""All backends that are there, side by side, and a tuned policy beside them.
+"""All available backends side by side, and a tuned policy next to them.
 
     python benchmarks/backends.py [--ranks 2] [--mpi mpich|openmpi|none] [--backends shm,gloo] [--ops ...] [--json FILE]
 
-First `ringway tune` runs on the job and writes a policy. Then new processes load it: their world is mixed by the
-policy, and every single backend has a group of its own. All take turns in one run, on the same memory, each after
-each other one equally often. For every size the table shows each backend's median, and the policy's time over that
-of the best single backend: the median of the rounds' ratios with its 95 % interval. Where the interval does not say
-on which side of the limit the ratio lies, more rounds are added to it, up to four times as many.
+First, `ringway tune` runs on the job and writes a policy. Then new processes load it: their world is mixed by the
+policy, and every single backend has its own group. All take turns in one run, on the same memory, each after each other
+one equally often. For every size, the table shows each backend's median, and the policy's time relative to the best
+single backend: the median of the rounds' ratios with its 95 % interval. If the interval does not show on which side of
+the limit the ratio lies, more rounds are added, up to four times as many.
 
-With --mpi the ranks are started by that MPI's mpiexec, in an environment made of PyPI wheels, so that mpi takes
-part. --backends leaves some out, to see a policy that mixes the others. Takes about three minutes. Exits with 1
-where the policy takes more than 1.10 times as long as the best single backend.
+With --mpi, that MPI's mpiexec starts the ranks, in an environment made from PyPI wheels, so that mpi takes part.
+--backends leaves some out, to see a policy that mixes the others. Takes about three minutes. Exits with 1 if the policy
+takes more than 1.10 times as long as the best single backend.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def main() -> int:
         description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this host (2)")
-    parser.add_argument("--mpi", choices=("mpich", "openmpi", "none"), default="mpich", help="who starts them (mpich)")
+    parser.add_argument("--mpi", choices=("mpich", "openmpi", "none"), default="mpich", help="their launcher (mpich)")
     parser.add_argument("--backends", default="", help="candidates, separated by commas (all that work here)")
     parser.add_argument("--ops", nargs="+", default=list(OPS), help="collectives to measure")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes of a message")
-    parser.add_argument("--rounds", type=int, default=31, help="samples of each candidate (31)")
-    parser.add_argument("--json", type=Path, help="write the table and the policy here too")
+    parser.add_argument("--rounds", type=int, default=31, help="samples per candidate (31)")
+    parser.add_argument("--json", type=Path, help="also write the table and the policy to this file")
     parser.add_argument("--compare", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compare is not None:
@@ -95,7 +95,7 @@ def compare(arguments: argparse.Namespace) -> None:
     ringway.init_distributed(verbose=False)
     if not isinstance(ringway.communicator().backend, MixedBackend):
         raise SystemExit("the policy was not loaded")
-    world.policy = None  # from here on, groups are of one backend
+    world.policy = None  # from here on, groups have a single backend
     control = Ranks(ringway.new_group(backend="gloo"))
     names = arguments.backends.split(",") if arguments.backends else CANDIDATES
     groups: dict[str, Any] = {**groups_of(names)[0], TUNED: None}
@@ -109,7 +109,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def compared(op: str, nbytes: int, groups: dict[str, Any], control: Any, rounds: int) -> dict[str, Any]:
-    """One row of the table. All ranks see the same times, and so add rounds alike."""
+    """One row of the table. All ranks see the same times, so they add the same number of rounds."""
     from ringway.bench import measure, paired_ratio
     from ringway.bench.tune import in_one_place
 

@@ -1,17 +1,17 @@
-"""shm beside its peers, from Python, in one run.
+"""shm compared with its peers, from Python, in one run.
 
     python benchmarks/collectives.py [--ranks 2] [--peers ...] [--ops ...] [--sizes ...] [--rounds 15] [--json FILE]
 
-Each peer has ranks of its own (collectives_rank.py): ours; torch's gloo; MPICH and Open MPI through mpi4py, in
-environments that scripts/mpi_env.py makes of PyPI's wheels; DeepSpeed's shared-memory op, from the folder that
-`pip install --target .cache/deepspeed --no-build-isolation deepspeed` fills; oneCCL through ringway's ccl backend,
-where `libccl.so.2` is found. They take turns, sample by sample, and those whose turn it is not sleep; oneCCL's
-threads, which never do, are stopped by a signal. fp32; the recorder and the mismatch check are on, as always. A
-sample's time is that of its slowest rank; the table shows medians in microseconds, how many times longer than ours
-the best peer takes, and our rate beside that of one core's `copy_`, measured in the same rounds.
+Each peer has its own ranks (collectives_rank.py): ours; torch's gloo; MPICH and Open MPI through mpi4py, in
+environments that scripts/mpi_env.py makes from PyPI wheels; DeepSpeed's shared-memory op, from a folder filled by `pip
+install --target .cache/deepspeed --no-build-isolation deepspeed`; oneCCL through ringway's ccl backend, if
+`libccl.so.2` is found. They take turns, sample by sample, and the others sleep; oneCCL's threads, which never sleep,
+are stopped by a signal. fp32; the recorder and the mismatch check are on, as always. A sample's time is that of its
+slowest rank. The table shows medians in microseconds, how many times longer than ours the best peer takes, and our rate
+next to that of one core's `copy_`, measured in the same rounds.
 
-Exits with 0 if the goals hold: all_reduce ahead of every peer at every size and, with two ranks, at 64 MiB at least
-0.45 of the copy rate; every other op ahead of gloo. With 1 if one does not, with 2 if a peer asked for by name
+Exits with 0 if the goals hold: all_reduce ahead of every peer at every size and, with two ranks, at least 0.45 of the
+copy rate at 64 MiB; every other op ahead of gloo. Exits with 1 if one does not hold, with 2 if a peer that was named
 could not take part.
 """
 
@@ -41,8 +41,8 @@ MPIS = ("mpich", "openmpi")
 OPS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier")
 MORE_OPS = ("reduce", "gather", "scatter", "all_gather", "reduce_scatter", "send_recv")
 SIZES = (8, 64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
-FEWER_SIZES = (8, 1 << 10, 64 << 10, 4 << 20, 64 << 20, 256 << 20)  # of the other ops
-FEWEST_SIZES = (8, 64 << 10, 4 << 20, 64 << 20)  # of those in MORE_OPS
+FEWER_SIZES = (8, 1 << 10, 64 << 10, 4 << 20, 64 << 20, 256 << 20)  # for the other ops
+FEWEST_SIZES = (8, 64 << 10, 4 << 20, 64 << 20)  # for those in MORE_OPS
 COPY_GOAL, COPY_GOAL_BYTES = 0.45, 64 << 20
 SAMPLE_SECONDS = 0.04
 START_SECONDS = 300.0
@@ -50,23 +50,23 @@ BUILD_SECONDS = 900.0
 
 
 class Absent(Exception):
-    """A peer that cannot take part, and why."""
+    """A peer cannot take part, and why."""
 
 
 class Team:
-    """The ranks of one peer, seen from the run."""
+    """The ranks of one peer, as seen by the run."""
 
     def __init__(self, peer: str, links: list[Any], restless: list[int]) -> None:
         self.peer = peer
         self._links = links
-        self._restless = restless  # processes that use the processor while it is not their turn
+        self._restless = restless  # processes that use the processor even when it is not their turn
         self._last: dict[tuple[str, int], float] = {}
 
     def takes_part(self, op: str) -> bool:
         return op == "all_reduce" or self.peer not in (COPY, "deepspeed")
 
     def sample(self, op: str, nbytes: int) -> float:
-        """Seconds for one call. The first sample of a size finds out how many calls make one, and warms up."""
+        """Seconds per call. The first sample of a size determines the number of calls per sample, and warms up."""
         signalled(self._restless, signal.SIGCONT)
         if (op, nbytes) not in self._last:
             self._last[op, nbytes] = self._ask(op, nbytes, 2)
@@ -94,7 +94,7 @@ def signalled(processes: list[int], number: signal.Signals) -> None:
 
 @contextmanager
 def team(peer: str, ranks: int, folder: Path, deepspeed: Path) -> Iterator[Team]:
-    """Starts the ranks of a peer. Raises Absent where it cannot take part."""
+    """Start the ranks of a peer. Raises Absent if it cannot take part."""
     address = str(folder / f"{peer}.socket")
     environment = {
         **os.environ,
@@ -136,13 +136,13 @@ def _commands(peer: str, ranks: int, address: str) -> list[list[str]]:
     try:
         home = mpi_env(peer) / "bin"
     except subprocess.SubprocessError as error:
-        raise Absent(f"no environment for it could be made ({error})") from None
+        raise Absent(f"could not create its environment ({error})") from None
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if peer == "openmpi" else []
     return [[str(home / "mpiexec"), *flags, "-n", str(ranks), str(home / "python"), *own]]
 
 
 def _greeted(listener: socket.socket, processes: list[Any], ends: ExitStack) -> tuple[int, Any]:
-    """The next rank that connects and says it is ready."""
+    """The next rank that connects and reports that it is ready."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -169,11 +169,11 @@ def _greeted(listener: socket.socket, processes: list[Any], ends: ExitStack) -> 
 
 @contextmanager
 def _deepspeed_op(folder: Path, ranks: int) -> Iterator[dict[str, str]]:
-    """Builds DeepSpeed's op before its ranks start, and removes what it leaves in /dev/shm after them.
+    """Build DeepSpeed's op before its ranks start, and remove what it leaves in /dev/shm afterwards.
 
-    torch's builder waits without end for a lock file that a build which was killed has left behind. So the op has a
-    folder of its own here, under a lock that ends with its holder. The op names its shared memory by MASTER_PORT
-    and takes what it finds there, so every run gets a name of its own.
+    torch's builder waits forever for a lock file that a killed build left behind. So the op has its own folder here,
+    with a lock that ends with its holder. The op names its shared memory by MASTER_PORT and reuses what it finds there,
+    so every run gets its own name.
     """
     built = ROOT / ".cache" / "deepspeed_op"
     built.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def _deepspeed_op(folder: Path, ranks: int) -> Iterator[dict[str, str]]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja
         "PYTHONPATH": str(folder),
         "TORCH_EXTENSIONS_DIR": str(built),
-        "DS_ACCELERATOR": "cpu",  # where there is a GPU it would have no builder for an op of the CPU
+        "DS_ACCELERATOR": "cpu",  # on a machine with a GPU, it would not find the builder of a CPU op
         "LOCAL_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": name,
@@ -221,7 +221,7 @@ def _ended(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# Measuring and telling
+# Measuring and reporting
 
 
 def measured(teams: list[Team], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ def _line(row: dict[str, Any], columns: list[str]) -> str:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """The goals that do not hold, in words."""
+    """The goals that do not hold, as text."""
     found = []
     for row in rows:
         where = f"{row['op']} of {row['bytes']} bytes"
@@ -279,10 +279,10 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--peers", nargs="+", choices=PEERS[1:], help="all that are there, unless told")
+    parser.add_argument("--peers", nargs="+", choices=PEERS[1:], help="default: all that are available")
     parser.add_argument("--ops", nargs="+", choices=OPS + MORE_OPS, default=list(OPS + MORE_OPS))
     parser.add_argument("--sizes", nargs="+", type=int)
-    parser.add_argument("--rounds", type=int, default=15, help="of all_reduce; the other ops get half of them")
+    parser.add_argument("--rounds", type=int, default=15, help="for all_reduce; the other ops get half of them")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / ".cache" / "deepspeed", help="a folder with deepspeed")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

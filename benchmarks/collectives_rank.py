@@ -1,6 +1,6 @@
 """One rank of one peer of benchmarks/collectives.py, which starts it: `python collectives_rank.py PEER ADDRESS`.
 
-It connects to the run's socket, says that it is ready, and measures what it is told until it is told no more.
+It connects to the run's socket, reports that it is ready, and measures what the run orders until the orders end.
 An order is {"op", "bytes", "calls"}; the answer is the seconds that one call took here.
 """
 
@@ -26,7 +26,7 @@ def serve(peer: str, address: str) -> None:
         lines = link.makefile("rw")
         try:
             prepare, barrier = _MAKERS[peer](rank, int(os.environ["BENCH_RANKS"]), ends)
-        except Exception as error:  # the run goes on without this peer, and says why
+        except Exception as error:  # the run continues without this peer, and reports why
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             print(json.dumps({"rank": rank, "error": reason}), file=lines, flush=True)
             return
@@ -40,7 +40,7 @@ def _measure(lines: Any, prepare: Prepare, barrier: Action) -> None:
     for line in lines:
         order = json.loads(line)
         if what != (order["op"], order["bytes"]):
-            action = barrier  # frees the old buffers before new ones are made
+            action = barrier  # frees the old buffers before new ones are created
             what = (order["op"], order["bytes"])
             action = prepare(*what)
         barrier()
@@ -168,7 +168,7 @@ def _mpi(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
 
 
 def _deepspeed(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
-    """Its op knows all_reduce only, and finds its peers by LOCAL_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Its op supports only all_reduce, and finds its peers through LOCAL_SIZE, MASTER_ADDR and MASTER_PORT."""
     import torch
     import torch.distributed as dist
     from deepspeed.ops.op_builder import ShareMemCommBuilder
@@ -176,7 +176,7 @@ def _deepspeed(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
     dist.init_process_group("gloo", store=_store(size), rank=rank, world_size=size)
     ends.callback(dist.destroy_process_group)
     ShareMemCommBuilder().load(verbose=False).initialize(size, rank)
-    dist.barrier()  # a rank's flags are set once it is through `initialize`, not before
+    dist.barrier()  # a rank's flags are set only once it has finished `initialize`
     reduce = torch.ops.deepspeed.inference_all_reduce_
     probe = torch.ones(3)
     reduce(probe)

@@ -2,36 +2,36 @@
 
     python benchmarks/convergence.py --plot docs/proofs/convergence.svg
 
-A small transformer and an MLP on generated data, three seeds, 2 and 4 ranks over shm. Under momentum SGD: plain,
-each codec with feedback, and onebit without. Under Adam: plain, and `OneBitAdam` with onebit.
+A small transformer and an MLP on generated data, three seeds, 2 and 4 ranks over shm. With momentum SGD: plain, each
+codec with feedback, and onebit without. With Adam: plain, and `OneBitAdam` with onebit.
 
-The tasks, and why they are so:
+The tasks, and the reasons for them:
 
-- Both are classification with 32 classes as unevenly common as words are (Zipf), and the group sees 64 labels a step
-  (64 points, or 8 sequences of 8), so that the rarest are missing from most of what a rank sees. So the gradient of a
-  rare class is small and of one sign most of the time, and large and of the other sign seldom. Its mean is zero where
-  training ends; its sign's mean is not. This is where a sign without feedback must go wrong, and it is what real data
-  are like.
-- Data are drawn anew for every step, so nothing is learned by heart, and the loss counted is the population's: in
-  eval mode on a fixed set, the same for all runs, much larger than a batch. It is the mean over the last
-  evaluations, when the learning rate is almost zero: what is compared is where training goes, not its noise.
-- The learning rate rises over the first 5 % of the steps and falls to zero by a cosine. Momentum SGD: 0.9, and rates
-  of 0.05 and 0.1 as such models are often given. Adam: 3e-3, and betas (0.9, 0.98): the variance must settle within
-  the warm-up, and 0.999 remembers longer than a run this short.
-- The steps are as many as let plain training settle: twice as many lower its loss by less than 2 % (seen: 0.5 to 1.2).
+- Both are classification with 32 classes as unevenly common as words (Zipf), and the group sees 64 labels per step (64
+  points, or 8 sequences of 8), so the rarest are missing from most of what a rank sees. The gradient of a rare class is
+  therefore small and of one sign most of the time, and rarely large and of the other sign. Where training ends, its
+  mean is zero, but the mean of its sign is not. This is where a sign without feedback must go wrong, and real data are
+  like this.
+- Data are drawn anew for every step, so nothing is memorized. The reported loss is that of the population: in eval mode
+  on a fixed set, the same for all runs and much larger than a batch. It is the mean over the last evaluations, when the
+  learning rate is almost zero, so it compares where training ends, not its noise.
+- The learning rate rises over the first 5 % of the steps and falls to zero along a cosine. Momentum SGD: 0.9, and rates
+  of 0.05 and 0.1, as is usual for these models. Adam: 3e-3, and betas (0.9, 0.98), because the variance must settle
+  within the warm-up, and 0.999 remembers longer than a run this short.
+- The number of steps lets plain training settle: twice as many lower its loss by less than 2 % (seen: 0.5 to 1.2).
   `--plain-only --stretch 2` shows it.
 - `OneBitAdam` freezes its variance after a quarter of the steps: the upper end of the paper's 15 to 25 %.
-- Nothing is warmed up uncompressed under SGD: the codecs work from the first step.
+- SGD has no uncompressed warm-up: the codecs work from the first step.
 
-How they came about. A first version had 16 classes and batches in which hardly any class was ever missing, which its
-own reason asks for; it was run with the codecs, one seed on 2 ranks: with feedback all ended within 1 % (onebit
-+0.95 % in the MLP of 600 steps), and without feedback onebit ended 4.9 % (MLP) and 0.4 % (transformer) above plain.
-With 32 classes the MLP was left as it is now; the transformer still saw 192 labels a step (without feedback +1.8 %),
-then 96 (+3.9 %), and was given the MLP's 64. With feedback every codec was within 0.2 % in each of these. So the
-last two steps were taken after a limit had failed: read the transformer's figure without feedback with that in mind.
+History. The first version had 16 classes, and batches in which hardly any class was ever missing, contrary to its own
+purpose. It was run with the codecs, with one seed on 2 ranks: with feedback, all ended within 1 % (onebit +0.95 % in
+the MLP of 600 steps); without feedback, onebit ended 4.9 % (MLP) and 0.4 % (transformer) above plain. With 32 classes,
+the MLP was left as it is now. The transformer still saw 192 labels per step (without feedback +1.8 %), then 96 (+3.9
+%), and was then given the MLP's 64. With feedback, every codec was within 0.2 % in each of these. So the last two
+changes were made after a limit had failed: read the transformer's figure without feedback with that in mind.
 
-Exits with 1 unless every codec with feedback ends within 1 % of the plain loss (mean over the seeds, each seed
-with the same data and the same start), and onebit without feedback at least 5 % above it. Minutes on two cores.
+Exits with 1 unless every codec with feedback ends within 1 % of the plain loss (mean over the seeds, each seed with the
+same data and the same start), and onebit without feedback ends at least 5 % above it. Takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ BATCH = {"mlp": 64, "transformer": 8}
 """For the whole group: each rank takes its share."""
 EVALUATIONS = 20
 LAST = 3
-"""How many evaluations a run makes, and of how many the mean is its final loss."""
+"""The number of evaluations in a run, and how many of the last are averaged for its final loss."""
 SYMBOLS = 32
 TASK_SEED = 7
 
 
 def zipf() -> Tensor:
-    """How common each symbol is."""
+    """The frequency of each symbol."""
     weights = 1.0 / torch.arange(1, SYMBOLS + 1)
     return weights / weights.sum()
 
 
 class Mlp(nn.Module):
-    """Tells which of 32 overlapping clouds of points, unevenly common, a point is from."""
+    """Classifies a point by which of 32 overlapping clouds, unevenly common, it is from."""
 
     features, width, evaluated = 16, 48, 16384
 
@@ -139,7 +139,7 @@ class Run:
 
 
 def rate(step: int, steps: int) -> float:
-    """The share of the learning rate: up over the first twentieth, then down to zero."""
+    """The factor of the learning rate: up over the first twentieth, then down to zero."""
     rise = steps // 20
     if step < rise:
         return (step + 1) / rise
@@ -147,7 +147,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(context: Any, dist: Any, run: Run, seed: int, stretch: int) -> list[float]:
-    """The loss on data never trained on, at equal distances over the run."""
+    """The loss on unseen data, at equal intervals over the run."""
     from ringway.compress import ErrorFeedback, OneBitAdam, compressed_all_reduce
 
     torch.manual_seed(seed)
@@ -183,7 +183,7 @@ def train(context: Any, dist: Any, run: Run, seed: int, stretch: int) -> list[fl
                 parameter.grad = part.view(parameter.shape)
         optimizer.step()
         schedule.step()
-        # Every run evaluates at the same points, by rank 0 alone; the others go on and wait at the next average.
+        # Every run evaluates at the same points, on rank 0 only; the others continue and wait at the next average.
         if context.rank == 0 and (step + 1) % (steps // EVALUATIONS) == 0:
             model.eval()
             with torch.no_grad():
@@ -193,7 +193,7 @@ def train(context: Any, dist: Any, run: Run, seed: int, stretch: int) -> list[fl
 
 
 def train_all(context: Any, runs: list[Run], seeds: int, stretch: int) -> list[list[list[float]]]:
-    """For each run the curves of all seeds."""
+    """The curves of all seeds, for each run."""
     torch.set_num_threads(1)
     dist = context.start("shm")
     return [[train(context, dist, run, seed, stretch) for seed in range(seeds)] for run in runs]
@@ -204,7 +204,7 @@ def final(curves: list[list[float]]) -> float:
 
 
 def plot(panels: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """The curves as an SVG, one panel a model and optimizer, written by hand: no plotting library is needed."""
+    """The curves as an SVG, one panel per model and optimizer, written by hand: no plotting library is needed."""
     width, height, colours = 720, 300, ("#222", "#c33", "#37a", "#393", "#b80", "#849", "#0aa", "#777")
     lines, top = [], 0
     for title, curves in panels.items():
@@ -230,7 +230,7 @@ def plot(panels: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 
 def runs_of(model: str) -> list[list[Run]]:
-    """Each plain run first, and behind it those that are measured against it."""
+    """Each plain run, followed by those that are compared with it."""
     sgd = [Run(model, "sgd", codec) for codec in (None, *CODECS)] + [Run(model, "sgd", "onebit", feedback=False)]
     return [sgd, [Run(model, "adam", None), Run(model, "adam", "onebit")]]
 
@@ -240,9 +240,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--plot", type=Path, help="write the curves of the first seed here, as an SVG")
+    parser.add_argument("--plot", type=Path, help="write the curves of the first seed to this SVG file")
     parser.add_argument("--plain-only", action="store_true", help="only the uncompressed runs: do they settle?")
-    parser.add_argument("--stretch", type=int, default=1, help="so many times as many steps (with --plain-only)")
+    parser.add_argument("--stretch", type=int, default=1, help="multiplies the number of steps (with --plain-only)")
     options = parser.parse_args()
     from ringway.testing import RankPool
 

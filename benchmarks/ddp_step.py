@@ -1,16 +1,16 @@
-"""A training step with ringway's data-parallel hooks beside DistributedDataParallel, in turns.
+"""A training step with ringway's data-parallel hooks compared with DistributedDataParallel, in turns.
 
     python benchmarks/ddp_step.py [--parts hooks transformer] [--backends gloo shm] [--ranks 2] [--json FILE]
 
 Part `hooks`: the step is zero_grad, forward, backward and SGD of a multi-layer perceptron. On gloo,
-DistributedDataParallel has a group of torch's own, which is the fastest it can have; on shm both use ringway's. Then,
-from the recorder's times of one more step: how much of the gradients' travel lay before the last gradient was computed.
+DistributedDataParallel has one of torch's own groups, the fastest it can have; on shm, both use ringway's. Then, from
+the recorder's times of one more step: how much of the gradients' transfer came before the last gradient was computed.
 
 Part `transformer` (ddp_transformer.py): a small transformer trained with DistributedDataParallel over shm and over
-gloo. The losses of both are asserted to be the same, and a step over shm is compared with one over gloo.
+gloo. Asserts that the losses of both are the same, and compares a step over shm with one over gloo.
 
-Exits with 1 where the hooks' step takes more than 1.03 times as long as DistributedDataParallel's, or where a step of
-the transformer takes longer over shm than over gloo.
+Exits with 1 if the hooks' step takes more than 1.03 times as long as DistributedDataParallel's, or if a step of the
+transformer takes longer over shm than over gloo.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Result:
 
     @property
     def hidden(self) -> float:
-        """The share of the gradients' travelling time that lay before the last gradient."""
+        """The share of the gradients' transfer time that came before the last gradient."""
         total = sum(t.completed - t.issued for t in self.travels)
         before = sum(max(0.0, min(t.completed, self.last_gradient) - t.issued) for t in self.travels)
         return before / total if total else 0.0
 
 
 class Training:
-    """One model with its optimizer; `model` is what is called, wrapped or not."""
+    """One model with its optimizer. `model` is what is called, wrapped or not."""
 
     def __init__(self, model: nn.Module, batch: Tensor) -> None:
         self.model = model
@@ -125,7 +125,7 @@ def compare(context: RankContext, backend: str, width: int, layers: int, batch: 
 
 
 def _travels(training: Training) -> tuple[float, list[Travel]]:
-    """When the last gradient was computed, and when each bucket left and came back, by the recorder."""
+    """When the last gradient was computed, and when each bucket was sent and returned, according to the recorder."""
     moments: list[int] = []
     first_weight = next(training.model.parameters())
     marks = [
@@ -161,7 +161,7 @@ def report(result: Result) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["hooks", "transformer"], default=["hooks", "transformer"])
-    parser.add_argument("--backends", nargs="+", default=["gloo", "shm"], help="of the hooks")
+    parser.add_argument("--backends", nargs="+", default=["gloo", "shm"], help="for the hooks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--width", type=int, default=1024)
@@ -177,7 +177,7 @@ def main() -> int:
             results.append(pool.run(compare, *settings, timeout=1200)[0])
             report(results[-1])
         if "transformer" in options.parts:
-            import ddp_transformer  # beside this file, where the ranks do not look
+            import ddp_transformer  # next to this file, where the ranks do not look
 
             trained = pool.run(ddp_transformer.compare, options.rounds, timeout=1200)[0]
             ddp_transformer.report(trained)

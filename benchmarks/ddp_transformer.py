@@ -1,8 +1,8 @@
 """The other half of ddp_step.py: a small transformer trained with DistributedDataParallel over shm and over gloo.
 
-Both trainings begin with the same parameters and see the same batches, one step of the one after one of the other.
-Their losses are compared step by step. With two ranks they are the same to the last bit, because a sum of two does
-not depend on its order; with more, shm adds up in rank order and gloo in its ring's, and they are held to 1e-3.
+Both trainings start from the same parameters and see the same batches, in alternating steps. Their losses are compared
+step by step. With two ranks they are equal to the last bit, because a sum of two does not depend on its order. With
+more, shm adds in rank order and gloo in its ring's order, and they must agree to 1e-3.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringway.testing import RankContext
 VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 512, 256, 4, 4, 32, 2
 BATCHES = 16
 TOLERANCE = 1e-3
-TOLERANT_STEPS = 20  # with other roundings two trainings drift apart, as they should
+TOLERANT_STEPS = 20  # with different rounding, two trainings drift apart, as expected
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Trained:
     parameters: int
     seconds: dict[str, Estimate]
     ratio: Estimate
-    """A step over shm by a step over gloo."""
+    """A step over shm relative to a step over gloo."""
     steps_compared: int
     bitwise: bool
     losses: tuple[float, float]
-    """The first and the last that were compared."""
+    """The first and the last losses that were compared."""
 
 
 class Transformer(nn.Module):

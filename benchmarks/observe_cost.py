@@ -1,16 +1,16 @@
-"""What watching costs: a small call with the comms logger on against off, and a DDP step with everything on.
+"""The cost of observability: a small call with the comms logger on and off, and a DDP step with everything on.
 
     python benchmarks/observe_cost.py [--backend shm] [--ranks 2] [--seconds 60] [--json FILE] [--check]
 
-All candidates run on the same ranks in the same run, taking turns, so what disturbs one disturbs all. "Off" is what
-every program has: the recorder and the stall watch, which are always on. "On" adds the logger, and for the step a trace
-and a sink that writes JSON lines every second. The calls that were timed are asserted to be in the log. DeepSpeed's own
-logger is timed in the same way, on its own functions over gloo, out of a folder that
-`pip install --target .cache/deepspeed --no-build-isolation deepspeed` fills.
+All candidates run on the same ranks in the same run, in turns, so a disturbance affects all of them. "Off" is what
+every program has: the recorder and the stall watch, which are always on. "On" adds the logger, and for the step also a
+trace and a sink that writes JSON lines every second. Asserts that the timed calls are in the log. DeepSpeed's own
+logger is timed in the same way, on its own functions over gloo, from a folder filled by `pip install --target
+.cache/deepspeed --no-build-isolation deepspeed`.
 
-Rounds are added until the interval of the median lies on one side of the limit, or the time is up. With `--check` it
-fails if the logger costs 1 µs a call or more, or a DDP step with everything on is 2 % slower or more. About three
-minutes on two cores.
+Rounds are added until the interval of the median lies on one side of the limit, or the time is up. With `--check`, it
+fails if the logger costs 1 µs per call or more, or a DDP step with everything on is at least 2 % slower. Takes about
+three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OFF, ON = "logger off", "logger on"
 
 @dataclass(frozen=True)
 class Cost:
-    """One comparison: the time of each side, and of the second over the first, round by round."""
+    """One comparison: the time of each side, and the ratio of the second to the first, round by round."""
 
     what: str
     ranks: int
@@ -75,7 +75,7 @@ def _measure_until(
     sample_seconds: float,
     decided: Callable[[Measured, Measured], bool],
 ) -> tuple[Measured, Measured]:
-    """Rounds of off and on until the matter is decided or the time is up; every rank sees the same samples."""
+    """Rounds of off and on until the result is clear or the time is up. Every rank sees the same samples."""
     began = time.monotonic()
     off, on = measure(candidates, ranks, rounds=ROUNDS_AT_A_TIME, sample_seconds=sample_seconds)
     while not decided(off, on):
@@ -115,7 +115,7 @@ def small_call(context: RankContext, backend: str, seconds: float) -> Cost:
         Ranks(control),
         seconds,
         0.01,
-        # A microsecond is below what can be told apart over gloo: its rows are for comparison only.
+        # Over gloo, a microsecond is too small to measure: its rows are for comparison only.
         lambda off, on: backend == "gloo" or _beside(_differences(off, on), MOST_SECONDS_A_CALL),
     )
     logged, timed = dist.get_comm_operation_count(), len(on.samples) * on.calls_per_sample
@@ -143,7 +143,7 @@ class Everything:
 
 
 def ddp_step(context: RankContext, backend: str, seconds: float, folder: str) -> Cost:
-    """A step of about a tenth of a second: eight layers of 1024, gradients of 33 MB in buckets of 8."""
+    """A step of about a tenth of a second: eight layers of 1024, 33 MB of gradients in buckets of 8 MB."""
     dist = context.start(backend)
     control = c10d.new_group(backend="gloo")
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def ddp_step(context: RankContext, backend: str, seconds: float, folder: str) ->
     )
     everything.switch(False)
     steps = len(on.samples) * on.calls_per_sample
-    # Every gradient was reduced through a call that the log has: as many bytes as the model has, each step.
+    # Every gradient was reduced by a call that is in the log: as many bytes as the model has, each step.
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     moved = sum(size * line["count"] for size, line in _logged_sizes(dist).items())
     if moved < steps * gradients:
@@ -186,7 +186,7 @@ def _logged_sizes(dist: Any) -> dict[int, Any]:
 
 
 def deepspeed_call(context: RankContext, seconds: float, folder: str) -> Cost | str:
-    """The same call through deepspeed.comm on gloo, its logger on against off; or why not."""
+    """The same call through deepspeed.comm on gloo, with its logger on and off; or the reason why not."""
     context.start("gloo", module="torch.distributed")
     sys.path.append(folder)
     try:
@@ -232,12 +232,12 @@ def show(cost: Cost) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="shm", help="of the calls and of the DDP step")
+    parser.add_argument("--backend", default="shm", help="for the calls and the DDP step")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60, help="most time for the step; a call gets a quarter")
+    parser.add_argument("--seconds", type=float, default=60, help="time limit of the step; a call gets a quarter")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / ".cache" / "deepspeed", help="a folder with deepspeed")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--check", action="store_true", help="fail where watching costs more than it may")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--check", action="store_true", help="fail if observing costs more than the limits")
     options = parser.parse_args()
     short = options.seconds / 4
     with RankPool(options.ranks) as pool, tempfile.TemporaryDirectory() as folder:
@@ -261,7 +261,7 @@ def main() -> int:
     dear = [c.what for c in (alone, small) if c.difference.median >= MOST_SECONDS_A_CALL]
     slow = [step.what] if step.ratio.median >= MOST_STEP_RATIO else []
     for what in dear + slow:
-        print(f"too dear: {what}", file=sys.stderr)
+        print(f"too expensive: {what}", file=sys.stderr)
     return int(bool(dear + slow))
 
 

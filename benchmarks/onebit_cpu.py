@@ -1,22 +1,22 @@
-"""How fast one core compresses, beside its own `copy_` and the numpy recipe.
+"""How fast one core compresses, compared with its own `copy_` and the numpy recipe.
 
     python benchmarks/onebit_cpu.py
 
-Encode with feedback reads the values and the residual and writes the residual and the frames: 12.1 bytes an
-element. One pass with a scale a block; with one scale a tensor the scale is measured first, which reads 8
-bytes more.
+Encoding with feedback reads the values and the residual, and writes the residual and the frames: 12.1 bytes per
+element. It takes one pass with a scale per block. With one scale per tensor, the scale is measured first, which reads 8
+more bytes.
 
-What is compared with, and how it is timed, was fixed before any figure was seen:
+The baselines and the timing were fixed before any figure was seen:
 
 - The numpy recipe is DeepSpeed's own sequence of operations (`NcclBackend.compressed_allreduce`, first phase), with
-  numpy in the place of torch and CuPy: in place where DeepSpeed works in place, a new array where it makes one.
-- Beside it, with no limit: the leanest numpy there is for the same result, each operation once.
-- The process is bound to one core, and the libraries under numpy to one thread. Counted is the process's CPU time,
-  so that whatever any thread does counts, and what other processes do does not.
+  numpy instead of torch and CuPy: in place where DeepSpeed works in place, a new array where it creates one.
+- Next to it, without a limit: the leanest numpy for the same result, each operation once.
+- The process is bound to one core, and the libraries under numpy to one thread. The process's CPU time is measured, so
+  the work of all its threads counts, and other processes do not.
 - All candidates take turns; the median of all rounds counts. Takes about 10 seconds.
 
-Exits with 1 unless onebit with a scale a block moves at least half the bytes that `copy_` moves, and is at
-least 8 times as fast as numpy's recipe.
+Exits with 1 unless onebit with a scale per block moves at least half as many bytes as `copy_`, and is at least 8 times
+as fast as numpy's recipe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 class Encode:
-    """One codec's encode with feedback, of one rank alone."""
+    """One codec's encoding with feedback, on a single rank."""
 
     def __init__(self, spec: str, values: torch.Tensor, residual_dtype: torch.dtype = torch.float32) -> None:
         self.codec = get_codec(spec)
@@ -99,7 +99,7 @@ class NumpyRecipe:
 
 
 class LeanNumpy:
-    """The same result by the fewest operations that numpy has for it."""
+    """The same result with the fewest numpy operations."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values.numpy()

@@ -1,13 +1,13 @@
-"""What a compressed all-reduce costs on a GPU, in copies of the buffer, beside the CuPy recipe.
+"""The cost of a compressed all-reduce on a GPU, in copies of the buffer, compared with the CuPy recipe.
 
     PYTHONPATH=src python benchmarks/onebit_gpu.py --output docs/proofs/onebit_gpu.txt
 
-World size 1 with no short-cut: every step and both collectives run. Bytes that must move: 36 an element with
-one scale a tensor (4.5 copies), 24 with a scale a block (3 copies). Then 2 and 4 ranks share the GPU through
-gloo, and their results are compared with the reference in plain torch on the CPU.
+World size 1 without a short cut: every step and both collectives run. Bytes that must move: 36 per element with one
+scale per tensor (4.5 copies), 24 with a scale per block (3 copies). Then 2 and 4 ranks share the GPU through gloo, and
+their results are compared with the reference in plain torch on the CPU.
 
-Exits with 1 when a limit is passed or a result is wrong. Needs no native core: where it is not built, the
-collectives are torch's own.
+Exits with 1 if a limit is exceeded or a result is wrong. Needs no native core: if it is not built, the collectives are
+torch's own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPARED_STEPS = 5
 
 
 class TorchCommunicator:
-    """The two collectives that compression needs, by torch alone."""
+    """The two collectives that compression needs, with torch alone."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.name = dist.get_rank(), dist.get_world_size(), "world"
@@ -47,7 +47,7 @@ class TorchCommunicator:
 
 
 def without_native_core() -> None:
-    """Let `ringway.compress` be imported where `ringway._core` is not built."""
+    """Make `ringway.compress` importable if `ringway._core` is not built."""
     home = Path(__file__).resolve().parents[1] / "src" / "ringway"
     package = types.ModuleType("ringway")
     package.__path__ = [str(home)]
@@ -69,7 +69,7 @@ def without_native_core() -> None:
 
 
 def join(backend: str, rank: int, size: int, path: str) -> str:
-    """Join a group: ringway's own where it is built, torch's otherwise. Returns whose it is."""
+    """Join a group: ringway's own if it is built, torch's otherwise. Returns whose it is."""
     whose = "ringway"
     joined: Any
     try:
@@ -100,8 +100,8 @@ def milliseconds(step: Callable[..., Any], *arguments: Any, repeats: int = REPEA
 
 
 class CupyRecipe:
-    """The 1-bit all-reduce as DeepSpeed 0.19 did it at world size 1, its collectives left out: CuPy packs bits,
-    torch does the rest, one pass over memory an operation."""
+    """The 1-bit all-reduce as DeepSpeed 0.19 did it at world size 1, without its collectives: CuPy packs bits, torch
+    does the rest, with one pass over memory per operation."""
 
     def __init__(self, numel: int) -> None:
         import cupy
@@ -145,7 +145,7 @@ def measure(say: Callable[[str], None]) -> bool:
         residual_bytes = 2 * NUMEL * residual.itemsize
         before = torch.cuda.memory_allocated() + residual_bytes
         torch.cuda.reset_peak_memory_stats()
-        compressed_all_reduce(buffer, feedback, spec)  # compiles, makes the residuals and the frames
+        compressed_all_reduce(buffer, feedback, spec)  # compiles, and creates the residuals and the frames
         took = milliseconds(compressed_all_reduce, buffer, feedback, spec)
         extra = (torch.cuda.max_memory_allocated() - before) / NUMEL
         limit = LIMITS.get(spec) if residual is torch.float32 else None
@@ -192,7 +192,7 @@ def show_kernels(say: Callable[[str], None], step: Callable[..., Any], *argument
 
 
 def compare_kernels(say: Callable[[str], None]) -> bool:
-    """Triton's bytes on the device against the reference's, for every codec and dtype."""
+    """Compare Triton's bytes on the device with the reference's, for every codec and dtype."""
     from ringway.compress import get_codec, kernels_for
     from ringway.compress.windows import HEADER_BYTES, Sharding, new_frames
 
@@ -219,7 +219,7 @@ def compare_kernels(say: Callable[[str], None]) -> bool:
                 written.append((frames[2, scales:used].clone(), residual))
             differing += int((written[0][0] != written[1][0]).sum())
             codes += written[0][0].numel()
-            # A code on an edge may fall on either side; everything else of the residual is equal.
+            # A code on an edge may fall on either side; everything else in the residual is equal.
             apart = ((written[0][1] - written[1][1]).abs() > 1e-4).float().mean().item()
             fine &= apart < 1e-5
         fine &= differing <= 1e-5 * codes
@@ -228,8 +228,8 @@ def compare_kernels(say: Callable[[str], None]) -> bool:
 
 
 def shared_rank(rank: int, size: int, path: str, results: str) -> None:
-    """One of several ranks on the same GPU: the average over a few steps, by Triton on the device through gloo
-    and by the reference on the CPU."""
+    """One of several ranks on the same GPU: the average over a few steps, by Triton on the device through gloo and by
+    the reference on the CPU."""
     join("gloo", rank, size, path)
     from ringway.compress import ErrorFeedback, compressed_all_reduce
 
@@ -245,7 +245,7 @@ def shared_rank(rank: int, size: int, path: str, results: str) -> None:
             compressed_all_reduce(on_host, on_cpu, spec, kernels="reference")
             totals[0] += on_device.cpu()
             totals[1] += on_host
-        # Elements on an edge may take the other code; the sum over the steps shows nothing else.
+        # Elements on an edge may take the other code; the sum over the steps shows only those.
         worst = max(worst, ((totals[0] - totals[1]).abs() > 1e-3).float().mean().item())
     Path(f"{results}.{rank}").write_text(str(worst))
     dist.destroy_process_group()
@@ -269,7 +269,7 @@ def share_the_gpu(say: Callable[[str], None]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="also write what is printed to this file")
+    parser.add_argument("--output", type=Path, help="also write the output to this file")
     options = parser.parse_args()
     lines: list[str] = []
 

@@ -1,12 +1,12 @@
-"""What ringway adds to a call: `ringway.all_reduce` of 8 floats on gloo against `torch.distributed.all_reduce`.
+"""The overhead of ringway: `ringway.all_reduce` of 8 floats on gloo compared with `torch.distributed.all_reduce`.
 
     python benchmarks/overhead.py [--rounds N] [--json FILE] [--check]
 
-Both run on the same ranks in the same run, taking turns: ringway on a group of its own over gloo with the
-recorder on (it always is), torch on a plain gloo group. The recorder must hold every call that was timed. Beside
-it, the cost of the recorder alone: a record begun and ended, its call site found through two of ringway's frames.
+Both run on the same ranks in the same run, in turns: ringway on its own group over gloo with the recorder on (it always
+is), torch on a plain gloo group. The recorder must hold every timed call. Also measured: the cost of the recorder
+alone, to begin and end a record whose call site is found through two of ringway's frames.
 
-With `--check` it fails if ringway is slower at world size 1, or the recorder takes more than 300 ns a call.
+With `--check`, it fails if ringway is slower at world size 1, or if the recorder takes more than 300 ns per call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOST_SECONDS_A_RECORD = 300e-9
 
 
 def all_reduce_against_torch(context: RankContext, rounds: int) -> list[Measured]:
-    """Runs on each rank. torch comes first, as what ringway is compared with."""
+    """Runs on each rank. torch comes first, as the baseline."""
     dist = context.start("gloo", module="torch.distributed")
     own = ringway.new_group(backend="gloo")
     assert_recorded(own)
@@ -63,7 +63,7 @@ def all_reduce_against_torch(context: RankContext, rounds: int) -> list[Measured
 
 
 def assert_recorded(group: Any) -> None:
-    """Each call is in the recorder: completed, with its size, on its group, and made by this function."""
+    """Check that each call is in the recorder: completed, with its size, on its group, made by this function."""
     tensor = torch.ones(8)
     for _ in range(CHECKED_CALLS):
         ringway.all_reduce(tensor.fill_(1.0), group=group)
@@ -74,7 +74,7 @@ def assert_recorded(group: Any) -> None:
 
 
 def recorder_cost(rounds: int) -> Estimate:
-    """Seconds to begin and end a record, call site included, the frames that lead there not."""
+    """Seconds to begin and end a record, including the call site but not the frames that lead there."""
     recorder = _core.Recorder(4096)
     lane = _core.Lane(recorder, "overhead")
     arguments = (ALL_REDUCE.code, NBYTES, DTYPE_CODE[torch.float32], int(Reduce.SUM), -1, 0)
@@ -95,7 +95,7 @@ def recorder_cost(rounds: int) -> Estimate:
 
 
 def in_ringways_frames(statement: str, lane: _core.Lane) -> Callable[[], None]:
-    """The statement at the end of two functions that count as ringway's own, as in a call by a user."""
+    """The statement at the end of two functions that count as ringway's own, as in a user's call."""
     source = f"def outer():\n    inner()\ndef inner():\n    {statement}\n"
     names: dict[str, Any] = {"begin": lane.begin, "end": lane.end}
     exec(compile(source, str(Path(ringway.__file__).with_name("api.py")), "exec"), names)
@@ -105,9 +105,9 @@ def in_ringways_frames(statement: str, lane: _core.Lane) -> Callable[[], None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=101, help="samples of each candidate")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--check", action="store_true", help="fail if a bound is broken")
+    parser.add_argument("--rounds", type=int, default=101, help="samples per candidate")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--check", action="store_true", help="fail if a limit is exceeded")
     options = parser.parse_args()
 
     table: list[Row] = []
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def check(table: list[Row], record: Estimate) -> int:
-    """Says which bounds are broken beyond doubt: where the whole interval lies on the wrong side."""
+    """Report the limits that are clearly exceeded: the whole interval lies on the wrong side."""
     broken = [
         f"ringway takes {row.ratio.median:.2f} times as long as torch at world size 1"
         for row in table

@@ -2,12 +2,12 @@
 
     sudo python benchmarks/slow_link.py
 
-Two network namespaces joined by a veth pair, each end slowed to 1 Gbit/s by `tc tbf`: a real link to TCP. One
-rank in each. Times are the median of several calls on 64 MB of fp32 by the slower rank; bytes are what the
-veth of rank 0 sent, a call. `auto` must say yes here; on shm, without the link, it must say no.
+Two network namespaces joined by a veth pair, each end limited to 1 Gbit/s by `tc tbf`: a real link for TCP, with one
+rank at each end. Times are the median of several calls on 64 MB of fp32 on the slower rank; bytes are those that rank
+0's veth sent per call. `auto` must decide to compress here; on shm, without the link, it must not.
 
-Needs root, `ip` and `tc`. Exits with 1 unless onebit is at least 10 times and int8 at least 3 times as fast as
-gloo's plain all_reduce.
+Needs root, `ip` and `tc`. Exits with 1 unless onebit is at least 10 times and int8 at least 3 times as fast as gloo's
+plain all_reduce.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shell(command: str) -> None:
 
 @contextlib.contextmanager
 def slow_link(rate: str) -> Iterator[None]:
-    """Two namespaces and the link between them, gone afterwards."""
+    """Two namespaces and the link between them, removed afterwards."""
     remove_link()
     try:
         for space in SPACES:
@@ -129,7 +129,7 @@ def run_ranks(result: Path) -> None:
         raise SystemExit(f"the ranks ended with {codes}")
 
 
-def tell(results: dict[str, Any], rate: str) -> bool:
+def report(results: dict[str, Any], rate: str) -> bool:
     plain = results["plain"]
     megabytes = NUMEL * 4 / 1e6
     print(f"{megabytes:.0f} MB of fp32, 2 ranks, {rate}, medians of {ROUNDS} calls")
@@ -152,7 +152,7 @@ def tell(results: dict[str, Any], rate: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", default="1gbit", help="what the link carries, as tc spells it")
+    parser.add_argument("--rate", default="1gbit", help="the link's rate, as tc spells it")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -166,7 +166,7 @@ def main() -> int:
         with slow_link(options.rate):
             run_ranks(result)
         results = json.loads(result.read_text())
-    fine = tell(results, options.rate)
+    fine = report(results, options.rate)
     from ringway.testing import RankPool
 
     with RankPool(2) as pool:

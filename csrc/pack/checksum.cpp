@@ -33,7 +33,7 @@ Tables make_tables() {
     return tables;
 }
 
-// Eight bytes a step: one table for each place a byte can stand in.
+// Eight bytes per step, with one table for each position of a byte.
 uint32_t crc_portable(uint32_t crc, const unsigned char* data, size_t size) {
     static const Tables t = make_tables();
     for (; size >= 8; data += 8, size -= 8) {

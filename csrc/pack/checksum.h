@@ -1,4 +1,4 @@
-// CRC-32C of object messages, by the CPU's own instruction where it has one.
+// CRC-32C of object messages. Uses the CPU's instruction if it has one.
 #pragma once
 
 #include <cstddef>

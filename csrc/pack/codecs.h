@@ -1,11 +1,11 @@
-// Codecs on a strip: at most kStrip fp32 numbers that stay in the first-level cache.
+// Codecs for a strip: at most kStrip fp32 numbers, which stay in the L1 cache.
 //
-// encode: the codes of a strip into the payload, and what they lose into `lost`. Encoding touches no new memory, so
-//   that without a look ahead the bus would idle meanwhile: `ahead.fetch(i, n)` asks for what comes next.
+// encode: writes the codes of a strip to the payload, and the encoding error to `lost`. Encoding touches no new memory,
+//   so without prefetching the bus would idle meanwhile: `ahead.fetch(i, n)` prefetches what comes next.
 // decode: codes times the scale, written to a strip or (Add) added to it.
 //
-// By hand for NEON; elsewhere plain loops that the compiler turns into vector code, and by hand only what it does not
-// see. The plain loops also take what is left over at the end of a strip.
+// NEON code is written by hand. Elsewhere, plain loops that the compiler vectorizes, and handwritten code only where it
+// does not. The plain loops also handle the remainder at the end of a strip.
 #pragma once
 
 #include "pack/elements.h"
@@ -23,11 +23,11 @@ inline void put(Floats value, float* to) {
     store(Add ? load(to) + value : value, to);
 }
 
-// Adding and taking away 1.5 * 2^23 rounds to an integer, ties to even, where |value| < 2^22.
+// Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even, if |value| < 2^22.
 constexpr float kRounder = 12582912.0f;
 
 #if defined(__ARM_NEON)
-// In the order in which four bytes of signs lie in a word: of each four elements the lanes' bits.
+// For each group of four elements, the bit of each lane in a word of four sign bytes.
 struct SignPlaces {
     uint32x4_t of[8];
     SignPlaces() {
@@ -42,7 +42,7 @@ struct SignPlaces {
 // Conversions between integers and floating point are slow, additions are not: 2^23 + n has n in its lowest bits.
 constexpr float kInteger = 8388608.0f;
 
-// Sixteen codes, bytes, less `offset`, times the scale.
+// Sixteen byte codes, minus `offset`, times the scale.
 template <bool Add>
 inline void put_sixteen(uint8x16_t codes, float offset, float scale, float* to) {
     const uint8x16_t zero = vdupq_n_u8(0);
@@ -57,7 +57,7 @@ inline void put_sixteen(uint8x16_t codes, float offset, float scale, float* to) 
     }
 }
 
-// The nearest integers of sixteen values in units of the scale, ties to even, as bytes; and what they lose.
+// Rounds sixteen values in units of the scale to integers, ties to even, as bytes; also computes the rounding error.
 inline uint8x16_t rounded_sixteen(const float* from, float scale, float inverse, float* lost) {
     uint16x8_t fours[4];
     for (int four = 0; four < 4; ++four) {
@@ -92,7 +92,7 @@ struct Codec<Kind::OneBit> {
             vst1q_f32(lost + at, vsubq_f32(value, kept));
             return vreinterpretq_u16_f32(kept);
         };
-        // The uppermost bytes of what was kept have its sign, which -0.0 does not have, and up and down always do.
+        // Read the sign from the top bytes of the kept value: up and down always carry it, and -0.0 counts as positive.
         const auto sixteen = [&](int at) {
             const uint16x8_t low = vuzp2q_u16(four(at), four(at + 4));
             const uint16x8_t high = vuzp2q_u16(four(at + 8), four(at + 12));
@@ -107,7 +107,7 @@ struct Codec<Kind::OneBit> {
             vst1_u8(payload + i / 8, vget_low_u8(vpaddq_u8(fours, fours)));
         }
 #elif defined(__AVX2__)
-        // movemask makes the first lane the lowest bit; turning the lanes around first makes it the highest.
+        // movemask makes the first lane the lowest bit; reversing the lanes first makes it the highest.
         const __m256i backwards = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
         const __m256 up = _mm256_set1_ps(scale), down = _mm256_set1_ps(-scale);
         for (; i + 8 <= n; i += 8) {
@@ -158,8 +158,8 @@ struct Codec<Kind::OneBit> {
     }
 };
 
-// The nearest integer of a value in units of the scale. The scale comes from the largest magnitude, so no value
-// lies beyond the limit by as much as rounds to the next integer; integers are clamped where that costs nothing.
+// Rounds a value in units of the scale to an integer. The scale comes from the largest magnitude, so no value exceeds
+// the limit by enough to round to the next integer; integers are clamped where that costs nothing.
 inline int32_t rounded(float value, int32_t limit) {
     const int32_t code = static_cast<int32_t>((value + kRounder) - kRounder);
     return std::min(std::max(code, -limit), limit);
@@ -194,7 +194,7 @@ struct Codec<Kind::Int8> {
         int i = 0;
 #if defined(__ARM_NEON)
         for (; i + 16 <= n; i += 16) {
-            // From -128..127 to 0..255, in order.
+            // Map -128..127 to 0..255, in order.
             const uint8x16_t codes = veorq_u8(vld1q_u8(payload + i), vdupq_n_u8(128));
             put_sixteen<Add>(codes, 128.0f, scale, strip + i);
         }
@@ -262,16 +262,16 @@ struct Codec<Kind::Fp8> {
     static int64_t payload_offset(int64_t element) { return element; }
 
 #if defined(__ARM_NEON)
-    // Four values in units of the scale, rounded to e4m3: adding 1.5 * 2^20 times the value's own power of two (or
-    // 2^-6, if that is more) leaves three mantissa bits.
+    // Rounds four values in units of the scale to e4m3: adding 1.5 * 2^20 times the value's own power of two (or 2^-6,
+    // if that is larger) leaves three mantissa bits.
     static float32x4_t on_the_grid(float32x4_t value) {
         const uint32x4_t power = vandq_u32(vreinterpretq_u32_f32(value), vdupq_n_u32(0x7f800000));
         const uint32x4_t rounder = vaddq_u32(vmaxq_u32(power, vdupq_n_u32(121u << 23)), vdupq_n_u32(0x0a400000));
         return vsubq_f32(vaddq_f32(value, vreinterpretq_f32_u32(rounder)), vreinterpretq_f32_u32(rounder));
     }
 
-    // Times 2^-8 an e4m3 number is an fp16 number with the same mantissa and exponent bits, subnormal ones too: the
-    // code is bits 7 to 13 of those, and the sign.
+    // Times 2^-8, an e4m3 number is an fp16 number with the same mantissa and exponent bits, also if subnormal: the
+    // code is bits 7 to 13 of it, plus the sign.
     static void encode_sixteen(const float* from, float scale, float inverse, uint8_t* payload, float* lost) {
         float16x4_t halves[4];
         for (int four = 0; four < 4; ++four) {
@@ -292,7 +292,7 @@ struct Codec<Kind::Fp8> {
         const int8x16_t codes = vreinterpretq_s8_u8(vld1q_u8(payload));
         const int16x8_t widened[2] = {vshll_n_s8(vget_low_s8(codes), 7), vshll_high_n_s8(codes, 7)};
         for (int eight = 0; eight < 2; ++eight) {
-            // The sign was spread over two bits; the upper of them is its place.
+            // The sign was spread over two bits; the upper one is its final position.
             const uint16x8_t bits = vandq_u16(vreinterpretq_u16_s16(widened[eight]), vdupq_n_u16(0xbfff));
             const float16x8_t halves = vreinterpretq_f16_u16(bits);
             put<Add>((Floats)vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves)), scale * 256.0f), to + 8 * eight);

@@ -1,7 +1,7 @@
-// Numbers in memory and in registers: vectors, and the dtypes that values and residuals come in.
+// Numbers in memory and in registers: vectors, and the dtypes of values and residuals.
 //
-// Included once for each set of instructions (pack_steps.h), hence the anonymous namespace: nothing here may be
-// merged across them by the linker.
+// Included once per instruction set (steps.h). The anonymous namespace keeps the linker from merging code of different
+// instruction sets.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@
 
 #include "pack/pack.h"
 
-// Pointers into different memory: without the promise a byte may alias anything, and no loop becomes vector code.
+// Pointers to separate memory. Without this promise a byte may alias anything, and no loop is vectorized.
 #define PACK_APART __restrict__
 
 namespace ringway::pack::PACK_NAMESPACE {
 namespace {
 
-constexpr int kStrip = 1024;  // fp32 numbers that stay in the first-level cache
+constexpr int kStrip = 1024;  // fp32 numbers that stay in the L1 cache
 
-// Vectors as wide as the registers: what is wider, compilers take apart element by element.
+// Vectors as wide as the registers. Compilers split wider ones into single elements.
 #if defined(__AVX2__)
 constexpr int kLanes = 8;
 #else
@@ -73,7 +73,7 @@ inline float widen(float value) { return value; }
 inline float widen(Float16 value) {
     const uint32_t magnitude = value.bits & 0x7fffu;
     const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
-    const uint32_t exponent_shift = magnitude < 0x7c00u ? 112u << 23 : 224u << 23;  // infinity and NaN stay so
+    const uint32_t exponent_shift = magnitude < 0x7c00u ? 112u << 23 : 224u << 23;  // keeps infinity and NaN
     const float normal = float_of((magnitude << 13) + exponent_shift);
     const float unsigned_value = magnitude < 0x400u ? small : normal;
     return float_of(bits_of(unsigned_value) | static_cast<uint32_t>(value.bits & 0x8000u) << 16);
@@ -97,7 +97,7 @@ inline void narrow(float value, BFloat16& out) {
 }
 
 #if defined(__ARM_NEON)
-// Eight at a time; the plain forms above take the rest.
+// Eight at a time; the plain forms above handle the remainder.
 inline float32x4x2_t widen_eight(const Float16* from) {
     const float16x8_t eight = vreinterpretq_f16_u16(vld1q_u16(&from->bits));
     return {vcvt_f32_f16(vget_low_f16(eight)), vcvt_high_f32_f16(eight)};

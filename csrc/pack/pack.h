@@ -1,8 +1,8 @@
-// Fused compression kernels for the CPU: one pass over memory for each step of a compressed collective.
+// Fused compression kernels for the CPU: one pass over memory per step of a compressed collective.
 //
 // A frame is a 16-byte header (its first int32 is the status), the codec's scales (fp32), its payload.
-// src/ringway/compress/layout.py and the codecs' own files describe the bytes; the reference in plain torch
-// defines them, and the tests hold the two together.
+// src/ringway/compress/windows.py and the codecs' own files describe the bytes. The reference in plain torch defines
+// them, and tests compare the two.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ enum class Kind : int { OneBit = 0, Int8 = 1, Int4 = 2, Fp8 = 3 };
 
 constexpr int64_t kHeaderBytes = 16;
 
-// What the codec is. block == 0: one scale for the whole tensor, given by the caller.
+// Describes the codec. block == 0 means one scale for the whole tensor, given by the caller.
 struct Format {
     Kind kind;
     int64_t block;
 };
 
-// Flat memory of a floating-point dtype; data == nullptr where there is none.
+// Flat memory of a floating-point dtype; data == nullptr if there is none.
 struct Array {
     void* data;
     DType dtype;
@@ -35,15 +35,15 @@ struct Window {
     int64_t stop;
 };
 
-// Frames one after the other, each `stride` bytes long.
+// Consecutive frames, each `stride` bytes long.
 struct Frames {
     uint8_t* data;
     int64_t stride;
     int64_t rows;
 };
 
-// The steps, as ringway.compress.kernels.kernels.Kernels describes them. `measure*` return the root of the sum of
-// squares (OneBit) or the largest magnitude (the others), NaN where a value is not finite.
+// The steps, as described by ringway.compress.kernels.base.Kernels. `measure*` return the root of the sum of squares
+// (OneBit) or the largest magnitude (the others), and NaN if a value is not finite.
 struct Steps {
     double (*measure)(Format, Array values, Array residual, int64_t numel, int threads);
     void (*encode)(Format, Array values, Array residual, Window, Frames, float scale, int threads);
@@ -54,7 +54,7 @@ struct Steps {
     const char* instructions;
 };
 
-// The widest instructions that this processor has.
+// The widest instruction set that this processor supports.
 const Steps& steps();
 
 namespace base {

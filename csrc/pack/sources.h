@@ -1,4 +1,4 @@
-// Where numbers come from: flat memory, or the mean of frames; and what is to be read soon.
+// Sources of numbers: flat memory, or the mean of frames; and prefetching.
 #pragma once
 
 #include "pack/codecs.h"
@@ -35,7 +35,7 @@ struct Frame {
     void set_status(int32_t value) const { std::memcpy(data, &value, sizeof value); }
 };
 
-// --- where values come from -------------------------------------------------------------------------------
+// --- sources of values ------------------------------------------------------------------------------------
 
 template <class Of>
 struct FromArray {
@@ -62,10 +62,10 @@ struct FromFrames {
             else Codec<K>::template decode<true>(codes, n, scale, strip);
         }
     }
-    const NoElement* at(int64_t) const { return nullptr; }  // few bytes: the processor sees to it
+    const NoElement* at(int64_t) const { return nullptr; }  // few bytes: the hardware prefetches them
 };
 
-// --- ahead ------------------------------------------------------------------------------------------------
+// --- prefetching ------------------------------------------------------------------------------------------
 
 template <class Residual>
 Residual* offset(Residual* residual, int64_t by) {
@@ -73,7 +73,7 @@ Residual* offset(Residual* residual, int64_t by) {
     else return residual + by;
 }
 
-// Values and residuals that are to be read soon. Beyond their end nothing is there, and asking for it does no harm.
+// Values and residuals that will be read soon. Prefetching beyond their end is harmless.
 template <class Value, class Residual>
 struct Ahead {
     const Value* values;

@@ -1,4 +1,4 @@
-// What is taken from numbers on their way: a sum of magnitudes or of squares, or the largest magnitude.
+// Statistics computed in passing: a sum of magnitudes or of squares, or the largest magnitude.
 #pragma once
 
 #include "pack/elements.h"
@@ -6,7 +6,7 @@
 namespace ringway::pack::PACK_NAMESPACE {
 namespace {
 
-// Several sets of lanes, so that one addition need not wait for the last.
+// Several sets of lanes, so that an addition does not wait for the previous one.
 constexpr int kSets = 4;
 
 inline double sum_lanes(const Floats* sets) {
@@ -46,7 +46,7 @@ struct SumOfSquares {
     double sum() const { return sum_lanes(lanes) + rest; }
 };
 
-// As bits: magnitudes are in the order of their bits, and NaN and infinity are above every number.
+// Compared as bits: magnitudes order like their bits, and NaN and infinity are above every number.
 struct Peak {
     Words lanes[kSets] = {};
     uint32_t rest = 0;
@@ -71,7 +71,7 @@ struct Peak {
     }
 };
 
-// strip = values + more, and what is taken of it. `values` may be the strip; `more` is null where there is nothing.
+// strip = values + more, and its statistic. `values` may be the strip itself; `more` is null if there is none.
 template <bool kMore, class Taker>
 void add_and_take_from(const float* values, const float* PACK_APART more, int n, float* strip, Taker& taker) {
     Taker local;

@@ -1,8 +1,8 @@
-// The steps of pack.h, over strips; included once for each set of instructions, with PACK_NAMESPACE and
-// PACK_INSTRUCTIONS defined.
+// The steps of pack.h, over strips. Included once per instruction set, with PACK_NAMESPACE and PACK_INSTRUCTIONS
+// defined.
 //
-// A block's scale is known only after the whole block was read. A block of up to kHeld elements stays in the
-// cache between the two looks at it, so memory is read once; a larger one is read twice.
+// A block's scale is known only after the whole block was read. A block of up to kHeld elements stays in the cache
+// between the two passes, so memory is read once; a larger one is read twice.
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -15,15 +15,15 @@ namespace ringway::pack::PACK_NAMESPACE {
 namespace {
 
 constexpr int64_t kHeld = 4096;
-constexpr int64_t kAhead = 3072;             // elements that a look ahead is ahead
-constexpr int64_t kTile = 32768;             // elements a thread takes at a time
+constexpr int64_t kAhead = 3072;             // elements by which prefetching is ahead
+constexpr int64_t kTile = 32768;             // elements that a thread takes at a time
 constexpr int64_t kWorthAThread = 1 << 17;   // elements below which starting a thread costs more than it saves
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-// --- work in tiles --------------------------------------------------------------------------------------
+// --- tiles ------------------------------------------------------------------------------------------------
 
-// Calls work(begin, end) for tiles of [0, count), on as many threads as are worth their start.
+// Calls work(begin, end) for tiles of [0, count), on as many threads as pay off.
 template <class Work>
 void in_tiles(int64_t count, int64_t block, int threads, Work work) {
     const int64_t tile = block > 0 ? std::max<int64_t>(kTile / block, 1) * block : kTile;
@@ -39,7 +39,7 @@ void in_tiles(int64_t count, int64_t block, int threads, Work work) {
     for (std::thread& helper : helpers) helper.join();
 }
 
-// Calls work(offset, n) for strips of [begin, end), each of `length` at most.
+// Calls work(offset, n) for strips of [begin, end), each at most `length` long.
 template <class Work>
 void in_strips(int64_t begin, int64_t end, int64_t length, Work work) {
     for (; begin < end; begin += length) work(begin, static_cast<int>(std::min(length, end - begin)));
@@ -47,7 +47,7 @@ void in_strips(int64_t begin, int64_t end, int64_t length, Work work) {
 
 // --- statistics -------------------------------------------------------------------------------------------
 
-// Of a block or a tensor, from its strips: sums in double precision.
+// The statistic of a block or a tensor, from its strips: sums are in double precision.
 template <Kind K>
 struct Statistic {
     double sum = 0;
@@ -78,7 +78,7 @@ using ForBlock = std::conditional_t<Codec<K>::kPeak, Peak, SumOfMagnitudes>;
 template <Kind K>
 using ForTensor = std::conditional_t<Codec<K>::kPeak, Peak, SumOfSquares>;
 
-// A strip of the source plus the residual, and what is taken of it.
+// Computes a strip of the source plus the residual, and its statistic.
 template <class Taker, class Source, class Residual>
 Taker load_compensated(const Source& source, const Residual* residual, int64_t at, int n, float* strip) {
     Taker taker;
@@ -140,7 +140,7 @@ struct Encoder {
         }
     }
 
-    // One block; false where a value is not finite.
+    // One block; false if a value is not finite.
     bool block(int64_t begin, int64_t end) const {
         float held[kHeld];
         const bool fits = end - begin <= kHeld;
@@ -161,7 +161,7 @@ struct Encoder {
         return true;
     }
 
-    // A stretch of a tensor whose one scale is known.
+    // A part of a tensor with one known scale.
     void stretch(int64_t begin, int64_t end, float scale) const {
         float strip[kStrip];
         const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
@@ -171,7 +171,7 @@ struct Encoder {
         });
     }
 
-    // The whole frame; false where a value is not finite.
+    // The whole frame; false if a value is not finite.
     bool run(float tensor_scale, int threads) const {
         if (frame.count == 0) return true;
         if (frame.block == 0) {
@@ -285,7 +285,7 @@ void encode_mean(Format format, Frames frames, Array residual, int64_t count, ui
     });
 }
 
-// Strips never cross a block, since a block of the source is one scale.
+// Strips never cross a block, since each block of the source has its own scale.
 template <Kind K, class Element>
 void decode_source(const FromFrames<K>& source, Element* to, int64_t count, int threads) {
     const int64_t block = source.block > 0 ? source.block : kTile;

@@ -1,6 +1,6 @@
-// The reduction kernels. Included once by each reduce_*.cpp, which is compiled for its own instruction set and
-// names the namespace in RINGWAY_ISA. Everything but `find` is local to that file, so that code for a newer
-// CPU cannot be picked by the linker for an older one. The loops are plain C++ that compilers vectorize.
+// The reduction kernels. Included once by each instruction set's .cpp, which is compiled for that set and gives the
+// namespace as RINGWAY_ISA. Everything but `find` is local to that file, so that the linker cannot pick code for a
+// newer CPU on an older one. The loops are plain C++ that compilers vectorize.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace ringway::shm::RINGWAY_ISA {
 namespace {
 
-// Elements that are accumulated at a time: they stay in the first-level cache.
+// The number of elements accumulated at a time: they stay in the L1 cache.
 constexpr int kBlock = 512;
 
 struct Half {
@@ -46,7 +46,7 @@ inline void narrow(float value, Brain& to) {
 inline float widen(Half value) { return static_cast<float>(bit_cast<__fp16>(value.bits)); }
 inline void narrow(float value, Half& to) { to.bits = bit_cast<uint16_t>(static_cast<__fp16>(value)); }
 #else
-// Without branches, so that it vectorizes: scaling by powers of two does the exponents, denormals included.
+// Branch-free, so that it vectorizes: multiplying by powers of two adjusts the exponents, including denormals.
 inline float widen(Half value) {
     const uint32_t wide = static_cast<uint32_t>(value.bits) << 16;
     const uint32_t sign = wide & 0x80000000u;
@@ -81,7 +81,7 @@ inline void narrow(Wide value, T& to) {
     to = static_cast<T>(value);
 }
 
-// What a dtype is accumulated in; integers as unsigned ones, whose overflow is defined.
+// The type in which a dtype is accumulated. Integers use unsigned types, whose overflow is defined.
 template <class T>
 struct Widened {
     using type = T;
@@ -165,8 +165,8 @@ constexpr int kVector = 32;
 constexpr int kVector = 16;
 #endif
 
-// The sum of two, a line at a time with both sources fetched ahead: one of them comes from another core's cache,
-// and this is the loop that an all_reduce of two ranks spends its time in. Returns how many elements it did.
+// The sum of two sources, one cache line at a time, with both prefetched: one of them comes from another core's cache,
+// and an all_reduce of two ranks spends its time in this loop. Returns the number of elements done.
 template <class T>
 int64_t sum_lines(const T* a, const T* b, T* result, T* copy, int64_t n) {
     typedef T Vector __attribute__((vector_size(kVector), aligned(alignof(T)), may_alias));
@@ -187,7 +187,7 @@ int64_t sum_lines(const T* a, const T* b, T* result, T* copy, int64_t n) {
     return i;
 }
 
-// Two sources, nothing before or after.
+// Two sources, with no operation before or after.
 template <class T, class F>
 void pair(const T* a, const T* b, T* result, T* copy, int64_t n) {
     constexpr F f{};
@@ -207,7 +207,7 @@ void pair(const T* a, const T* b, T* result, T* copy, int64_t n) {
     }
 }
 
-// Any number of sources: a block at a time in `acc`, `first` and `next` bring a source in, `last` ends it.
+// Any number of sources, one block at a time in `acc`: `first` and `next` add a source, `last` finishes the block.
 template <class T, class A, class First, class Next, class Last>
 void blocks(const Reduction& r, First first, Next next, Last last) {
     alignas(64) A acc[kBlock];

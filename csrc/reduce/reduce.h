@@ -1,9 +1,8 @@
 // Reduction of the same elements of several ranks, in rank order.
 //
-// result[i] = f(f(f(source 0[i], source 1[i]), source 2[i]), ...), the same bits whoever computes it. Half types
-// are widened to float, accumulated over all sources, and rounded once. Integers wrap as they do in C; AVG adds
-// in 64 bits and divides towards zero. bool: SUM, MAX and BOR are `or`, PRODUCT, MIN and BAND are `and`. MIN and
-// MAX hand a NaN on.
+// result[i] = f(f(f(source 0[i], source 1[i]), source 2[i]), ...), the same bits whichever rank computes it. Half types
+// are widened to float, accumulated over all sources, and rounded once. Integers wrap as in C; AVG adds in 64 bits and
+// divides toward zero. bool: SUM, MAX and BOR are `or`; PRODUCT, MIN and BAND are `and`. MIN and MAX propagate NaN.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +15,17 @@ struct Reduction {
     const void* const* sources;  // in rank order
     int count_sources;
     int64_t elements;
-    const double* factors;  // PREMUL_SUM: one a source; else null
+    const double* factors;  // PREMUL_SUM: one per source; otherwise null
     void* result;           // may be one of the sources
-    void* copy;             // a second place for the result, or null
+    void* copy;             // a second destination for the result, or null
 };
 
 using Reducer = void (*)(const Reduction&);
 
-// The fastest kernel that this CPU can run; null where the reduction has no meaning for the dtype.
+// The fastest kernel that this CPU can run; null if the dtype does not support the reduction.
 Reducer find_reducer(DType dtype, Reduce reduce);
 
-// Complex numbers reduce as twice as many reals.
+// Complex numbers reduce like twice as many reals.
 inline int64_t reals_per_element(DType dtype) { return dtype == DType::C64 || dtype == DType::C128 ? 2 : 1; }
 
 inline int64_t element_bytes(DType dtype) {
@@ -53,10 +52,10 @@ inline int64_t element_bytes(DType dtype) {
     }
 }
 
-// Which instruction set find_reducer picks: "avx512", "avx2", "neon" or "plain".
+// The instruction set that find_reducer picks: "avx512", "avx2", "neon" or "plain".
 const char* reducer_isa();
 
-// One table a set of instructions; each is the same source compiled for it.
+// One table per instruction set; each is the same source compiled for it.
 namespace plain {
 Reducer find(DType dtype, Reduce reduce);
 }

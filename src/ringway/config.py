@@ -1,11 +1,11 @@
-"""What may be configured, and where each value came from.
+"""The configuration, and where each value came from.
 
-Two blocks of a configuration are ours: `ringway` and `comms_logger`. They stand in a dictionary, in a JSON or
-TOML file, or inside a whole DeepSpeed configuration, whose other blocks are left alone. Later sources win:
+ringway reads two blocks of a configuration: `ringway` and `comms_logger`. They can be in a dictionary, in a JSON or
+TOML file, or in a whole DeepSpeed configuration, whose other blocks are ignored. Later sources override earlier ones:
 
     default  <  RINGWAY_CONFIG (a file)  <  the `config` argument  <  RINGWAY_* variables
 
-Inside our blocks an unknown key is an error. `Config.source` says which of these gave a value.
+An unknown key in one of the two blocks is an error. `Config.source` says which source gave a value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = "ringway"
 LOGGER_BLOCK = "comms_logger"
 CHECKS = ("always", "sample", "stall")
 MAX_SECONDS = 1e8
-"""About three years: every wait has a deadline that torch's millisecond counters can hold."""
+"""About three years: every wait has a deadline that fits in torch's millisecond counters."""
 
 _PREFIX = "RINGWAY_"
 _LOGGER_PREFIX = "RINGWAY_COMMS_LOGGER_"
@@ -35,9 +35,9 @@ _LOGGER_PREFIX = "RINGWAY_COMMS_LOGGER_"
 
 @dataclass(frozen=True)
 class Kind:
-    """One type of setting: how a value is checked, how text becomes one, and its JSON schema.
+    """One type of setting: how a value is checked, how text is parsed, and its JSON schema.
 
-    `check` returns the value as it will be kept or raises ValueError with what was expected.
+    `check` returns the value to keep, or raises ValueError with what was expected.
     """
 
     check: Callable[[object], Any]
@@ -98,7 +98,7 @@ def _parse_flag(text: str) -> object:
 
 
 def _parse_number(text: str) -> object:
-    if not text.isascii() or "_" in text:  # digits of other scripts, and '1_0', are numbers to Python only
+    if not text.isascii() or "_" in text:  # Python also accepts digits of other scripts, and '1_0'
         return text
     try:
         return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
@@ -139,7 +139,7 @@ class CommsLogger:
     enabled: bool = field(default=False, metadata=_about(_FLAG, "log collectives"))
     verbose: bool = field(default=False, metadata=_about(_FLAG, "print every logged call as it completes"))
     prof_all: bool = field(
-        default=True, metadata=_about(_FLAG, "log every op; otherwise those of prof_ops, or with prof=True")
+        default=True, metadata=_about(_FLAG, "log every op; otherwise only those in prof_ops, or with prof=True")
     )
     debug: bool = field(default=False, metadata=_about(_FLAG, "add the caller's name to the label"))
     prof_ops: tuple[str, ...] = field(
@@ -158,12 +158,12 @@ class Config:
         default=1800.0, metadata=_about(_SECONDS, "seconds until a rendezvous or a collective gives up")
     )
     stall_after: float = field(
-        default=30.0, metadata=_about(_SECONDS, "seconds until a waiting call prints who it waits for")
+        default=30.0, metadata=_about(_SECONDS, "seconds until a waiting call prints which ranks it waits for")
     )
-    max_object_bytes: int = field(default=1 << 30, metadata=_about(_COUNT, "largest object message that is accepted"))
-    recorder_size: int = field(default=4096, metadata=_about(_COUNT, "calls that the recorder remembers"))
+    max_object_bytes: int = field(default=1 << 30, metadata=_about(_COUNT, "largest object message to accept"))
+    recorder_size: int = field(default=4096, metadata=_about(_COUNT, "number of calls that the recorder keeps"))
     recorder_file: str | None = field(
-        default=None, metadata=_about(_NAME, "file that keeps the recorder when the process is gone, {rank} filled in")
+        default=None, metadata=_about(_NAME, "file that keeps the recorder after the process is gone, {rank} filled in")
     )
     dump_file: str | None = field(
         default=None, metadata=_about(_NAME, "where the recorder is written on an error, {rank} and {pid} filled in")
@@ -172,23 +172,23 @@ class Config:
         default=None, metadata=_about(_NAME, "signal that writes the recorder, as in SIGUSR2")
     )
     check: str = field(
-        default="sample", metadata=_about(_CHECK, "when calls of different ranks are compared across hosts")
+        default="sample", metadata=_about(_CHECK, "when to compare the calls of different ranks across hosts")
     )
     policy: str | dict[str, Any] | None = field(
-        default=None, metadata=_about(_POLICY, "which backend for which op and size: a file, or its table")
+        default=None, metadata=_about(_POLICY, "which backend to use for each op and size: a file, or its table")
     )
     comms_logger: CommsLogger = CommsLogger()
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def source(self, key: str) -> str:
-        """Where the value of `timeout`, or of `comms_logger.enabled`, came from."""
+        """The source of the value of `timeout`, or of `comms_logger.enabled`."""
         if key not in SETTINGS:
             raise ConfigError(f"there is no setting '{key}'{nearest(key, SETTINGS)}", key=key)
         return self.sources.get(key, "default")
 
     def value(self, key: str) -> Any:
-        """The value by the name that `source` takes."""
+        """The value of a key, named as for `source`."""
         self.source(key)
         block, _, name = key.rpartition(".")
         return getattr(self.comms_logger if block else self, name)
@@ -196,7 +196,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Setting:
-    """One entry of the table of all settings."""
+    """One entry in the table of all settings."""
 
     key: str
     variable: str
@@ -219,7 +219,7 @@ def _table() -> Mapping[str, Setting]:
 SETTINGS = _table()
 """Every setting by its key: `timeout`, `comms_logger.enabled`."""
 
-# Variables that are not settings but ours all the same: written by `ringway run`, or naming the file.
+# Variables that belong to ringway but are not settings: set by `ringway run`, or naming the file.
 _OTHER_VARIABLES = ("RINGWAY_CONFIG", "RINGWAY_RUN_ID", "RINGWAY_JOB_TOKEN")
 
 
@@ -227,7 +227,7 @@ def resolve(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """One configuration out of every source, each value with the name of its own."""
+    """Merge all sources into one configuration that knows the source of each value."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -240,7 +240,7 @@ def resolve(
         _take_blocks(read_file(config, "config argument"), os.fspath(config), values, sources)
     elif config is not None:
         raise ConfigError(
-            f"config is a {type(config).__name__}; give a dictionary, or the path of a JSON or TOML file",
+            f"config is a {type(config).__name__}; pass a dictionary, or the path of a JSON or TOML file",
             source="config argument",
         )
     notes = _take_variables(environ, values, sources)
@@ -270,7 +270,7 @@ def _take_blocks(blocks: Mapping[str, Any], source: str, values: dict[str, Any],
                     key=str(name),
                     source=source,
                 )
-            if value is not None:  # JSON's null is how a file says "the default"
+            if value is not None:  # JSON's null means "the default"
                 values[known[name]] = _checked(SETTINGS[known[name]], value, source)
                 sources[known[name]] = source
 
@@ -282,12 +282,12 @@ def _take_variables(environ: Mapping[str, str], values: dict[str, Any], sources:
     for variable in sorted(name for name in environ if name.startswith(_PREFIX)):
         setting = by_variable.get(variable)
         if not environ[variable].strip():
-            continue  # how a shell says "not set"
+            continue  # an empty variable counts as not set
         if setting is not None:
             values[setting.key] = _checked(setting, environ[variable], variable, text=True)
             sources[setting.key] = variable
         elif variable not in _OTHER_VARIABLES:
-            # A variable may belong to a tool of the user's, so it is told, not refused.
+            # The variable may belong to one of the user's tools, so this is a note, not an error.
             close = get_close_matches(variable.removeprefix(_PREFIX), bare, n=1)
             if close:
                 notes.append(f"{variable} is not a setting; did you mean {bare[close[0]]}?")
@@ -295,7 +295,7 @@ def _take_variables(environ: Mapping[str, str], values: dict[str, Any], sources:
 
 
 def checked(key: str, value: object, source: str) -> Any:
-    """The value of a setting as it is kept; a ConfigError where it cannot be one."""
+    """The value of a setting, checked. Raises ConfigError if it is invalid."""
     return _checked(SETTINGS[key], value, source)
 
 
@@ -309,10 +309,10 @@ def _checked(setting: Setting, value: object, source: str, *, text: bool = False
 
 
 def read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
-    """The table that a JSON or TOML file holds; `said_by` names in messages who wants it."""
+    """The table in a JSON or TOML file. `said_by` says in messages where the path came from."""
     name = os.fspath(path)
     try:
-        text = Path(name).read_text(encoding="utf-8-sig")  # editors of some systems put a mark in front
+        text = Path(name).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         toml = name.endswith(".toml")
         content = _read_toml(text) if toml else json.loads(text, object_pairs_hook=_each_key_once)
     except OSError as error:
@@ -320,16 +320,16 @@ def read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # decoding errors of text, JSON and TOML are ValueErrors
         raise ConfigError(f"{name} ({said_by}) is not valid: {error}", source=name) from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{name} ({said_by}) holds no table", source=name)
+        raise ConfigError(f"{name} ({said_by}) does not contain a table", source=name)
     return content
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON's readers take the last of equal keys; which one was meant is not ours to guess. TOML forbids them."""
+    """Reject duplicate keys. JSON parsers take the last one, which may not be what was meant. TOML forbids them."""
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise ValueError(f"the key {key!r} stands twice in one table")
+            raise ValueError(f"the key {key!r} occurs twice in one table")
         table[key] = value
     return table
 
@@ -341,7 +341,7 @@ def _read_toml(text: str) -> Mapping[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of our two blocks; other blocks are allowed beside them."""
+    """The JSON schema of ringway's two blocks; other blocks are allowed next to them."""
 
     def block(prefix: str) -> dict[str, Any]:
         properties = {}

@@ -1,19 +1,19 @@
-"""What ringway raises.
+"""The errors that ringway raises.
 
 RingwayError (RuntimeError)
-├── ConfigError                      a setting that cannot be: which one, from where, the nearest valid name
-├── DiscoveryError                   the launcher's environment contradicts itself
-├── RendezvousError                  not all ranks arrived: who did, who did not
+├── ConfigError                      an invalid setting: which one, from where, the nearest valid name
+├── DiscoveryError                   the launcher's environment is inconsistent
+├── RendezvousError                  not all ranks arrived: which did, which did not
 ├── BackendUnavailable               a backend that cannot be used here: what to install
-├── UsageError (also ValueError)     a call that is wrong before anything is sent
-├── ObjectError                      an object message that cannot be trusted: who sent it, what is wrong
-├── NotFinite                        NaN or infinity where a compressed collective needs numbers: whose
+├── UsageError (also ValueError)     an invalid call; nothing was sent
+├── ObjectError                      an object message that cannot be trusted: its sender, what is wrong
+├── NotFinite                        NaN or infinity in a compressed collective: on which rank
 ├── CollectiveMismatch               ranks called different collectives: both sides
 ├── PeerLost                         another rank's process is gone
-└── CommTimeout (also TimeoutError)  somebody did not come in time: who
+└── CommTimeout (also TimeoutError)  ranks that did not arrive in time: which ones
 
-Each carries its facts as attributes; the text is made from them. Foreign errors (torch, mpi4py,
-oneCCL, the system) are turned into these where they enter, in the backend's own file.
+Each carries its facts as attributes, and its message is built from them. Errors of other libraries (torch, mpi4py,
+oneCCL, the system) are converted to these where they enter, in the backend's own file.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 class RingwayError(RuntimeError):
-    """Anything that ringway raises itself."""
+    """The base class of all errors that ringway raises."""
 
 
 class ConfigError(RingwayError):
-    """A setting has a value that cannot be, or a name that does not exist."""
+    """A setting has an invalid value, or a name that does not exist."""
 
     def __init__(self, message: str, *, key: str | None = None, source: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ConfigError(RingwayError):
 
 
 class DiscoveryError(RingwayError):
-    """What a launcher left in the environment contradicts itself."""
+    """A launcher's environment variables are inconsistent."""
 
     def __init__(self, message: str, *, source: str | None = None, seen: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class BackendUnavailable(RingwayError):
 
 
 class UsageError(RingwayError, ValueError):
-    """The call is wrong, and nothing was sent."""
+    """The call is invalid, and nothing was sent."""
 
 
 class ObjectError(RingwayError):
@@ -96,8 +96,8 @@ class ObjectError(RingwayError):
 
 
 class NotFinite(RingwayError):
-    """NaN or infinity was to be compressed. `rank` of the group had it; None where only the average was not
-    finite. `key` names the residual, where there is one. The group stays usable, residuals are unharmed."""
+    """A compressed collective was given NaN or infinity. `rank` of the group had it; None if only the average was not
+    finite. `key` names the residual, if there is one. The group stays usable, and residuals are unharmed."""
 
     def __init__(self, message: str, *, rank: int | None = None, key: object = None) -> None:
         super().__init__(message)
@@ -119,7 +119,7 @@ class CollectiveMismatch(RingwayError):
 
 
 class PeerLost(RingwayError):
-    """The process of another rank is gone. `signal` is known only where the kernel tells."""
+    """The process of another rank is gone. `signal` is set only if the kernel reports it."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class PeerLost(RingwayError):
 
 
 class CommTimeout(RingwayError, TimeoutError):
-    """A call waited until its deadline. `missing` are the ranks that did not come, where known."""
+    """A call waited until its deadline. `missing` lists the ranks that did not arrive, if known."""
 
     def __init__(
         self,
@@ -178,6 +178,6 @@ def message_sizes(source: int, target: int, sent: int, expected: int) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the closest one that exists, if any is close."""
+    """A suffix for a message about an unknown name: suggests the closest existing name, if any is close."""
     close = get_close_matches(name, list(names), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

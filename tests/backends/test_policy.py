@@ -68,9 +68,9 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
         (None, "No such file"),
         ("{", "is not valid"),
         ("[" * 100_000, "is not valid"),
-        ("[]", "holds no table"),
+        ("[]", "does not contain a table"),
         (b"\xff\xfe", "is not valid"),
-        ('{"rules": [], "rules": []}', "the key 'rules' stands twice"),
+        ('{"rules": [], "rules": []}', "the key 'rules' occurs twice"),
     ],
 )
 def test_a_file_that_is_none(content: str | bytes | None, told: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/backends.py: when it adds rounds, and when it says no."""
+"""benchmarks/backends.py: when it adds rounds, and when it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def benchmark_module() -> ModuleType:
 
 
 def _compared(module: ModuleType, monkeypatch: pytest.MonkeyPatch, policy_times: list[float]) -> dict[str, Any]:
-    """A row where shm always takes 1 s, gloo 3, and the policy what is given, again in every measurement."""
+    """A row in which shm always takes 1 s, gloo 3 s, and the policy the given times, in every measurement."""
 
     def measure(candidates: Any, control: Any, *, rounds: int, warmup_rounds: int = 3) -> list[Measured]:
         times = {"shm": [1.0] * rounds, "gloo": [3.0] * rounds, "policy": policy_times[:rounds]}

@@ -1,4 +1,4 @@
-"""The benchmark of shm beside its peers: its verdict, and that it runs."""
+"""The benchmark of shm and its peers: its goals, and that it runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_copy_rate_is_a_goal_of_two_ranks(script: ModuleType) -> None:
 
 @pytest.mark.timeout(400)
 def test_it_runs(tmp_path: Path) -> None:
-    """A peer that is asked for and not there is named; how fast anything is, is not tested here."""
+    """A peer that was named but is missing is reported; speed is not tested here."""
     found = tmp_path / "rows.json"
     (tmp_path / "deepspeed.py").write_text("raise ImportError('none here')")
     options = ["--peers", "gloo", "deepspeed", "--deepspeed", str(tmp_path), "--rounds", "1", "--sizes", "8"]

@@ -1,4 +1,4 @@
-"""benchmarks/overhead.py runs, checks itself against the recorder, and writes what it found."""
+"""benchmarks/overhead.py runs, checks itself against the recorder, and writes its results."""
 
 from __future__ import annotations
 

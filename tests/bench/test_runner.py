@@ -1,4 +1,4 @@
-"""The runner: intervals that cover, turns that are fair, ranks that agree."""
+"""The runner: intervals that cover, fair turns, ranks that agree."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_each_candidate_follows_each_other_one_equally_often(names: str) -> None
 
 
 def test_a_short_call_is_made_once_before_the_clock_starts() -> None:
-    """What only the first call of a sample costs (ranks that meet, caches) is not divided among the others."""
+    """What only the first call of a sample costs (synchronization, caches) is not spread over the others."""
     calls: list[float] = []
 
     def run() -> None:

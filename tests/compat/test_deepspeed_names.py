@@ -1,6 +1,6 @@
-"""Every name of deepspeed.comm is here, and takes what deepspeed's takes.
+"""Every name of deepspeed.comm exists here, with deepspeed's parameters.
 
-The record is made from a pinned release by scripts/deepspeed_names.py.
+scripts/deepspeed_names.py makes the record from a pinned release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BY_KIND = {
 
 
 def _check_parameters(ours: Callable[..., Any], theirs: list[list[str | None]], where: str) -> None:
-    """The same names in the same order; a default where they have one, equal where it is a plain value."""
+    """The same names in the same order; a default where deepspeed has one, equal if it is a plain value."""
     found = inspect.signature(ours).parameters
     spelled = [{"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(p.kind.name, "") + p.name for p in found.values()]
     assert spelled == [name for name, _ in theirs], f"{where} has other parameters"
@@ -41,7 +41,7 @@ def _check_parameters(ours: Callable[..., Any], theirs: list[list[str | None]], 
         assert value is not inspect.Parameter.empty, f"{where}: {name} needs a default"
         try:
             plain = ast.literal_eval(default)
-        except ValueError:  # an expression: of those only the reductions must mean the same
+        except ValueError:  # an expression: only reductions among these must mean the same
             if default.endswith("ReduceOp.SUM"):
                 assert value is deepspeed.ReduceOp.SUM, f"{where}: {name}"
             continue
@@ -70,8 +70,8 @@ def test_class_has_every_method(name: str) -> None:
     ours = getattr(deepspeed, name)
     for method, parameters in NAMES[name]["methods"].items():
         assert hasattr(ours, method), f"{name}.{method} is missing"
-        # deepspeed's CCLBackend overrides its parent with parameters that do not work (scatter has gather's);
-        # ours keeps the parent's.
+        # deepspeed's CCLBackend overrides its parent with parameters that do not work (scatter has gather's); ringway
+        # keeps the parent's.
         if name != "CCLBackend" or method == "__init__":
             bound = inspect.ismethod(getattr(ours, method))
             _check_parameters(getattr(ours, method), parameters[1:] if bound else parameters, f"{name}.{method}")

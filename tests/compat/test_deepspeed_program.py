@@ -153,9 +153,9 @@ def _profiling(context: RankContext) -> dict[str, int]:
     tensor = torch.ones(256)
     dist.configure(deepspeed_config={"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["broadcast"]}})
     dist.reset_log()
-    dist.all_reduce(tensor)  # not chosen
-    dist.broadcast(tensor, 0)  # by its op
-    dist.all_reduce(tensor, prof=True, log_name="gradients")  # by this call
+    dist.all_reduce(tensor)  # not selected
+    dist.broadcast(tensor, 0)  # selected by its op
+    dist.all_reduce(tensor, prof=True, log_name="gradients")  # selected for this call
     work = dist.all_reduce(tensor, prof=True, log_name="later", async_op=True)
     work.wait()
     logger = dist.comms_logger
@@ -223,7 +223,7 @@ def test_before_initialization() -> None:
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment of the test's own: what deepspeed's face writes does not stay."""
+    """A separate environment: what the deepspeed API writes into it does not stay."""
     own: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", own)
     return own
@@ -305,7 +305,7 @@ def test_timeout_that_was_set_is_the_one_that_holds(monkeypatch: pytest.MonkeyPa
 
 
 def _outer_launcher(context: RankContext) -> tuple[str, ...]:
-    """deepspeed's start under MPI inside a job whose variables are still there."""
+    """deepspeed's start under MPI, inside a job whose variables are still set."""
     ringway.destroy_process_group()
     dist.init_distributed(rank=0, world_size=1)
     ringway.destroy_process_group()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def plus_or_minus_one(values: Tensor) -> Tensor:
-    """-1 below zero, 1 from zero on."""
+    """-1 below zero, otherwise 1."""
     return values.sign().add_(1).bool().float().add_(-0.5).mul_(2.0)
 
 

@@ -1,4 +1,4 @@
-"""Compares kernels with the reference; run by the tests, and by itself under Triton's interpreter."""
+"""Compares kernels with the reference. Run by the tests, and on its own under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
 
 
 def cases(sizes: tuple[int, ...], specs: tuple[str, ...]) -> Iterator[Case]:
-    """Every codec with each size and number of ranks, dtypes and residuals taking turns."""
+    """Every codec with each size and number of ranks, cycling through dtypes and residuals."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     residuals = (torch.float32, None, torch.bfloat16)
     turn = 0
@@ -41,7 +41,7 @@ def cases(sizes: tuple[int, ...], specs: tuple[str, ...]) -> Iterator[Case]:
 
 @dataclass
 class Trace:
-    """Everything that kernels wrote."""
+    """Everything the kernels wrote."""
 
     codes: list[Tensor]
     scales: list[Tensor]
@@ -95,7 +95,7 @@ def _take(codec: ScaledCodec, frame: Tensor, count: int, codes: list[Tensor], sc
 
 
 def compare(case: Case, name: str) -> None:
-    """Kernels `name` write what the reference writes, but for elements on an edge."""
+    """Kernels `name` write what the reference writes, except for elements on an edge."""
     codec = get_codec(case.spec)
     ours, theirs = trace(case, kernels_for(codec, CPU, name)), trace(case, kernels_for(codec, CPU, "reference"))
     exact = not case.spec.startswith("onebit")
@@ -117,7 +117,7 @@ def compare(case: Case, name: str) -> None:
 
 
 def check_not_finite(spec: str, name: str) -> None:
-    """A value that is not finite is told by the frame's status, and spares the residuals."""
+    """A value that is not finite sets the frame's status and leaves the residuals unchanged."""
     codec = get_codec(spec)
     kernels = kernels_for(codec, CPU, name)
     for poison in (float("nan"), float("inf"), -float("inf")):

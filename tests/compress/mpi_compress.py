@@ -1,6 +1,6 @@
-"""What the compression tests run on ranks that mpiexec started: `python mpi_compress.py FOLDER`.
+"""What the compression tests run on ranks started by mpiexec: `python mpi_compress.py FOLDER`.
 
-The same checks as on the pool's ranks, over mpi; each rank writes FOLDER/RANK.json when all of them held.
+The same checks as on the pool's ranks, over mpi. Each rank writes FOLDER/RANK.json once all checks have passed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ringway as dist
 
 @dataclass
 class Launched:
-    """What the checks want of the pool's context: this rank, and a job that has been started."""
+    """What the checks need from the pool's context: this rank, and a job that has been started."""
 
     rank: int
     world_size: int

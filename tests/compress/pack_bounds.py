@@ -1,8 +1,8 @@
-"""Runs every pack kernel on buffers that end, or begin, at a page that may not be touched.
+"""Runs every pack kernel on buffers that end, or begin, at an inaccessible page.
 
 Each length from 0 to 300, and some around the strips and blocks; every dtype, codec and kind of residual; one, two and
-three frames. The buffers are exactly as long as they must be, so one byte read or written beyond is a crash: the test
-runs this file as a process of its own.
+three frames. The buffers have the exact length, so one byte read or written beyond them is a crash. The test therefore
+runs this file as a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = 1 << 16
 
 
 class Fenced:
-    """Memory with a forbidden page on either side."""
+    """Memory with an inaccessible page on either side."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -39,7 +39,7 @@ class Fenced:
         assert libc.mprotect(self._begin, LARGEST, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
     def place(self, nbytes: int, at_end: bool) -> int:
-        """The address of so many bytes against one of the pages, filled with small numbers of any dtype."""
+        """The address of `nbytes` bytes next to one of the pages, filled with small numbers of any dtype."""
         address = self._begin + (LARGEST - nbytes if at_end else 0)
         ctypes.memset(address, 0x31, nbytes)
         return address
@@ -48,7 +48,7 @@ class Fenced:
 def walk(
     fences: list[Fenced], codec: ScaledCodec, dtype: torch.dtype, kept: torch.dtype | None, numel: int, at_end: bool
 ) -> None:
-    """All steps of one rank that serves the first of some shards."""
+    """All steps of a rank that serves the first of several shards."""
     rows = 1 + numel % 3
     shard = (numel // rows + 8) // 8 * 8
     count = min(shard, numel)
@@ -72,7 +72,7 @@ def walk(
     _core.pack_encode(form, values, lost, window, frames, 0.75, 1)
     whole = array(fences[5], dtype, numel)
     _core.pack_decode(form, frames, window, whole, 1)
-    # What the first server receives: its own shard from everybody. All say the same here.
+    # What the first server receives: its own shard from every rank. All are the same here.
     for row in range(1, rows):
         ctypes.memmove(frames[0] + row * stride, frames[0], stride)
     _core.pack_measure_mean(form, frames, server, count, 1)

@@ -1,4 +1,4 @@
-"""What the ranks of the compression tests do. Each function runs on every rank of the pool."""
+"""What the ranks of the compression tests run. Each function runs on every rank of the pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def values_of(rank: int, step: int, numel: int) -> torch.Tensor:
 
 
 def against_simulation(context: RankContext, backend: str, cases: list[tuple[str, int, str]]) -> list[str]:
-    """Three steps with residuals carried, beside the simulation in float64; returns what is apart."""
+    """Three steps with residuals carried over, compared with the simulation in float64; returns the differences."""
     context.start(backend)
     apart = []
     for spec, numel, kernels in cases:
@@ -34,8 +34,8 @@ def against_simulation(context: RankContext, backend: str, cases: list[tuple[str
             expected = simulated.step(everybodys.double().numpy())
             mine = everybodys[context.rank].clone()
             compressed_all_reduce(mine, feedback["x"], spec, kernels=kernels, window=512)
-            # A value on an edge may take the neighbouring code, and as its block's largest change the block's
-            # scale: one block may be a little apart, and nothing else.
+            # A value on an edge may take the neighbouring code and, as the largest of its block, change the block's
+            # scale: one block may differ slightly, and nothing else.
             distances = np.abs(mine.double().numpy() - expected)
             far = int((distances > 1e-3 * max(np.abs(expected).max(), 1e-9)).sum())
             if far > max(64, numel // 50) or np.linalg.norm(distances) > 0.1 * np.linalg.norm(expected):
@@ -71,7 +71,7 @@ def shapes_and_dtypes(context: RankContext, backend: str) -> None:
 
 
 def in_any_mode(context: RankContext, backend: str) -> None:
-    """Frames and residuals made in one mode of autograd serve in the others, asynchronously too."""
+    """Frames and residuals created in one autograd mode work in the others, also asynchronously."""
     context.start(backend)
     feedback = ErrorFeedback()
     modes = (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode)
@@ -153,7 +153,7 @@ def in_subgroups(context: RankContext, backend: str) -> float:
 
 
 def asynchronously(context: RankContext, backend: str) -> None:
-    """Several calls under way, plain collectives between them: the results of synchronous calls."""
+    """Several calls in flight, with plain collectives between them, give the results of synchronous calls."""
     dist = context.start(backend)
     waited, direct = ErrorFeedback(), ErrorFeedback()
     for step in range(3):
@@ -180,7 +180,7 @@ def asynchronously(context: RankContext, backend: str) -> None:
 
 
 def not_finite(context: RankContext, backend: str) -> None:
-    """NaN on one rank: every rank is told who had it; the next call is sound, and so are the residuals."""
+    """NaN on one rank: every rank learns which one had it. The next call and the residuals are fine."""
     context.start(backend)
     for spec in ("onebit", "onebit:tensor", "int8", "int4:tensor", "fp8"):
         feedback = ErrorFeedback()

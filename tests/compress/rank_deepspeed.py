@@ -1,4 +1,4 @@
-"""What the ranks of the compatibility tests do."""
+"""What the ranks of the compatibility tests run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def buffers_of(step: int, ranks: int, numel: int) -> list[torch.Tensor]:
 
 
 def fifty_steps(context: RankContext, numel: int) -> None:
-    """Bitwise DeepSpeed's formulas on the reference path; every step, residuals carried."""
+    """Every step equals DeepSpeed's formulas bit by bit on the reference path, with residuals carried over."""
     context.start("gloo")
     ranks = context.world_size
     padded = -(-numel // (8 * ranks)) * 8 * ranks
@@ -39,7 +39,7 @@ def fifty_steps(context: RankContext, numel: int) -> None:
 
 
 def fused_step(context: RankContext) -> None:
-    """One step on the fused path: the scale within the stated bound, signs equal off the edge."""
+    """One step on the fused path: the scale is within the stated bound, and signs are equal away from the edge."""
     context.start("gloo")
     ranks, numel = context.world_size, 4800
     buffers = buffers_of(0, ranks, numel)

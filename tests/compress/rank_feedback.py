@@ -1,4 +1,4 @@
-"""What the ranks of the error feedback's tests do."""
+"""What the ranks of the error feedback tests run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(context: RankContext, steps: int) -> dict[str, Any]:
 
 
 def resume(context: RankContext, states: list[dict[str, Any]]) -> torch.Tensor:
-    """A step that goes on where the saved ones ended."""
+    """A step that continues from the saved states."""
     context.start("gloo")
     feedback = ErrorFeedback()
     feedback.load_state_dict(states[context.rank])

@@ -1,4 +1,4 @@
-"""How much memory a compressed all-reduce holds, counted by what torch allocates. Runs on every rank of the pool."""
+"""How much memory a compressed all-reduce holds, measured by torch's allocations. Runs on every rank of the pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 
 class Live(TorchDispatchMode):
-    """Counts the storages that operations made and that are still alive."""
+    """Counts the storages that operations created and that are still alive."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Live(TorchDispatchMode):
 
 
 def extra_bytes(context: RankContext, specs: list[str], numel: int, split: int) -> dict[str, float]:
-    """Bytes an element that a call holds at most, beyond the tensor and its residuals, where a codec of a byte an
-    element travels in so many windows at least."""
+    """The maximum bytes per element that a call holds, beyond the tensor and its residuals, if a codec with one byte
+    per element uses at least `split` windows."""
     context.start("shm")
-    collectives.CPU_SPLIT = collectives.Split(split, collectives.CPU_SPLIT.elements)  # ranks that ran this are replaced
+    collectives.CPU_SPLIT = collectives.Split(split, collectives.CPU_SPLIT.elements)  # the test replaces these ranks
     found = {}
     for spec in specs:
         feedback = ErrorFeedback()

@@ -1,4 +1,4 @@
-"""What the ranks of the training tests do: DDP with the hook, 1-bit Adam, ZeRO++'s collectives, auto."""
+"""What the ranks of the training tests run: DDP with the hook, 1-bit Adam, ZeRO++'s collectives, auto."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small_model() -> torch.nn.Module:
 
 
 def model_of_two_buckets() -> torch.nn.Module:
-    """More than the megabyte that DDP puts into its first bucket whatever it is told."""
+    """More than the megabyte that DDP always puts into its first bucket."""
     torch.manual_seed(0)
     wide = torch.nn.Linear(512, 600)
     return torch.nn.Sequential(
@@ -62,7 +62,7 @@ def train_ddp(context: RankContext, codec: str | None, warmup: int, steps: int) 
         losses.append(loss.item())
     if hook is not None:
         assert len(hook.feedback) > 1, "several buckets, each with its residuals"
-        if warmup:  # before DDP rebuilt its buckets their number was another
+        if warmup:  # the number of buckets was different before DDP rebuilt them
             assert hook.feedback.report.calls == (steps - warmup) * len(hook.feedback)
         hook.feedback.close()
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -88,7 +88,7 @@ def adam_is_warned_of(context: RankContext) -> None:
 
 
 def buckets_change(context: RankContext) -> None:
-    """Without a warm-up the first step's buckets are not the second's: residuals begin again."""
+    """Without a warm-up, the buckets of the first step are not those of the second: residuals restart."""
     context.start("gloo")
     feedback = ErrorFeedback()
     slot = feedback["bucket"]
@@ -104,7 +104,7 @@ def buckets_change(context: RankContext) -> None:
 
 
 def onebit_adam(context: RankContext, codec: str, freeze: int, steps: int, resume_at: int | None) -> dict[str, Any]:
-    """Train; optionally save, start anew and load after `resume_at` steps."""
+    """Train; optionally save, start over and load after `resume_at` steps."""
     dist = context.start("gloo")
     model = small_model()
 
@@ -221,7 +221,7 @@ def quantized(context: RankContext) -> None:
 
 
 def auto(context: RankContext, backend: str, attempt: int) -> tuple[list[str], dict[str, Any]]:
-    """Calls of several sizes; what was logged, and the report."""
+    """Calls of several sizes; returns what was logged, and the report."""
     context.start(backend, group_name=f"auto {attempt}")
     lines: list[str] = []
 
@@ -243,7 +243,7 @@ def auto(context: RankContext, backend: str, attempt: int) -> tuple[list[str], d
 
 
 def adam_of_halves_resumes(context: RankContext) -> None:
-    """Moments are fp32 whatever the parameters are, and a checkpoint keeps them so."""
+    """Moments are fp32 whatever the parameters' dtype, and a checkpoint keeps them in fp32."""
     context.start("shm")
 
     def trained(resume: bool) -> torch.Tensor:
@@ -265,7 +265,7 @@ def adam_of_halves_resumes(context: RankContext) -> None:
 
 
 def groups_are_added(context: RankContext) -> None:
-    """A group that comes later begins with stage 1; the others keep their moments and residuals."""
+    """A group that is added later begins with stage 1; the others keep their moments and residuals."""
     context.start("shm")
     first, second = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
     optimizer = OneBitAdam([first], lr=1e-2, freeze_step=2)
@@ -283,7 +283,7 @@ def groups_are_added(context: RankContext) -> None:
 
 
 def the_hook_uses_the_feedback_it_was_given(context: RankContext) -> None:
-    """An ErrorFeedback that is still empty is one all the same."""
+    """An ErrorFeedback that is still empty is used too."""
     context.start("gloo")
     feedback = ErrorFeedback()
     model = DistributedDataParallel(small_model())

@@ -1,4 +1,4 @@
-"""A compressed all-reduce among n ranks in one process, in float64 and numpy: written apart from the real one."""
+"""A compressed all-reduce among n ranks in one process, in float64 and numpy, written independently."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ CODE_LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 def e4m3_numbers() -> np.ndarray:
-    """Every non-negative number that e4m3 has, in order."""
+    """Every non-negative e4m3 number, in order."""
     subnormal = [m * 2.0**-9 for m in range(8)]
     normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
     return np.array(subnormal + normal[:-1])  # the last pattern is NaN
 
 
 def lossy(values: np.ndarray, codec: str, block: int | None, scale: float | None = None) -> np.ndarray:
-    """What a codec makes of values, encoded and decoded."""
+    """Values after encoding and decoding."""
     if values.size == 0:
         return values.copy()
     width = block or values.size
@@ -26,7 +26,7 @@ def lossy(values: np.ndarray, codec: str, block: int | None, scale: float | None
 
 
 def tensor_scale(values: np.ndarray, codec: str) -> float:
-    """The one scale of a tensor."""
+    """The scale of a whole tensor."""
     if codec == "onebit":
         return float(np.sqrt(np.mean(values**2)))
     return float(np.abs(values).max() / CODE_LIMITS[codec])

@@ -1,4 +1,4 @@
-"""codec="auto": one decision for all ranks, told in one line, from what was measured."""
+"""codec="auto": one decision for all ranks, from measurements, logged in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_never_helps_on_a_fast_one() -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_all_ranks_decide_alike_and_say_so_once(pool: RankPool, backend: str) -> None:
     told = []
-    for attempt in range(5):  # it goes by what it measures, and others use the machine too
+    for attempt in range(5):  # it depends on measurements, and the machine may be busy
         results = pool.run(rank_training.auto, backend, attempt, world_size=2)
         lines, report = results[0]
         assert len(lines) == 1

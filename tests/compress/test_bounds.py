@@ -1,5 +1,5 @@
-"""No pack kernel touches a byte outside its buffers: pages that may not be touched on either side of them, and the
-sanitizers besides."""
+"""No pack kernel touches a byte outside its buffers: checked with inaccessible pages on either side, and with
+sanitizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-p
 
 
 def built(folder: Path, flags: list[str]) -> Path:
-    """The program with these flags, its sources compiled beside each other."""
+    """Build the program with these flags, compiling its sources in parallel."""
     sources = {"pack/pack": [], "pack/base": KERNELS, "pack/avx2": KERNELS}
     if platform.machine() in ("x86_64", "AMD64"):
         sources["pack/avx2"] = [*KERNELS, "-mavx2"]

@@ -1,4 +1,4 @@
-"""Codecs: what they promise about the error, about the bytes, and to each other."""
+"""Codecs: their guarantees about the error and the bytes, and that they agree."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_names_and_blocks() -> None:
 
 
 class Halves(Codec):
-    """A codec of a third party: bfloat16."""
+    """A third-party codec: bfloat16."""
 
     name = "halves"
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's 1-bit backends: its formulas, its names, and CuPy only where it is the point."""
+"""DeepSpeed's 1-bit backends: its formulas, its names, and CuPy only where it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example runs as it is, learns, and reports what it saved."""
+"""The example runs unchanged, learns, and reports what it saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error feedback: it makes a compressed mean right in the long run, and it survives a checkpoint."""
+"""Error feedback makes a compressed mean right in the long run, and survives a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compressed all-reduce holds less than 2 bytes an element beyond its residuals, whatever the codec."""
+"""A compressed all-reduce holds less than 2 bytes per element beyond its residuals, with any codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One unchanged program under every launcher there is here, for real, with the same result."""
+"""One unchanged program under every launcher available here, with the same result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpi_env import mpi_env  # noqa: E402
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process's own, without what a launcher around the tests may have left."""
+    """This process's environment, without variables of a launcher around the tests."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("RINGWAY_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
@@ -41,7 +41,7 @@ def _run(command: list[str | Path], environ: dict[str, str] | None = None) -> st
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """What plain Python computes, without any launcher."""
+    """What plain Python computes, without a launcher."""
     found = RESULT.search(_run([sys.executable, PROGRAM]))
     assert found is not None
     assert found.group(2) == "1"
@@ -79,7 +79,7 @@ def test_open_mpi(expected: str) -> None:
 
 
 def test_slurms_variables(expected: str) -> None:
-    """As srun sets them for two tasks on one node: no address, no port, only the step's own numbers."""
+    """As srun sets them for two tasks on one node: no address, no port, only the step's numbers."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",

@@ -1,4 +1,4 @@
-"""Ranks that meet, ranks that do not, and stores that are somebody else's."""
+"""Ranks that meet, ranks that do not, and stores of other jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _info(rank: int, size: int, port: int | None, **more: object) -> LaunchInfo:
 
 @contextmanager
 def _quickly_convinced(probe: float = room._PROBE) -> Iterator[None]:
-    """Ranks of the pool are used again, so what a test shortens is put back."""
+    """Shorten the waits, and restore them afterwards, because the pool's ranks are reused."""
     before = room._GRACE, room._PROBE
     room._GRACE, room._PROBE = 0.3, probe
     try:
@@ -78,12 +78,12 @@ def _by_file(context: RankContext, path: str) -> bytes:
     store.set(f"from {context.rank}", str(context.rank))
     store.wait([f"from {1 - context.rank}"])
     if context.rank == 0:
-        shutil.copy(path, path + ".left")  # as a job that was killed would leave it
+        shutil.copy(path, path + ".left")  # as a killed job would leave it
     return bytes(store.get(f"from {1 - context.rank}"))
 
 
 def _wait_for_absent(context: RankContext, port: int, size: int) -> tuple[list[int], list[int], str]:
-    # Rank 0 loses patience first; the others, who would wait for minutes, are told at the same time.
+    # Rank 0's deadline expires first; the others, which would wait for minutes, learn it at the same time.
     timeout = 8.0 if context.rank == 0 else 200.0
     with pytest.raises(RendezvousError) as caught:
         rendezvous(_info(context.rank, size, port), timeout)
@@ -108,7 +108,7 @@ def test_missing_host_of_the_store_is_named() -> None:
 
 
 def _host_dies(context: RankContext, port: int) -> str:
-    """Rank 2 never comes, so the roll call goes on until the host of the store is killed in it."""
+    """Rank 2 never arrives, so the roll call lasts until the store's host is killed during it."""
     store = context.store
     if context.rank == 0:
         threading.Thread(target=_die_in_the_roll_call, args=(store,), daemon=True).start()
@@ -137,7 +137,7 @@ def test_death_of_the_stores_host_ends_the_wait(pool: RankPool) -> None:
 
 
 def _closes_and_opens(context: RankContext, port: int) -> list[str]:
-    """Rank 1 finds the store of rank 0's earlier start, which is closed while it waits there."""
+    """Rank 1 finds the store of rank 0's earlier start, which closes while it waits there."""
     roll_call = room._roll_call
 
     def calling(store: Store, *facts: Any) -> Store:
@@ -160,7 +160,7 @@ def test_store_of_an_earlier_start_that_closes_is_left_for_the_next(pool: RankPo
 
 @pytest.fixture
 def foreign_store() -> Iterator[int]:
-    """The store of another job, of two ranks, on this host."""
+    """A store of another job, of two ranks, on this host."""
     listener = ports.listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     store = host_store(listener, "127.0.0.1", "another job", 2, PATIENT)
@@ -172,7 +172,7 @@ def test_store_of_another_job_is_refused(foreign_store: int) -> None:
     with _quickly_convinced(), pytest.raises(RendezvousError, match="belongs to another job") as caught:
         rendezvous(_info(1, 2, foreign_store, job="this job"), PATIENT)
     assert f"pid {os.getpid()}" in str(caught.value)
-    assert "this job" not in str(caught.value)  # an id may be a secret
+    assert "this job" not in str(caught.value)  # an id may be secret
 
 
 def test_same_job_of_another_size_is_refused(foreign_store: int) -> None:
@@ -187,7 +187,7 @@ def test_token_is_part_of_the_jobs_identity(foreign_store: int) -> None:
 
 @pytest.fixture
 def silent_service() -> Iterator[int]:
-    """Something that accepts connections and says nothing."""
+    """A service that accepts connections but never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -200,7 +200,7 @@ def test_what_is_no_store_is_refused(silent_service: int) -> None:
 
 
 def test_given_port_that_is_taken_names_its_holder() -> None:
-    # Held by another process: a port of this very process is taken for its own earlier store.
+    # Held by another process: this process would take its own port for its earlier store.
     pid = os.fork()
     if pid == 0:
         os.execvp("python3", ["python3", "-c", _HOLD])
@@ -241,7 +241,7 @@ def _meet_quickly(context: RankContext, job: str) -> list[str]:
 
 
 def test_chosen_port_that_is_taken_becomes_another(pool: RankPool) -> None:
-    """The first choice is held by a mute service, the second by another job's store: the ranks meet on the third."""
+    """The first choice is held by a silent service, the second by another job's store: the ranks meet on the third."""
     job = f"job {os.getpid()} {time.time_ns()}"
     first, second = ports.choices(job)[:2]
     with ports.listen("127.0.0.1", first):
@@ -301,7 +301,7 @@ def test_folder_of_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_file_of_an_earlier_job_is_told(pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    pool.run(_by_file, path, world_size=2)  # torch removes the file when all leave in peace
+    pool.run(_by_file, path, world_size=2)  # torch removes the file when all ranks leave normally
     with pytest.raises(RendezvousError, match=r"has arrived twice at .*earlier job, remove the file"):
         rendezvous(_info(0, 2, None), 5.0, path=path + ".left")
 

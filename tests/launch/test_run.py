@@ -27,7 +27,7 @@ def _shell(script: str) -> list[str]:
 
 
 def _try(pool: RankPool, *arguments: object) -> tuple[Ended, str]:
-    """The launcher runs in one process of the pool, which has torch imported; its output is what a user sees."""
+    """The launcher runs in a process of the pool, which has imported torch. Its output is what a user sees."""
     (ended,) = pool.try_run(_run, *arguments, world_size=1, timeout=120)
     assert ended.ok, ended
     return ended.value, ended.output
@@ -44,7 +44,7 @@ def test_output_carries_the_rank_and_all_variables_are_there(pool: RankPool) -> 
 
 
 def test_lines_are_whole_whoever_writes_meanwhile(pool: RankPool) -> None:
-    """Half a line, bytes that are no text, and a last line without an end."""
+    """Half a line, bytes that are not text, and a last line without a newline."""
     script = r"printf half; sleep 0.5; printf ' and half] \n\377\376\n'; printf end"
     (code, _), output = _try(pool, _shell(script), 2)
     assert code == 0
@@ -107,7 +107,7 @@ print("the store lives", flush=True)
 def test_store_outlives_rank_0(pool: RankPool, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_USES_STORE_AFTER_DEATH)
-    environment: dict[str, str | None] = {"RINGWAY_JOB_TOKEN": "of the user's"}  # part of the identity on both sides
+    environment: dict[str, str | None] = {"RINGWAY_JOB_TOKEN": "the user's"}  # part of the identity on both sides
     (ended,) = pool.try_run(
         _run, [sys.executable, str(program)], 2, "keep", world_size=1, timeout=120, environment=environment
     )
@@ -137,7 +137,7 @@ def test_program_of_plain_torch_runs_too(pool: RankPool, tmp_path: Path) -> None
 
 
 def _signal_when_ready(context: RankContext, number: int, script: str, ready: str) -> Ended:
-    """Sends the launcher, which is this process, a signal once both ranks have written their file."""
+    """Send this process, the launcher, a signal once both ranks have written their file."""
 
     def watch() -> None:
         deadline = time.monotonic() + 60
@@ -162,7 +162,7 @@ def test_signal_reaches_every_rank_and_ends_the_run(pool: RankPool, tmp_path: Pa
 
 
 def _insist(context: RankContext, script: str, ready: str) -> tuple[Ended, float]:
-    """Ctrl-C until the ranks, which ignore it, are gone."""
+    """Repeat Ctrl-C until the ranks, which ignore it, are gone."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -173,7 +173,7 @@ def _insist(context: RankContext, script: str, ready: str) -> tuple[Ended, float
 
     threading.Thread(target=watch, daemon=True).start()
     began = time.monotonic()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for what comes after the run
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for signals that arrive after the run
     outcome = run(["sh", "-c", script, ready], 2, grace=100)
     ended.set()
     return (outcome.code, outcome.summary), time.monotonic() - began
@@ -186,7 +186,7 @@ def test_ctrl_c_again_does_not_wait_for_ranks_that_ignore_it(pool: RankPool, tmp
     (code, summary), seconds = ended.value
     assert (code, summary.startswith("ended by SIGINT")) == (128 + signal.SIGINT, True)
     assert seconds < 50
-    pool.replace()  # that process ignores Ctrl-C now
+    pool.replace()  # that process now ignores Ctrl-C
 
 
 def test_user_signal_is_passed_on_without_ending_the_run(pool: RankPool, tmp_path: Path) -> None:

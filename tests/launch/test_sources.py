@@ -1,4 +1,4 @@
-"""Every launcher's environment becomes the right place, and no environment becomes an unknown exception."""
+"""Every launcher's environment gives the right place, and no environment causes an unexpected exception."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ RUN = next(case["environ"] for case in RECORDED if case["name"] == "ringway run"
 )
 def test_innermost_launcher_wins(inner: dict[str, str], outer: dict[str, str], expected: str) -> None:
     def ancestry() -> Iterator[Ancestor]:
-        yield _process(30, outer)  # the inner launcher: has the outer one's variables, not yet its own
+        yield _process(30, outer)  # the inner launcher: has the outer one's variables, but not yet its own
         yield _process(20, None)  # the outer launcher belongs to another user
         yield _process(1, {})
 

@@ -1,6 +1,6 @@
-"""Two network namespaces joined by a virtual cable, as two hosts: with names, addresses and nothing shared.
+"""Two network namespaces joined by a virtual cable, as two hosts: with names and addresses, and nothing shared.
 
-Needs to be root with iproute2 and util-linux. Where CI is set their absence is a failure, elsewhere a skip.
+Needs root, iproute2 and util-linux. If CI is set, their absence is a failure, otherwise a skip.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _obstacle() -> str | None:
 
 @dataclass
 class Host:
-    """A namespace with an address of its own."""
+    """A namespace with its own address."""
 
     name: str
     namespace: str
@@ -89,7 +89,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _slurm(hosts: tuple[Host, Host], rank: int, job: str) -> dict[str, str]:
-    """What srun gives each of two tasks on two nodes. The nodes go by address: there is no name service here."""
+    """What srun sets for each of two tasks on two nodes. The nodes use addresses: there is no name service here."""
     net = hosts[0].address.rpartition(".")[0]
     return {
         "SLURM_JOB_ID": job,

@@ -1,4 +1,4 @@
-"""One rank of the tests with two hosts: does what its first argument says and prints what came of it as JSON."""
+"""One rank of the tests with two hosts: runs what its first argument says and prints the result as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def collectives() -> dict[str, Any]:
 
 
 def host_dies() -> dict[str, Any]:
-    """Rank 0, which hosts the store, is killed while the other waits for it in a collective."""
+    """Rank 0, which hosts the store, is killed while the other rank waits for it in a collective."""
     init_distributed()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -41,7 +41,7 @@ def host_dies() -> dict[str, Any]:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(150, exit=True)  # a hang is to be seen, not only to be timed out
+    faulthandler.dump_traceback_later(150, exit=True)  # show where a hang is, before the timeout
     try:
         facts = {"collectives": collectives, "host_dies": host_dies}[sys.argv[1]]()
     except RingwayError as error:

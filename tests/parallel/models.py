@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
-    """Causal attention whose number of heads follows from its input, so that it can be split."""
+    """Causal attention that derives the number of heads from its input, so that it can be split."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class TinyGPT(nn.Module):
 
 
 class RandomNet(nn.Module):
-    """Layers in a random order of use: some shared, some frozen, some not used, of several sizes."""
+    """Layers used in a random order: some shared, some frozen, some unused, of several sizes."""
 
     def __init__(self, seed: int, *, unused: bool) -> None:
         super().__init__()

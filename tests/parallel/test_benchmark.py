@@ -1,4 +1,4 @@
-"""The benchmark of a training step runs, and reads the recorder right. How fast it is, it says itself."""
+"""The benchmark of a training step runs and reads the recorder correctly. It checks its own speed limits."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def compared(context: RankContext, backend: str) -> Any:
 def test_a_step_is_compared_and_its_travels_shown(pool: RankPool) -> None:
     for ratio, hidden, travels in pool.run(compared, "gloo", world_size=2):
         assert ratio > 0
-        assert 0 < hidden <= 1  # the first bucket left before the last gradient
+        assert 0 < hidden <= 1  # the first bucket was sent before the last gradient was computed
         assert sum(nbytes for nbytes, _, _ in travels) == 4 * (512 * 512 + 512) * 4
         assert all(issued < completed for _, issued, completed in travels)

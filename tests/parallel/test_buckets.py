@@ -1,4 +1,4 @@
-"""Which parameters travel together: the rule is torch's, and a gradient's memory is where it should be."""
+"""Which parameters travel together: the rule is torch's, and gradients are stored where they should be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_buckets_are_those_of_torch() -> None:
         buckets = assign(order, keys, sizes, limit)
         full = len(expected) - len({keys[i] for i in order})
         assert buckets[: max(full, 0)] == expected[: max(full, 0)], seed
-        assert sorted(map(tuple, buckets)) == sorted(map(tuple, expected)), seed  # torch hashes those not full
+        assert sorted(map(tuple, buckets)) == sorted(map(tuple, expected)), (
+            seed
+        )  # torch hashes buckets that are not full
 
 
 def test_views_have_the_parameters_shapes_and_strides() -> None:
@@ -47,7 +49,7 @@ def test_views_have_the_parameters_shapes_and_strides() -> None:
     bucket.begin(0.5, compressed=False)
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         assert slot.view.shape == parameter.shape
-        if slot.index != 3:  # one that overlaps itself cannot be laid out alike
+        if slot.index != 3:  # one that overlaps itself cannot have the same strides
             assert slot.view.stride() == parameter.stride()
         bucket.fill(slot, torch.full_like(parameter, slot.index + 1.0))
     expected = [value / 2 for i, p in enumerate(parameters) for value in [i + 1.0] * p.numel()]

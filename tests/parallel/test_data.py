@@ -1,4 +1,4 @@
-"""Data-parallel hooks: the gradients of DistributedDataParallel, and what a program may do besides."""
+"""Data-parallel hooks: the gradients of DistributedDataParallel, and what programs do around them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _require_equal(ours: nn.Module, theirs: nn.Module, what: str, exact: bool = 
 
 
 def random_models_like_ddp(context: RankContext, seeds: range, unused: bool) -> None:
-    """Both keep DDP's first buckets while parameters may be unused; both follow backward's order if not."""
+    """While parameters may be unused, both keep DDP's first buckets; otherwise both follow backward's order."""
     context.start("gloo")
     for seed in seeds:
         torch.manual_seed(seed)
@@ -52,9 +52,9 @@ def random_models_like_ddp(context: RankContext, seeds: range, unused: bool) -> 
                     wrapped(accumulated).square().sum().backward()
             ours(x).square().sum().backward()
             wrapped(x).square().sum().backward()
-            # The sum over two ranks does not depend on a place in a bucket. Over more it does, in gloo: there
-            # DDP without a search for unused parameters begins with one bucket of its own, and with it stays
-            # at the first buckets.
+            # The sum over two ranks does not depend on the position in a bucket. Over more ranks it does, in gloo: DDP
+            # starts with a single bucket if it does not search for unused parameters, and keeps its first buckets if it
+            # does.
             exact = context.world_size == 2 or (step == 0 if unused else step > 0)
             _require_equal(ours, wrapped.module, f"seed {seed}, step {step}", exact)
             keep_values = step == 2
@@ -64,7 +64,7 @@ def random_models_like_ddp(context: RankContext, seeds: range, unused: bool) -> 
 
 
 def unused_differs_by_rank(context: RankContext) -> None:
-    """A layer that one rank alone uses has a gradient everywhere; one that nobody uses has none."""
+    """A layer that only one rank uses has a gradient everywhere; one that no rank uses has none."""
     context.start("gloo")
     torch.manual_seed(0)
     model = RandomNet(3, unused=True)
@@ -85,7 +85,7 @@ def unused_differs_by_rank(context: RankContext) -> None:
 
 
 def accumulated_then_unused(context: RankContext) -> None:
-    """What no_sync gathered is averaged with the next backward, even where that does not use the parameter."""
+    """What no_sync accumulated is averaged with the next backward, even if that does not use the parameter."""
     context.start("gloo")
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     handle = register_data_parallel_hooks(model)
@@ -98,7 +98,7 @@ def accumulated_then_unused(context: RankContext) -> None:
 
 
 def several_backwards(context: RankContext) -> None:
-    """Two synchronized backwards without zero_grad between them add up, however gradients are kept."""
+    """Two synchronized backwards without zero_grad between them add up, however gradients are stored."""
     context.start("gloo")
     for as_views in (True, False):
         model = nn.Linear(3, 1, bias=False)
@@ -116,7 +116,7 @@ def several_backwards(context: RankContext) -> None:
 
 
 def sparse_and_mixed(context: RankContext) -> None:
-    """Sparse gradients stay sparse; dtypes have buckets of their own; strides are the parameters'."""
+    """Sparse gradients stay sparse; each dtype has its own buckets; strides are the parameters'."""
     context.start("gloo")
 
     class Mixed(nn.Module):
@@ -162,14 +162,14 @@ def values_of_rank_0(context: RankContext) -> tuple[list[Tensor], list[str]]:
     keys = list(model.state_dict())
     handle = register_data_parallel_hooks(model)
     assert list(model.state_dict()) == keys
-    twin = copy.deepcopy(model)  # as for a moving average: its backward is nobody's business
+    twin = copy.deepcopy(model)  # as for a moving average: its backward is not synchronized
     twin(torch.randn(4, 2)).sum().backward()
     handle.remove()
     return [t.clone() for t in model.state_dict().values()], keys
 
 
 def checkpoints_and_compile(context: RankContext, kind: str) -> None:
-    """The same gradients, whichever way backward is run."""
+    """The same gradients, however backward is run."""
     context.start("gloo")
     torch.manual_seed(0)
     reentrant = {"checkpoint": False, "reentrant": True}.get(kind)
@@ -195,12 +195,12 @@ def checkpoints_and_compile(context: RankContext, kind: str) -> None:
         model.zero_grad()
         plain.zero_grad()
     if kind != "compile":
-        assert sent == len(handle.bucket_names)  # once each: a reentrant checkpoint is not a backward of its own
+        assert sent == len(handle.bucket_names)  # once each: a reentrant checkpoint is not a separate backward
     handle.remove()
 
 
 def error_before_the_first_gradient(context: RankContext) -> None:
-    """Two graphs, and the backward of one raises: the other's is an ordinary step, with no forward in between."""
+    """Of two graphs, the backward of one raises: the other's is an ordinary step, without a forward in between."""
     context.start("gloo")
 
     class Broken(torch.autograd.Function):
@@ -242,7 +242,7 @@ def error_before_the_first_gradient(context: RankContext) -> None:
 
 
 def error_in_backward(context: RankContext) -> None:
-    """A backward that raised half-way leaves nothing behind that the next one stumbles over."""
+    """A backward that raised half-way leaves nothing behind that affects the next one."""
     context.start("gloo")
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     handle = register_data_parallel_hooks(model, bucket_mb=SMALL_MB / 10)
@@ -258,7 +258,7 @@ def error_in_backward(context: RankContext) -> None:
     with pytest.raises(ArithmeticError):
         model(x).sum().backward()
     middle.remove()
-    model.zero_grad(set_to_none=False)  # what was on its way may arrive after the zeros
+    model.zero_grad(set_to_none=False)  # buckets in flight may arrive after the zeros
     with pytest.raises(UsageError, match="ended in an error while gradients were in flight"):
         model(x).sum().backward()
     model.zero_grad()
@@ -269,7 +269,7 @@ def error_in_backward(context: RankContext) -> None:
 
 
 def gradient_penalty(context: RankContext) -> None:
-    """`torch.autograd.grad` on the way to the loss is not a step; nothing is sent for it."""
+    """`torch.autograd.grad` on the way to the loss is not a step, and sends nothing."""
     context.start("gloo")
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     plain = copy.deepcopy(model)
@@ -297,7 +297,7 @@ def gradient_penalty(context: RankContext) -> None:
 
 
 def not_called_as_a_module(context: RankContext) -> None:
-    """A program may call a method of its own; with reentrant checkpoints too the gradients are right."""
+    """A program may call one of the model's methods; gradients are right, also with reentrant checkpoints."""
     context.start("gloo")
     torch.manual_seed(0)
     model = TinyGPT(checkpoints=True)
@@ -316,7 +316,7 @@ def not_called_as_a_module(context: RankContext) -> None:
 
 
 def parameter_as_output(context: RankContext) -> None:
-    """A model may return a parameter of its own (a learned temperature); nothing is left on it by each forward."""
+    """A model may return one of its parameters (a learned temperature); forwards leave no hooks on it."""
     context.start("gloo")
 
     class Scaled(nn.Module):
@@ -341,7 +341,7 @@ def parameter_as_output(context: RankContext) -> None:
 
 
 def alone_in_its_group(context: RankContext) -> None:
-    """Where nothing is averaged, as in pure model parallelism, buckets take no memory."""
+    """If nothing is averaged, as in pure model parallelism, buckets take no memory."""
     context.start("gloo")
     groups = [ringway.new_group([rank]) for rank in range(context.world_size)]
     model = nn.Linear(4, 4)
@@ -355,7 +355,7 @@ def alone_in_its_group(context: RankContext) -> None:
 
 
 def adopted_group(context: RankContext) -> None:
-    """A program that initialized torch.distributed itself may use the hooks as well."""
+    """A program that initialized torch.distributed itself can use the hooks too."""
     context.start("gloo", module="torch.distributed")
     model = nn.Linear(2, 1, bias=False)
     handle = register_data_parallel_hooks(model)
@@ -367,7 +367,7 @@ def adopted_group(context: RankContext) -> None:
 
 
 def with_codec(context: RankContext, codec: str) -> tuple[float, float]:
-    """Momentum SGD with compressed gradients learns what it learns without."""
+    """Momentum SGD with compressed gradients learns as well as without."""
     context.start("gloo")
     results = []
     for used in (None, codec):
@@ -405,7 +405,7 @@ def with_codec(context: RankContext, codec: str) -> tuple[float, float]:
 
 
 def overlap(context: RankContext) -> tuple[int, int]:
-    """How many buckets left before the last gradient was computed."""
+    """How many buckets were sent before the last gradient was computed."""
     context.start("gloo")
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
     handle = register_data_parallel_hooks(model, bucket_mb=32 * 33 * 4 / (1 << 20))

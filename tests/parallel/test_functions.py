@@ -1,8 +1,8 @@
 """The autograd functions: right values, and gradients that agree with finite differences over real ranks.
 
-A function of one rank's tensor cannot be checked alone, since its result depends on the others'. So each is put
-between functions that make it a map from a replicated tensor to a replicated one; all ranks then check the same
-map in step, with the same numbers.
+A function of one rank's tensor cannot be checked alone, since its result depends on the others'. So each is placed
+between functions that turn it into a map from one replicated tensor to another. All ranks then check the same map
+together, with the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What training programs do besides: scale losses, freeze layers half-way, train two models at once, diverge."""
+"""What training programs do: scale losses, freeze layers half-way, train two models at once, diverge."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def two_models_in_one_loss(context: RankContext) -> None:
 
 
 def scaled_losses(context: RankContext) -> None:
-    """An overflow on one rank is seen by all: they skip the same step, and stay alike."""
+    """All ranks see an overflow on one of them: they skip the same step, and stay equal."""
     context.start("shm")
     model = _perceptron()
     handle = register_data_parallel_hooks(model, bucket_mb=SMALL_MB)
@@ -106,7 +106,7 @@ def scaled_losses(context: RankContext) -> None:
 
 
 def not_a_number_through_a_codec(context: RankContext) -> None:
-    """Every gradient is a NaN on every rank then, and the next step is sound, residuals too; buckets may be tiny."""
+    """Every gradient is then NaN on every rank, and the next step and the residuals are fine. Buckets may be tiny."""
     context.start("shm")
     for codec in ("onebit", "int8", "int4", "fp8", "auto:int8"):
         model = _perceptron()
@@ -122,7 +122,7 @@ def not_a_number_through_a_codec(context: RankContext) -> None:
 
 
 def compiled_with_accumulation(context: RankContext) -> None:
-    """no_sync counts where backward runs, not where the compiler saw it."""
+    """no_sync applies where backward runs, not where the compiler traced it."""
     context.start("shm")
     model = _perceptron()
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""`ringway.initialize`, and the training example that is built on it."""
+"""`ringway.initialize`, and the training example that uses it."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def one_object(context: RankContext) -> dict[str, Any]:
         runtime.close()
         ringway.configure(enabled=False)
         ringway.reset_log()
-    assert dist.is_initialized()  # it was there before, so it stays
+    assert dist.is_initialized()  # it was initialized before, so it stays
     with pytest.raises(UsageError, match="does not divide"):
         ringway.initialize(None, model, plan={"0": "column"}, model_parallel_size=3, verbose=False)
     return {"logged": logged}
 
 
 def one_rank_differs(context: RankContext) -> None:
-    """The whole job is told, not only the group in which the difference lies."""
+    """All ranks get the error, not only those of the group with the difference."""
     context.start("gloo")
 
     def given(kind: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def one_rank_differs(context: RankContext) -> None:
 
 
 def replicas_stay_alike(context: RankContext, codec: str) -> None:
-    """What every rank of a model group has whole must stay the same on them, whatever a codec does to the parts."""
+    """Parameters that every rank of a model group has whole must stay equal, whatever a codec does to the parts."""
     context.start("gloo")
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3)]
@@ -112,7 +112,7 @@ def replicas_stay_alike(context: RankContext, codec: str) -> None:
 
 
 def logger_as_it_was(context: RankContext) -> None:
-    """A configuration that says nothing about the logger leaves it as the program chose."""
+    """A configuration that does not mention the logger leaves it unchanged."""
     context.start("gloo")
     ringway.configure(enabled=True)
     try:
@@ -202,7 +202,7 @@ def alone(context: RankContext) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="names no module"):
         ringway.initialize(None, model, plan={"nothing": "row"}, verbose=False)
-    assert not ringway.is_initialized()  # what it had started, it ended
+    assert not ringway.is_initialized()  # it ended what it had started
 
 
 def test_a_world_of_one(pool: RankPool) -> None:

@@ -25,7 +25,7 @@ from ringway.parallel import (
 )
 from ringway.testing import RankContext, RankPool
 
-VOCABULARY = 33  # does not divide by any number of ranks here
+VOCABULARY = 33  # not divisible by any number of ranks here
 PLAN: dict[str, Any] = {
     "tokens": "vocabulary",
     "head": "column",
@@ -51,13 +51,13 @@ BATCH = 4
 
 class Tolerance(NamedTuple):
     losses: float
-    """Relative, of each of the fifty."""
+    """Relative, for each of the fifty losses."""
     gradients: float
-    """Of the first step, relative to the parameter's largest."""
+    """For the first step, relative to the parameter's largest gradient."""
 
 
-# Sums in another order differ by rounding, and Adam carries that on. In double precision nothing but a mistake is
-# above the limit; in single precision the differences seen are 500 times smaller than it.
+# Sums in a different order differ by rounding, and Adam amplifies that. In double precision, only a mistake exceeds the
+# limit; in single precision, the observed differences are 500 times smaller than it.
 TOLERANCE = {torch.float64: Tolerance(1e-11, 1e-12), torch.float32: Tolerance(1e-4, 1e-5)}
 
 
@@ -79,10 +79,10 @@ def train(
     dtype: torch.dtype,
     backend: str = "gloo",
 ) -> tuple[list[float], Any]:
-    """Losses of the whole batch, and the first step's whole gradients."""
+    """Losses of the whole batch, and the whole gradients of the first step."""
     context.start(backend)
     mesh = ringway.init_device_mesh("cpu", (data, model_ranks), mesh_dim_names=("data", "model"))
-    model = _model(seed=context.rank).to(dtype)  # rank 0's values go to all
+    model = _model(seed=context.rank).to(dtype)  # all ranks get rank 0's values
     split = register_model_parallel_hooks(model, plan, group=mesh.get_group("model")) if model_ranks > 1 else None
     hooks = register_data_parallel_hooks(model, group=mesh.get_group("data"), bucket_mb=0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -111,7 +111,7 @@ def train(
 
 
 def _whole_gradients(model: nn.Module, split: Any) -> dict[str, Tensor]:
-    """Gradients take the parameters' place for a moment, to be gathered as they are."""
+    """Temporarily puts gradients in place of the parameters, so that they can be gathered."""
     if split is None:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
     values = [p.data for p in model.parameters()]
@@ -162,7 +162,7 @@ def test_training_is_that_of_one_rank(
 
 
 def checkpoints(context: RankContext) -> None:
-    """A full state dict is the unsplit model's, loads into a plain model, and back into a split one."""
+    """A full state dict is that of the unsplit model, and loads into a plain model and back into a split one."""
     context.start("gloo")
     plain = _model()
     model = copy.deepcopy(plain)
@@ -249,7 +249,7 @@ def layer_options(context: RankContext) -> None:
 
 
 def shared_and_thawed_norms(context: RankContext) -> None:
-    """A gradient is summed once, however many layers have the parameter; and where it was unfrozen later too."""
+    """A gradient is summed once, however many layers share the parameter, and also if it was unfrozen later."""
     context.start("gloo")
 
     class Norms(nn.Module):

@@ -1,4 +1,4 @@
-"""What the hooks refuse, by name, and that a rank that differs is told to all."""
+"""What the hooks refuse, by name, and that all ranks learn about a rank that differs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refusals(context: RankContext) -> None:
     with pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(model)
     model.zero_grad()
-    model(x * context.rank).sum().backward()  # after all that, an ordinary step
+    model(x * context.rank).sum().backward()  # after all these errors, an ordinary step
     assert torch.equal(model[0].weight.grad[:, 0], model[1].weight.sum(0) * (context.world_size - 1) / 2)
     handle.remove()
     handle.remove()
@@ -66,7 +66,7 @@ def refused_gradients(context: RankContext) -> None:
     context.start("gloo")
 
     class Twice(nn.Module):
-        """One layer in two reentrant checkpoints: its gradient comes in two parts."""
+        """One layer in two reentrant checkpoints: its gradient arrives in two parts."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -105,7 +105,7 @@ def refused_gradients(context: RankContext) -> None:
         handle.remove()
 
     def take(parameter: Tensor) -> None:
-        parameter.grad = None  # as an optimizer that steps inside backward does
+        parameter.grad = None  # like an optimizer that steps inside backward
 
     for before_ours in (True, False):
         layer = nn.Linear(2, 2)
@@ -140,13 +140,13 @@ def wrong_model(context: RankContext, kind: str) -> str:
         register_data_parallel_hooks(model, bucket_mb=1 + other if kind == "setting" else 1)
     assert sorted(caught.value.sides) == [0, 1]
     total = torch.ones(1)
-    ringway.all_reduce(total)  # the group lives on
+    ringway.all_reduce(total)  # the group still works
     assert total.item() == context.world_size
     return str(caught.value)
 
 
 def refused_by_one(context: RankContext, kind: str) -> str:
-    """What one rank refuses is told to all; nobody is left waiting."""
+    """If one rank refuses, all ranks get an error; none is left waiting."""
     context.start("gloo")
     other = context.rank == 1
     model = nn.Linear(2, 2)
@@ -164,7 +164,7 @@ def refused_by_one(context: RankContext, kind: str) -> str:
     with pytest.raises(UsageError if other else CollectiveMismatch) as caught:
         register_data_parallel_hooks(model, **settings)
     total = torch.ones(1)
-    ringway.all_reduce(total)  # the group lives on
+    ringway.all_reduce(total)  # the group still works
     assert total.item() == context.world_size
     return str(caught.value)
 
@@ -185,7 +185,7 @@ def hooked_twice(context: RankContext) -> None:
 
 
 def exchanged_at_the_same_address(context: RankContext) -> None:
-    """A module that was deleted and made anew is another one, even where Python gives it the old one's place."""
+    """A module that was deleted and recreated is a different one, even if Python reuses its address."""
     context.start("gloo")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     handle = register_data_parallel_hooks(model)
@@ -199,7 +199,7 @@ def exchanged_at_the_same_address(context: RankContext) -> None:
 
 
 def half_of_another_kind(context: RankContext) -> None:
-    """As many bytes, and still another dtype."""
+    """The same number of bytes, but a different dtype."""
     context.start("gloo")
     for as_views in (True, False):
         model = nn.Linear(2, 2).half()

@@ -1,0 +1,1 @@
+"""torch.distributed's functions: collectives, object collectives and groups."""

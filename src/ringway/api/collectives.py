@@ -1,7 +1,7 @@
-"""The collectives as functions, spelled as torch.distributed spells them.
+"""The collectives as functions, with torch.distributed's names and signatures.
 
-Each finds the communicator of its group and forwards. Under `torch.compile` those that the compiler knows how to
-trace forward to torch's own function instead; the others (messages, barriers, coalesced forms) are no part of a graph.
+Each finds the communicator of its group and forwards to it. Under `torch.compile`, those that the compiler can trace
+forward to torch's own function instead; the others (messages, barriers, coalesced forms) are not part of a graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Group = c10d.ProcessGroup | None
 
 
 def member_of(group: Any, op: str) -> Communicator | None:
-    """The group's communicator; None, with torch's warning, for a rank outside it."""
+    """The group's communicator. For a rank outside the group, warns as torch does and returns None."""
     if group is not None and group == NON_MEMBER:
         warnings.warn(
             f"Running {op} on global rank {c10d.get_rank()} which does not belong to the given group.", stacklevel=3
@@ -38,7 +38,7 @@ def member_of(group: Any, op: str) -> Communicator | None:
 
 
 def communicator(group: Group = None) -> Communicator:
-    """ringway's object for a group: its methods are the collectives, without `group`."""
+    """ringway's object for a group. Its methods are the collectives, without `group`."""
     return find(group)
 
 
@@ -69,7 +69,7 @@ def all_reduce(
 
 
 def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> None:
-    """The lowest-latency all_reduce there is: synchronous, nothing to hold."""
+    """The all_reduce with the lowest latency: always synchronous."""
     if _compiling():
         c10d.all_reduce(tensor, op, group)
         return
@@ -246,7 +246,7 @@ def all_gather_coalesced(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    """`output_tensor_lists[r][i]` receives rank r's input i, as torch has it."""
+    """`output_tensor_lists[r][i]` receives rank r's input i, as in torch."""
     member = member_of(group, "all_gather_coalesced")
     if member is None:
         return None
@@ -256,7 +256,7 @@ def all_gather_coalesced(
 def reduce_scatter_coalesced(
     tensors: Sequence[Tensor], group: Group = None, *, log_name: str | None = None
 ) -> list[Tensor]:
-    """The sum of each tensor over the ranks; returns this rank's flat share of each."""
+    """Sum each tensor over the ranks; return this rank's flat share of each."""
     member = member_of(group, "reduce_scatter_coalesced")
     return [] if member is None else member.reduce_scatter_coalesced(tensors, log_name=log_name)
 
@@ -319,7 +319,7 @@ _TORCH_MESSAGES = {isend: c10d.isend, irecv: c10d.irecv}
 
 
 class P2POp(c10d.P2POp):
-    """torch's P2POp; `op` may be ringway's isend or irecv, or torch's."""
+    """torch's P2POp. `op` may be ringway's isend or irecv, or torch's."""
 
     def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:
         made: P2POp = super().__new__(cls, _TORCH_MESSAGES.get(op, op), *args, **kwargs)
@@ -338,7 +338,7 @@ class P2POp(c10d.P2POp):
 
 
 def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Work]:
-    """Starts every message of the list; none blocks another."""
+    """Start every message of the list. None blocks another."""
     if not p2p_op_list or not all(isinstance(entry, c10d.P2POp) for entry in p2p_op_list):
         raise UsageError("batch_isend_irecv takes a non-empty list of P2POp")
     works = []
@@ -365,7 +365,7 @@ def barrier(
 def monitored_barrier(
     group: Group = None, timeout: Any = None, wait_all_ranks: bool = False, *, log_name: str | None = None
 ) -> None:
-    """A barrier on any backend that names the ranks which did not come."""
+    """A barrier, on any backend, that names the ranks that did not arrive."""
     member = member_of(group, "monitored_barrier")
     if member is not None:
         member.monitored_barrier(timeout, wait_all_ranks, log_name=log_name)

@@ -1,4 +1,4 @@
-"""The life of groups as functions: init_process_group and what follows from it, spelled as torch spells it."""
+"""Creating, querying and destroying groups: init_process_group and related functions, with torch's signatures."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     _ranks: list[int] | None = None,
 ) -> None:
-    """torch's function; the group it makes is ringway's own where ringway has the backend. Without a backend the
-    ranks find out together which fits: `shm` where all of them share a host."""
+    """Like torch's function. The group is ringway's own if ringway has the backend. Without a backend, the ranks choose
+    one together: `shm` if all of them share a host."""
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
     name = backend or world.next_backend
     if name is None and not c10d.is_initialized():
@@ -73,7 +73,7 @@ def init_process_group(
 
 
 def _named(backend: str | None) -> str | None:
-    get_world_group()  # refuses by name where there is no world to make a group beside
+    get_world_group()  # raises if there is no world
     name = backend or world.next_backend
     return None if name is None else registry.torch_spelling(name)
 
@@ -88,7 +88,7 @@ def new_group(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> Any:
-    """torch's function; without a backend the new group uses the world's, or what `set_backend` said."""
+    """Like torch's function. The default backend is the one given to `set_backend`, or else the world's."""
     extra = {} if sort_ranks else {"sort_ranks": False}
     name = _named(backend)
     members = None if ranks is None else list(ranks)
@@ -125,7 +125,7 @@ def _outside(group: Any) -> bool:
 
 
 def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
-    """Ends a group, or with None all of them. Bounded, and may be called again."""
+    """Destroy a group, or all of them if None. Takes bounded time, and is safe to call more than once."""
     if not c10d.is_initialized() or _outside(group):
         return
     if group is not None and group not in c10d.distributed_c10d._world.pg_map:
@@ -138,7 +138,7 @@ def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
 
 
 def set_backend(name: str | None) -> None:
-    """Which backend the next groups use, unless they name one; None goes back to the default."""
+    """Set the backend of future groups that do not name one; None restores the default."""
     if name is not None:
         registry.parse(name)
     world.next_backend = name
@@ -151,8 +151,8 @@ def get_backend(group: c10d.ProcessGroup | None = None) -> str:
 
 
 def register_backend(name: str, backend: Any, devices: tuple[str, ...] | None = None) -> None:
-    """Adds a backend of your own: a subclass of `Backend`, or a function from a GroupInfo to one. From then on
-    `init_process_group(name)` makes groups on it, here and in torch."""
+    """Add your own backend: a subclass of `Backend`, or a function from a GroupInfo to one. From then on,
+    `init_process_group(name)` creates groups on it, in ringway and in torch."""
     if isinstance(backend, type) and not issubclass(backend, Backend):
         raise UsageError(f"{backend.__name__} is not a ringway.Backend")
     register_with_torch(registry.register(name, backend, devices))
@@ -165,7 +165,7 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     backend_override: dict[Any, Any] | None = None,
 ) -> DeviceMesh:
-    """torch's function, over groups of the world's backend."""
+    """torch's function, with groups of the world's backend."""
     if not c10d.is_initialized():
         init_process_group()
     extra = {} if backend_override is None else {"backend_override": backend_override}
@@ -173,7 +173,7 @@ def init_device_mesh(
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A device mesh on the accelerator where there is one, else on the CPU."""
+    """A device mesh on the accelerator if there is one, otherwise on the CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=mesh_dim_names)
 
@@ -186,7 +186,7 @@ def get_world_group() -> c10d.ProcessGroup:
 
 
 def _require_world() -> None:
-    """torch says it as a ValueError without a remedy. Under torch.compile there is a world, and no need to ask."""
+    """torch raises a ValueError that names no remedy. Under torch.compile there is a world, so do not check."""
     if not torch.compiler.is_dynamo_compiling() and not c10d.is_initialized():
         get_world_group()
 
@@ -202,13 +202,13 @@ def get_rank(group: c10d.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This rank's place among the ranks of its host, as the launcher says it."""
+    """This rank's number among the ranks of its host, according to the launcher."""
     if world.local_rank is not None:
         return world.local_rank
     said = os.environ.get("LOCAL_RANK")
     if said is None or not said.isdigit():
         raise UsageError(
-            "the local rank is not known: LOCAL_RANK is "
+            "the local rank is unknown: LOCAL_RANK is "
             + ("not set" if said is None else f"{said!r}, not a number")
             + "; start with torchrun or ringway run, or call ringway.init_distributed()"
         )

@@ -1,4 +1,4 @@
-"""The object collectives as functions: torch's six, and three that return what they fetched."""
+"""The object collectives as functions: torch's six, and three that return their result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _channel(group: Group, op: str) -> ObjectChannel | None:
 
 def _places(op: str, name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise UsageError(f"{op}: {name} is a list, not {type(value).__name__}")
+        raise UsageError(f"{op}: {name} must be a list, not {type(value).__name__}")
     return value
 
 
@@ -63,7 +63,7 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """`device` is accepted as torch has it; objects always travel on the CPU."""
+    """`device` is accepted for compatibility with torch; objects always travel on the CPU."""
     channel = _channel(group, "broadcast_object_list")
     if channel is None:
         return
@@ -74,7 +74,7 @@ def broadcast_object_list(
 
 def _fill(op: str, places: list[Any], values: list[Any]) -> None:
     if len(values) != len(places):
-        raise UsageError(f"{op}: the sender's list has {len(values)} objects, and this rank's {len(places)} places")
+        raise UsageError(f"{op}: the sender's list has {len(values)} objects, but this rank's has {len(places)} places")
     places[:] = values
 
 
@@ -93,7 +93,7 @@ def scatter_object_list(
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise UsageError("scatter_object_list: scatter_object_output_list must be a list with at least one place")
     if member.rank == root and (scatter_object_input_list is None or len(scatter_object_input_list) != member.size):
-        raise UsageError(f"scatter_object_list: the source needs {member.size} objects, one for each rank")
+        raise UsageError(f"scatter_object_list: the source needs {member.size} objects, one per rank")
     scatter_object_output_list[0] = channel.scatter(scatter_object_input_list, root)
 
 
@@ -105,7 +105,7 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """`device` and `use_batch` are accepted as torch has them; objects always travel on the CPU."""
+    """`device` and `use_batch` are accepted for compatibility with torch; objects always travel on the CPU."""
     channel = _channel(group, "send_object_list")
     if channel is not None:
         channel.send(_places("send_object_list", "object_list", object_list), find(group).place("dst", dst, group_dst))
@@ -132,7 +132,7 @@ def recv_object_list(
 
 
 def allgather_object(obj: Any, group: Group = None) -> list[Any]:
-    """Everybody's object, in rank order."""
+    """All ranks' objects, in rank order."""
     channel = _channel(group, "allgather_object")
     return [] if channel is None else channel.all_gather(obj)
 
@@ -144,8 +144,8 @@ def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
 
 
 def reduce_object(obj: Any, op: Any = ReduceOp.SUM, group: Group = None) -> Any:
-    """Everybody's objects reduced in rank order, on every rank: numbers, tensors, arrays, and dicts, lists and
-    tuples of them; `op` may be a function of two objects."""
+    """Reduce all ranks' objects in rank order, and return the result on every rank. Objects are numbers, tensors,
+    arrays, and dicts, lists and tuples of them; `op` may be a function of two objects."""
     member = member_of(group, "reduce_object")
     if member is None:
         return obj

@@ -1,0 +1,1 @@
+"""The backend interface, the registry, the choice of a backend, and one folder per library."""

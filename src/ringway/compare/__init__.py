@@ -1,0 +1,1 @@
+"""Compares the ranks' calls: what must agree between ranks, on one host and across hosts."""

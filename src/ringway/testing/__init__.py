@@ -1,7 +1,7 @@
-"""Ranks for tests, and the suite that every backend passes.
+"""Ranks for tests, and the conformance suite for backends.
 
 `RankPool` runs a function on real processes; `check_backend("name")` runs the conformance suite on a backend.
-Nothing here is imported by `import ringway`.
+`import ringway` imports nothing from here.
 """
 
 from ringway.testing.conformance import CASES, Case, ConformanceFailed, Report, check_backend

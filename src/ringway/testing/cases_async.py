@@ -1,4 +1,4 @@
-"""Conformance: collectives that are waited for later, in any order, from futures and from callbacks."""
+"""Conformance: asynchronous collectives, waited for in any order, with futures and with callbacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _sum(size: int, count: int = 33) -> Tensor:
 
 
 def _list_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
-    """Issues of each op over lists: returns the work, and the check to make once it is done."""
+    """Functions that issue each op over lists, and return the work and the check to run once it is done."""
     dist, group, size, rank = probe.dist, probe.group, probe.size, probe.rank
 
     def check_each(what: str, tensors: list[Tensor]) -> Callable[[], None]:
@@ -93,7 +93,7 @@ def _list_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
 
 
 def _single_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
-    """As `_list_forms`, for ops over one tensor."""
+    """Like `_list_forms`, for ops over one tensor."""
     dist, group, size, rank = probe.dist, probe.group, probe.size, probe.rank
 
     def broadcast() -> _Checked:
@@ -158,7 +158,7 @@ def every_op_asynchronously(probe: Probe) -> None:
         probe.holds(work is not None, "async_op=True returned None")
         work.wait()
         check()
-        # torch returns a future, not a work, from some coalesced forms.
+        # For some coalesced forms, torch returns a future, not a work.
         completed = getattr(work, "is_completed", None) or work.done
         probe.holds(completed(), "not completed after wait()")
         work.wait()
@@ -166,7 +166,7 @@ def every_op_asynchronously(probe: Probe) -> None:
 
 @case()
 def every_op_in_flight_at_once(probe: Probe) -> None:
-    """All issued before any is waited for; waited for in their order, backwards, and the odd ones first."""
+    """Issue all ops before waiting for any; wait in order, in reverse, and with the odd ones first."""
     issues = {**_single_forms(probe), **_list_forms(probe)}
     for order in ("forwards", "backwards", "odd first"):
         probe.at(order=order)
@@ -247,7 +247,7 @@ def futures(probe: Probe) -> None:
 
 @case()
 def a_callback_issues_the_next_collective(probe: Probe) -> None:
-    """As PowerSGD's hook: a chain of reductions, each begun when the last has ended, others queued behind."""
+    """Like PowerSGD's hook: a chain of reductions, each started when the last one ends, with others queued behind."""
     dist, group, size = probe.dist, probe.group, probe.size
 
     def again(done: Any) -> Tensor:
@@ -262,7 +262,7 @@ def a_callback_issues_the_next_collective(probe: Probe) -> None:
 
 @case()
 def result_dropped_before_completion(probe: Probe) -> None:
-    """A Work that nobody keeps, on a tensor that nobody keeps, completes all the same."""
+    """A Work and a tensor that are not kept alive: the call completes anyway."""
     for _ in range(20):
         probe.dist.all_reduce(_values(probe.rank, 4099), group=probe.group, async_op=True)
     probe.still_works()

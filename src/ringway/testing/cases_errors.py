@@ -1,7 +1,7 @@
-"""Conformance: wrong use is refused before anything is sent.
+"""Conformance: invalid calls are rejected before anything is sent.
 
-In each case one rank alone makes a wrong call. Had anything been sent, the next collective, which all ranks
-make, would hang or be wrong.
+In each case, only one rank makes an invalid call. If anything had been sent, the next collective, which all ranks make,
+would hang or give a wrong result.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def things_that_are_no_tensors_here(probe: Probe) -> None:
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor that only wraps others, as DTensor does: no memory is its own."""
+    """A tensor that only wraps others, like DTensor, and has no memory of its own."""
 
     @staticmethod
     def __new__(cls, size: int) -> _Wrapper:
@@ -213,7 +213,7 @@ def an_unknown_backend(probe: Probe) -> None:
 
 @case(own_names=True)
 def a_forked_child_is_no_member(probe: Probe) -> None:
-    """A collective in a forked child is refused; the child's end disturbs nothing."""
+    """A collective in a forked child is rejected, and the child's exit disturbs nothing."""
     child = os.fork()
     if child == 0:
         try:

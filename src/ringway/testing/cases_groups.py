@@ -1,4 +1,4 @@
-"""Conformance: barriers, and groups beside the world: members and strangers, ranks counted two ways."""
+"""Conformance: barriers, and groups other than the world: members, non-members, and both ways of counting ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringway.testing.probe import Probe
 
 @contextmanager
 def _group(probe: Probe, ranks: Sequence[int] | None = None, **options: Any) -> Iterator[Any]:
-    """A group for the length of a block. Every rank of the world enters and leaves."""
+    """A group for the duration of a block. Every rank of the world enters and leaves."""
     group = probe.dist.new_group(ranks, **options)
     yield group
     probe.dist.barrier()
@@ -40,7 +40,7 @@ def _sum_over(probe: Probe, group: Any) -> float:
 
 @case()
 def barrier_waits_for_the_last(probe: Probe) -> None:
-    """Nobody leaves before the last has entered, by the clock that all ranks of a host share."""
+    """No rank leaves before the last one has entered, by the clock that all ranks of a host share."""
     for late in range(probe.size):
         probe.at(late=late)
         if probe.rank == late:
@@ -54,7 +54,7 @@ def barrier_waits_for_the_last(probe: Probe) -> None:
         first_left, last_entered = times[:, 1].min().item(), times[:, 0].max().item()
         probe.holds(
             first_left >= last_entered,
-            f"rank {int(times[:, 1].argmin())} left {last_entered - first_left:.6f} s before the last came",
+            f"rank {int(times[:, 1].argmin())} left {last_entered - first_left:.6f} s before the last arrived",
         )
 
 
@@ -69,11 +69,11 @@ def monitored_barrier_of_all(probe: Probe) -> None:
 
 @case(min_size=2, whole_world=True, own_names=True)
 def monitored_barrier_names_the_absent(probe: Probe) -> None:
-    """Every rank that came is told who did not; the world lives on."""
+    """Every rank that arrives learns which did not, and the world stays usable."""
     for wait_all_ranks in (False, True):
         probe.at(wait_all_ranks=wait_all_ranks)
         absent = list(range(1, probe.size)) if wait_all_ranks else [probe.size - 1]
-        # Where several come they need time to: a slow one must not be taken for absent.
+        # If several ranks arrive they need time: a slow one must not count as absent.
         seconds = 0.5 if probe.size - len(absent) == 1 else 4.0
         with _group(probe) as group:
             if probe.rank not in absent:
@@ -89,7 +89,7 @@ def monitored_barrier_names_the_absent(probe: Probe) -> None:
                     for rank in absent:
                         probe.holds(str(rank) in str(error), f"rank {rank} is not named in: {error}")
             probe.still_works()
-            if probe.rank in absent:  # the others have given up, so whoever comes now must not go on alone
+            if probe.rank in absent:  # the others have given up, so a rank that arrives now must not pass alone
                 late = timedelta(seconds=60)
                 probe.raises(CommTimeout, probe.dist.monitored_barrier, group, late, wait_all_ranks)
 
@@ -118,7 +118,7 @@ def members_and_strangers(probe: Probe) -> None:
 
 @case(whole_world=True)
 def ranks_are_counted_two_ways(probe: Probe) -> None:
-    """In a group without rank 0: `src` counts in the world, `group_src` in the group; so do the others."""
+    """In a group without rank 0: `src` counts in the world, `group_src` in the group, and likewise for the others."""
     ranks = list(range(probe.size))[1:] or [0]
     with _group(probe, ranks) as group:
         if probe.rank in ranks:
@@ -153,7 +153,7 @@ def _count_both_ways(probe: Probe, group: Any, ranks: list[int]) -> None:
 
 @case(min_size=2, whole_world=True)
 def overlapping_groups_interleaved(probe: Probe) -> None:
-    """Groups that share ranks run at the same time without meeting."""
+    """Groups that share ranks run at the same time without interfering."""
     size = probe.size
     members = [sorted({rank, (rank + 1) % size}) for rank in range(size if size > 2 else 1)]
     groups = [probe.dist.new_group(ranks) for ranks in members]
@@ -184,7 +184,7 @@ def a_group_can_be_destroyed(probe: Probe) -> None:
 
 @case(min_size=2, whole_world=True)
 def groups_made_by_their_members_alone(probe: Probe) -> None:
-    """With `use_local_synchronization` only the members call new_group."""
+    """With `use_local_synchronization`, only the members call new_group."""
     ranks = list(range(1, probe.size))
     groups = []
     if probe.rank in ranks:
@@ -198,8 +198,8 @@ def groups_made_by_their_members_alone(probe: Probe) -> None:
 
 
 def _agree_about_the_count(probe: Probe) -> None:
-    """torch 2.15 counts a group that only its members make on these alone, and names later groups by the count:
-    called through torch, the next case would hang, whatever the backend."""
+    """torch 2.15 counts a group that only its members create on those ranks alone, and names later groups by that
+    count. Called through torch, the next case would hang on any backend."""
     torchs = c10d.distributed_c10d._world
     count = torch.tensor([torchs.group_count])
     probe.dist.all_reduce(count, c10d.ReduceOp.MAX)

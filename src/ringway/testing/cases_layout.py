@@ -1,4 +1,4 @@
-"""Conformance: any tensor. Strided, aliased, in place, viewed, conjugated; its neighbours stay untouched."""
+"""Conformance: any tensor. Strided, aliased, in place, viewed, conjugated. Memory around it stays untouched."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def strided_broadcast(probe: Probe) -> None:
 
 @case()
 def strided_on_one_rank_only(probe: Probe) -> None:
-    """Ranks need not agree about layout, only about the elements in order."""
+    """Ranks need not agree about the layout, only about the elements and their order."""
     for root in range(probe.size):
         probe.at(root=root)
         values = _values(root)
@@ -193,7 +193,7 @@ def input_is_a_slice_of_output(probe: Probe) -> None:
 
 @case()
 def output_is_a_slice_of_input(probe: Probe) -> None:
-    """reduce_scatter_tensor into its own part of its input; the other parts are as they were."""
+    """reduce_scatter_tensor into this rank's part of its input. The other parts stay unchanged."""
     for count in (0, 1, 1031):
         probe.at(count=count)
         inputs = [small_values(count * probe.size, torch.float32, rank) for rank in range(probe.size)]
@@ -256,7 +256,7 @@ def outputs_are_slices_of_one_tensor(probe: Probe) -> None:
 
 @case(own_names=True)
 def conjugated_and_negated_views(probe: Probe) -> None:
-    """Lazy views: their memory does not hold what they show."""
+    """Lazy views: their memory does not hold the values they show."""
     numbers = [small_values(9, torch.complex64, rank) for rank in range(probe.size)]
     outputs = [torch.zeros(9, dtype=torch.complex64) for _ in range(probe.size)]
     probe.dist.all_gather(outputs, numbers[probe.rank].conj(), group=probe.group)
@@ -276,7 +276,7 @@ def conjugated_and_negated_views(probe: Probe) -> None:
 
 @case()
 def one_element_of_a_wider_tensor(probe: Probe) -> None:
-    """One element counts as contiguous whatever its stride."""
+    """A single element counts as contiguous, whatever its stride."""
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         probe.at(dtype=dtype)
         frame = torch.zeros(4, dtype=dtype)
@@ -289,7 +289,8 @@ def one_element_of_a_wider_tensor(probe: Probe) -> None:
 
 @case(own_names=True)
 def a_negated_scalar(probe: Probe) -> None:
-    """One element is contiguous whatever its strides, so the negation is all that tells it from a plain tensor."""
+    """A single element is contiguous whatever its strides, so only the negation distinguishes it from a plain
+    tensor."""
     number = torch.complex(torch.zeros(1), torch.full((1,), float(probe.rank + 1)))
     mine = number.conj().imag if probe.rank == 0 else number.imag.clone()
     probe.dist.all_reduce(mine, group=probe.group)
@@ -298,8 +299,8 @@ def a_negated_scalar(probe: Probe) -> None:
 
 @case()
 def tensors_that_require_gradients(probe: Probe) -> None:
-    """Parameters are written in place as data, outside of autograd, as DDP does at its start; strided ones and
-    those that are converted on the way too."""
+    """Parameters are written in place as data, outside autograd, as DDP does when it starts. This includes strided
+    parameters and those that are converted on the way."""
     dist, size, total = probe.dist, probe.size, float(sum(range(1, probe.size + 1)))
     parameter = torch.nn.Parameter(torch.full((4, 3), float(probe.rank)))
     dist.broadcast(parameter, group=probe.group, group_src=size - 1)
@@ -325,7 +326,7 @@ def tensors_that_require_gradients(probe: Probe) -> None:
 
 @case()
 def tensors_of_inference_mode(probe: Probe) -> None:
-    """What was made in inference mode may be reduced in it and outside, though another thread ends the call."""
+    """Tensors created in inference mode may be reduced in it and outside, even if another thread ends the call."""
     dist, total = probe.dist, float(sum(range(1, probe.size + 1)))
     with torch.inference_mode():
         inside = torch.full((3, 4), float(probe.rank + 1)).t()

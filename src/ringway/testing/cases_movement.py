@@ -20,7 +20,7 @@ def _large_parts(probe: Probe) -> list[tuple[torch.dtype, int]]:
 
 
 def _blank(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Somewhere to receive: zeros, so that what did not arrive shows."""
+    """A buffer to receive into: zeros, so that missing data shows."""
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -160,7 +160,7 @@ def all_to_all_large(probe: Probe) -> None:
 
 
 def _share(source: int, target: int, variant: int) -> int:
-    """How much `source` has for `target` in an exchange where all differ and some have nothing."""
+    """The number of elements from `source` to `target` in an exchange where all differ and some are empty."""
     return (3 * source + 5 * target) % 7 * variant
 
 
@@ -227,7 +227,7 @@ def all_to_all_single_uneven(probe: Probe) -> None:
 
 @case()
 def all_to_all_single_with_splits_on_one_side(probe: Probe) -> None:
-    """Splits may be given for one side only where the other is even."""
+    """Splits may be given for one side only if the other is even."""
     size = probe.size
     data = any_bits(4 * size, torch.int32, probe.rank)
     expected = torch.cat([any_bits(4 * size, torch.int32, source)[4 * probe.rank :][:4] for source in range(size)])

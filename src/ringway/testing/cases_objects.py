@@ -1,4 +1,4 @@
-"""Conformance: objects of any kind and size, that differ between ranks."""
+"""Conformance: objects of any kind and size that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringway.testing.probe import Probe
 
 
 def _object(rank: int, number: int = 0) -> Any:
-    """Something else for each rank: nested, empty, large, with None among them."""
+    """A different object for each rank: nested, empty, large, and None among them."""
     kinds: list[Any] = [
         {"rank": rank, "nested": [(rank, "text"), {"deep": {rank}}]},
         None,
@@ -131,6 +131,6 @@ def reduce_object(probe: Probe) -> None:
 
 @case(own_names=True)
 def reduce_object_with_a_function(probe: Probe) -> None:
-    """The function is applied in rank order, so it need not commute."""
+    """The function is applied in rank order, so it need not be commutative."""
     result = probe.dist.reduce_object(f"{probe.rank}", op=lambda left, right: left + right, group=probe.group)
     probe.equal(result, "".join(str(rank) for rank in range(probe.size)))

@@ -20,7 +20,7 @@ def _from(probe: Probe, rank: int, number: int) -> dict[str, int]:
 
 @case(min_size=2)
 def send_and_recv_of_every_dtype(probe: Probe) -> None:
-    """A message goes round: each rank but the first receives before it sends."""
+    """A message goes around: each rank but the first receives before it sends."""
     for number, dtype in enumerate(DTYPES):
         for count in SIZES:
             probe.at(dtype=dtype, count=count)
@@ -37,7 +37,7 @@ def send_and_recv_of_every_dtype(probe: Probe) -> None:
 
 @case(min_size=2)
 def both_send_first(probe: Probe) -> None:
-    """isend does not block, so a circle of ranks that all send before they receive does not either."""
+    """isend does not block, so a ring of ranks that all send before they receive does not block either."""
     for count in (0, 1, 1031, LARGE):
         probe.at(count=count)
         message = any_bits(count, torch.uint8, probe.rank)
@@ -59,7 +59,7 @@ def receives_posted_before_sends(probe: Probe) -> None:
 
 @case(min_size=2)
 def tags_are_kept_apart(probe: Probe) -> None:
-    """Messages are taken by tag, in another order than they were sent."""
+    """Messages are received by tag, in a different order than they were sent."""
     tags = (7, 0, 3)
     works = [
         probe.dist.isend(any_bits(9, torch.int32, tag), group=probe.group, tag=tag, group_dst=probe.next)
@@ -114,7 +114,7 @@ def recv_from_any_source_by_tag(probe: Probe) -> None:
 
 @case(min_size=2)
 def batch_of_sends_and_receives(probe: Probe) -> None:
-    """Everybody exchanges with both neighbours, twice, in one batch."""
+    """Every rank exchanges with both neighbours, twice, in one batch."""
     dist = probe.dist
     for kind in ("rank in the world", "rank in the group"):
         probe.at(peers=kind)
@@ -124,7 +124,7 @@ def batch_of_sends_and_receives(probe: Probe) -> None:
                 peer = {"peer": probe.ranks[neighbour]} if kind == "rank in the world" else {"group_peer": neighbour}
                 message = any_bits(65, torch.float32, probe.rank, tag)
                 operations.append(dist.P2POp(dist.isend, message, group=probe.group, tag=tag, **peer))
-                # What the neighbour sends this way carries the other direction's tag.
+                # The neighbour's message in this direction carries the other direction's tag.
                 answer_tag = number + 10 if tag == number else number
                 into = received[neighbour, answer_tag] = torch.zeros(65)
                 operations.append(dist.P2POp(dist.irecv, into, group=probe.group, tag=answer_tag, **peer))
@@ -155,7 +155,7 @@ def strided_messages(probe: Probe) -> None:
 
 @case(min_size=2)
 def messages_and_collectives_do_not_mix(probe: Probe) -> None:
-    """A message under way neither blocks nor disturbs collectives of the group."""
+    """A message in flight neither blocks nor disturbs the group's collectives."""
     received = torch.zeros(100_003)
     receipt = probe.dist.irecv(received, group=probe.group, group_src=probe.previous)
     probe.still_works()

@@ -1,4 +1,4 @@
-"""Conformance: collectives that reduce. Every op and dtype that has a meaning, by `ringway.call.reduces`."""
+"""Conformance: collectives that reduce. Every valid combination of op and dtype, by `ringway.call.reduces`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _large_parts(probe: Probe) -> _Kinds:
 
 
 def _inputs(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
-    """What each rank gives."""
+    """Each rank's input."""
     return [small_values(count, dtype, rank, reduce) for rank in range(probe.size)]
 
 
@@ -68,7 +68,7 @@ def all_reduce_of_unsigned_bytes_wraps(probe: Probe) -> None:
 
 @case()
 def all_reduce_of_large_integers_is_exact(probe: Probe) -> None:
-    """No way around through floating point: 2**53 + 1 has no double."""
+    """Integers must not go through floating point: 2**53 + 1 has no double."""
     value = 2**53 + 1
     tensor = torch.tensor([value, -value, probe.rank])
     probe.dist.all_reduce(tensor, group=probe.group)
@@ -145,7 +145,7 @@ def reduce_scatter_large(probe: Probe) -> None:
 
 @case()
 def reduce_scatter_of_different_sizes(probe: Probe) -> None:
-    """Each rank's part may have a size of its own."""
+    """Each rank's part may have its own size."""
     inputs = [
         [small_values(3 * target + 1, torch.float32, rank) for target in range(probe.size)]
         for rank in range(probe.size)
@@ -213,7 +213,7 @@ def inference_all_reduce(probe: Probe) -> None:
 
 @case(own_names=True)
 def reduce_scatter_coalesced(probe: Probe) -> None:
-    """Each rank gets its share of each tensor, flat; the last shares are shorter where sizes do not divide."""
+    """Each rank gets its share of each tensor, flat. The last shares are shorter if sizes do not divide evenly."""
     size, rank = probe.size, probe.rank
     for dtype in (torch.float32, torch.int32, torch.bfloat16):
         for shapes in (((1,),), ((3, 5), (0,), (1031,)), ((size * 2, 3),)):

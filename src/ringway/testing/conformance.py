@@ -1,10 +1,10 @@
-"""The conformance suite: what every backend has to do, as cases that any backend can be run through.
+"""The conformance suite: what every backend must do, as cases that can run on any backend.
 
     ringway.testing.check_backend("name", world_sizes=(1, 2, 4))
 
-runs each case on real ranks and raises `ConformanceFailed` with the case, the rank, the parameters and what
-was wrong. A backend of a third party has to be known on the ranks: by an entry point, or with
-`preload=["its_module"]`, a module that registers it when imported.
+runs each case on real ranks and raises `ConformanceFailed` with the case, the rank, the parameters and the error. The
+ranks must know a third-party backend: through an entry point, or with `preload=["its_module"]`, a module that registers
+it when imported.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _CASE_SECONDS = 240.0
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that a backend has to do.
+    """One thing that a backend must do.
 
-    `own_names`: it relies on what ringway has and torch.distributed has not. `whole_world`: it makes groups,
-    so every rank of the world has to take part.
+    `own_names`: it uses functions that ringway has and torch.distributed does not. `whole_world`: it creates groups, so
+    every rank of the world must take part.
     """
 
     name: str
@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {}
 def case(
     *, min_size: int = 1, own_names: bool = False, whole_world: bool = False
 ) -> Callable[[Callable[[Probe], None]], Callable[[Probe], None]]:
-    """Put a function into the table of cases, under its name."""
+    """Add a function to the table of cases, under its name."""
 
     def register(function: Callable[[Probe], None]) -> Callable[[Probe], None]:
         name = function.__name__
@@ -78,10 +78,10 @@ def all_cases() -> dict[str, Case]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where cases run: who starts the world, whose functions are called, and on which group.
+    """Where cases run: the module that starts the world, the module whose functions are called, and the group.
 
-    `started_by` and `called_through` are modules: `ringway` for both, or `torch.distributed` to call through
-    torch a group that ringway made. `members` are the ranks of a sub-group, or None for the world.
+    `started_by` and `called_through` are modules: `ringway` for both, or `torch.distributed` to call a group that
+    ringway made through torch. `members` are the ranks of a sub-group, or None for the world.
     """
 
     backend: str
@@ -112,7 +112,7 @@ class Setting:
 
 @dataclass
 class Report:
-    """What a run of the suite found, and how long each case took in seconds."""
+    """The findings of a run of the suite, and how long each case took in seconds."""
 
     findings: list[tuple[Setting, Finding]] = field(default_factory=list)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Report:
 
 
 class ConformanceFailed(AssertionError):
-    """A backend does not do what every backend has to. `report` says where."""
+    """A backend does not do what every backend must. `report` has the findings."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -142,9 +142,9 @@ def check_backend(
     started_by: str = "ringway",
     called_through: str = "ringway",
 ) -> Report:
-    """Run the suite on a backend at each world size, and on a sub-group without rank 0 of the largest.
+    """Run the suite on a backend at each world size, and on a sub-group without rank 0 at the largest.
 
-    `cases` are patterns of case names. Raises `ConformanceFailed` if anything is wrong.
+    `cases` are patterns of case names. Raises `ConformanceFailed` if there are findings.
     """
     report = Report()
     with _borrowed(pool, max(world_sizes), preload) as ranks:
@@ -158,7 +158,7 @@ def check_backend(
 def settings(
     backend: str, world_sizes: Sequence[int], started_by: str = "ringway", called_through: str = "ringway"
 ) -> list[Setting]:
-    """The world at each size, and where there are three ranks or more a sub-group that counts differently."""
+    """The world at each size and, with three or more ranks, a sub-group whose ranks are numbered differently."""
     worlds = [Setting(backend, size, started_by, called_through) for size in world_sizes]
     largest = max(world_sizes)
     if largest >= 3:
@@ -168,7 +168,7 @@ def settings(
 
 
 def run_setting(pool: RankPool, setting: Setting, patterns: Sequence[str], report: Report) -> None:
-    """Run the cases in one setting, each by itself: whatever one breaks, the next finds new ranks."""
+    """Run the cases in one setting, each by itself. If one breaks its ranks, the next gets new ones."""
     for candidate in all_cases().values():
         if not setting.admits(candidate) or not any(fnmatch(candidate.name, p) for p in patterns):
             continue
@@ -195,7 +195,7 @@ def _findings(name: str, outcome: Outcome) -> list[Finding]:
 
 
 def run_case(context: RankContext, setting: Setting, name: str, function: FunctionRef) -> list[Finding]:
-    """One case on one rank."""
+    """Run one case on one rank."""
     context.start(setting.backend, module=setting.started_by)
     dist = importlib.import_module(setting.called_through)
     members = range(setting.world_size) if setting.members is None else setting.members
@@ -215,7 +215,7 @@ _last_subgroup: tuple[Any, tuple[int, ...], Any] = (None, (), None)
 
 
 def _subgroup(dist: Any, members: tuple[int, ...]) -> Any:
-    """The sub-group of the current world, made once for all cases."""
+    """The sub-group of the current world, created once for all cases."""
     global _last_subgroup
     world, known_members, group = _last_subgroup
     if world is not c10d.group.WORLD or known_members != members:

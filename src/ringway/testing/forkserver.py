@@ -1,8 +1,8 @@
 """The process that ranks are forked from.
 
-It imports torch once, so that a new rank costs a fork and not two seconds. It has one thread and starts none,
-answers one request at a time on a socket, and ends with its ranks when that socket closes: whatever kills the
-parent leaves nothing behind.
+It imports torch once, so that a new rank costs a fork instead of two seconds. It has one thread and starts none,
+answers one request at a time on a socket, and ends with its ranks when that socket closes: nothing is left behind,
+however the parent dies.
 
 Requests are pickled tuples, one message each:
 
@@ -32,7 +32,7 @@ def main(parent_fd: int, preload: Sequence[str]) -> None:
         importlib.import_module(name)
     importlib.import_module("ringway.testing.rank")
     gc.collect()
-    gc.freeze()  # so that a collection in a rank does not copy the pages shared with this process
+    gc.freeze()  # so that garbage collection in a rank does not copy the pages shared with this process
     parent.send(pickle.dumps("ready"))
     children: set[int] = set()
     while True:
@@ -69,11 +69,11 @@ def _fork(parent: socket.socket, fds: list[int]) -> int:
 
         serve(socket.socket(fileno=fds[0]), fds[1])
     finally:
-        os._exit(70)  # only an error comes here; a rank leaves through its own os._exit
+        os._exit(70)  # reached only after an error; a rank exits through its own os._exit
 
 
 def _join_own_process_group(pid: int) -> None:
-    """Done on both sides of the fork, so that it holds whoever runs first."""
+    """Called on both sides of the fork, so that it takes effect whichever side runs first."""
     try:
         os.setpgid(pid, pid)
     except (PermissionError, ProcessLookupError):

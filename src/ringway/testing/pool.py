@@ -3,10 +3,9 @@
     with RankPool(4) as pool:
         pool.run(my_function, argument, world_size=2)  # -> [result of rank 0, result of rank 1]
 
-`my_function(context, argument)` is a function of a module; `context` is a `RankContext`. Ranks are forked
-from a process that has imported torch (`forkserver.py`), are used again by the next run, and are replaced
-after a run in which anything went wrong. Every run ends by its time limit: a rank that hangs is named, with
-its Python stack.
+`my_function(context, argument)` is a module-level function; `context` is a `RankContext`. Ranks are forked from a
+process that has imported torch (`forkserver.py`), reused by the next run, and replaced after a run that failed in any
+way. Every run has a time limit: a rank that hangs is named, with its Python stack.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended on one rank. Exactly one of the kinds; `output` is what it printed."""
+    """How a run ended on one rank, as exactly one of the kinds. `output` is what it printed."""
 
     rank: int
     kind: str
@@ -76,7 +75,7 @@ class Outcome:
 
 
 class RanksFailed(AssertionError):
-    """A run did not return on every rank. `outcomes` holds all ranks, `failed` those that did not."""
+    """A run did not return on every rank. `outcomes` has all ranks, `failed` those that did not return."""
 
     def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
@@ -87,7 +86,7 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """Up to `size` ranks on this machine. Not for use by several threads."""
+    """Up to `size` ranks on this machine. Not thread-safe."""
 
     def __init__(self, size: int, *, preload: Sequence[str] = ()) -> None:
         self.size = size
@@ -109,10 +108,10 @@ class RankPool:
         environment: dict[str, str | None] | None = None,
         grace: float = 15.0,
     ) -> list[T]:
-        """Run `function(context, *arguments)` on ranks 0 to `world_size` - 1; return what each returned.
+        """Run `function(context, *arguments)` on ranks 0 to `world_size` - 1, and return what each returned.
 
-        Raises `RanksFailed` unless all return within `timeout` seconds. Once one rank has failed, the
-        others have `grace` seconds left, since they may be waiting for it.
+        Raises `RanksFailed` unless all return within `timeout` seconds. Once one rank has failed, the others have
+        `grace` seconds left, since they may be waiting for it.
         """
         outcomes = self.try_run(
             function,
@@ -135,7 +134,7 @@ class RankPool:
         environment: dict[str, str | None] | None = None,
         grace: float | None = None,
     ) -> list[Outcome]:
-        """As `run`, but for tests in which ranks are meant to fail: returns how each ended."""
+        """Like `run`, but for tests in which ranks are expected to fail: returns how each ended."""
         size = self.size if world_size is None else world_size
         if not 1 <= size <= self.size:
             raise ValueError(f"world_size={size} is not between 1 and the pool's size {self.size}")
@@ -162,7 +161,7 @@ class RankPool:
             )
         try:
             outcomes = _collect(ranks, timeout, grace)
-        except BaseException:  # Ctrl-C, most likely: nobody knows what the ranks are doing now
+        except BaseException:  # most likely Ctrl-C: the state of the ranks is unknown
             self.replace(range(size))
             raise
         if not all(outcome.ok for outcome in outcomes):
@@ -170,11 +169,11 @@ class RankPool:
         return outcomes
 
     def pids(self) -> dict[int, int]:
-        """The process of each rank that is alive now, for tests that kill one from outside."""
+        """The process id of each rank that is alive, for tests that kill one from outside."""
         return {number: rank.pid for number, rank in list(self._ranks.items())}  # while a run changes them
 
     def replace(self, ranks: Sequence[int] | None = None) -> None:
-        """End these ranks, or all; the next run that needs them starts new ones."""
+        """End these ranks, or all. The next run that needs them starts new ones."""
         ended = [self._ranks.pop(n) for n in (self._ranks.copy() if ranks is None else ranks) if n in self._ranks]
         for rank in ended:
             rank.end()
@@ -215,12 +214,12 @@ class RankPool:
 
 
 class _ForkServer:
-    """This side of `forkserver.py`."""
+    """The client side of `forkserver.py`."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argument = json.dumps([theirs.fileno(), sys.path, list(dict.fromkeys(preload))])
-        # A session of its own: Ctrl-C is for the parent, which then closes the pool.
+        # A separate session: Ctrl-C goes to the parent, which then closes the pool.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, argument],
             pass_fds=[theirs.fileno()],
@@ -239,7 +238,7 @@ class _ForkServer:
         return pid
 
     def reap(self, pid: int) -> int:
-        """The wait status of a rank, once it has ended."""
+        """The wait status of a rank that has ended."""
         self._socket.send(pickle.dumps(("reap", pid)))
         status: int = self._answer(f"reap rank process {pid}")
         return status
@@ -270,7 +269,7 @@ class _ForkServer:
 
 
 class _Process:
-    """One rank, seen from the parent."""
+    """One rank, as seen by the parent."""
 
     def __init__(self, number: int, server: _ForkServer) -> None:
         self.number = number
@@ -281,12 +280,12 @@ class _Process:
         self.control, theirs = socket.socketpair()
         with theirs:
             self.pid = server.fork(theirs, self._output_fd)
-        # The fork server reaps only on request, so the pid is still this process's.
+        # The fork server reaps only on request, so the pid cannot have been reused.
         self.pidfd = os.pidfd_open(self.pid)
 
     def give(self, job: Job) -> None:
         os.ftruncate(self._output_fd, 0)
-        with suppress(BrokenPipeError, ConnectionResetError):  # a death is seen by who collects
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_collect` notices the death
             send(self.control, pickle.dumps(job))
 
     def dead(self) -> bool:
@@ -299,7 +298,7 @@ class _Process:
 
     def answered(self) -> Outcome:
         """The outcome of a rank that has answered or died."""
-        # What a dead rank has sent is here already; a child of it may keep the connection open for ever.
+        # Everything a dead rank sent is already here; one of its children may keep the connection open forever.
         self.control.settimeout(0 if self.dead() else _ANSWER_SECONDS)
         message = receive(self.control)
         if message is None:
@@ -331,7 +330,7 @@ class _Process:
     def hung(self, after: float, deadline: float) -> Outcome:
         """The outcome of a rank that did not answer in time, with the stack it was asked for."""
         size, unchanged = self._printed, 0
-        while time.monotonic() < deadline and unchanged < 5:  # it is printed line by line
+        while time.monotonic() < deadline and unchanged < 5:  # the stack is printed line by line
             time.sleep(0.05)
             before, size = size, os.fstat(self._output_fd).st_size
             unchanged = unchanged + 1 if size == before > self._printed else 0
@@ -343,7 +342,7 @@ class _Process:
     def end(self) -> None:
         if self.pid > 0:
             _kill(self.pid)
-            with suppress(RuntimeError, OSError):  # a fork server that is gone took its ranks along
+            with suppress(RuntimeError, OSError):  # if the fork server is gone, so are its ranks
                 self._server.reap(self.pid)
         self.control.close()
         os.close(self.pidfd)
@@ -373,7 +372,7 @@ def _collect(ranks: Sequence[_Process], timeout: float, grace: float | None) -> 
 
 
 def _ready(fds: Sequence[int], seconds: float) -> list[int]:
-    """Which of these can be read, or belong to a process that has ended."""
+    """Those of the descriptors that can be read, or whose process has ended."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -381,13 +380,13 @@ def _ready(fds: Sequence[int], seconds: float) -> list[int]:
 
 
 def _signal_name(number: int) -> str:
-    with suppress(ValueError):  # only the first and the last real-time signal have names
+    with suppress(ValueError):  # only the first and the last real-time signals have names
         return signal.Signals(number).name
     return f"signal {number}"
 
 
 def _kill(pid: int) -> None:
-    """Kill a rank and whatever it has started."""
+    """Kill a rank and all processes it has started."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
-"""What a conformance case is given: the group under test, its place in it, and checks that do not raise.
+"""What a conformance case gets: the group under test, this rank's place in it, and checks that do not raise.
 
-A check that fails is noted and the case goes on, so that one wrong number on one rank does not leave the
-other ranks waiting for it. Only what the group itself raises ends a case early.
+A failed check is recorded and the case continues, so that one wrong number on one rank does not leave the other ranks
+waiting. Only an error raised by the group itself ends a case early.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ringway.call import DTYPES, Reduce, premul_sum, reduces
 from ringway.testing.reference import PREMUL_FACTOR, bits
 
 SIZES = (0, 1, 7, 1031)
-"""Counts of elements every op is tried with: none, one, odd, and more than a page of most dtypes."""
+"""Element counts that every op is tried with: zero, one, odd, and more than a page of most dtypes."""
 LARGE = 1 << 20 | 3
-"""Elements of a large tensor: 4 MiB of float32 and not a round number."""
+"""Elements of a large tensor: 4 MiB of float32, and not a round number."""
 _SHOWN_FAILURES = 20
 
 
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass
 class Probe:
-    """One rank's view of the group under test: its `rank` in the group, the group's `ranks` in the world."""
+    """One rank's view of the group under test: its `rank` in the group, and the group's `ranks` in the world."""
 
     dist: Any
     group: Any
@@ -56,7 +56,7 @@ class Probe:
 
     @property
     def next(self) -> int:
-        """The rank of the group after this one, in a circle."""
+        """The next rank of the group, wrapping around."""
         return (self.rank + 1) % self.size
 
     @property
@@ -64,7 +64,7 @@ class Probe:
         return (self.rank - 1) % self.size
 
     def at(self, **parameters: object) -> None:
-        """Say what is being tried, for the findings that follow."""
+        """Set the parameters that the following findings report."""
         self._parameters = ", ".join(f"{name}={value}" for name, value in parameters.items())
 
     @property
@@ -72,13 +72,13 @@ class Probe:
         return self._parameters
 
     def root(self, number: int, side: str = "src") -> dict[str, int]:
-        """The keyword for a root: by its rank in the world, or by its rank in the group, turn by turn."""
+        """The keyword for a root: by its rank in the world or by its rank in the group, in turn."""
         number %= self.size * 2
         rank = number % self.size
         return {side: self.ranks[rank]} if number < self.size else {f"group_{side}": rank}
 
     def equal(self, actual: object, expected: object, what: str = "result") -> None:
-        """Anything but tensors: the two are equal."""
+        """Check that two values, not tensors, are equal."""
         if not (type(actual) is type(expected) and actual == expected):
             self.fail(f"{what} is {actual!r}, expected {expected!r}")
 
@@ -87,21 +87,21 @@ class Probe:
             self.fail(text)
 
     def same(self, actual: Tensor, expected: Tensor, what: str = "result", rtol: float = 0.0) -> None:
-        """The tensors are the same: bit by bit, or within a relative tolerance."""
+        """Check that tensors are equal: exactly, or within a relative tolerance."""
         if actual.dtype is not expected.dtype or actual.shape != expected.shape:
             self.fail(f"{what} is {_kind(actual)}, expected {_kind(expected)}")
             return
         if torch.equal(bits(actual), bits(expected)):
             return
         if rtol or actual.dtype.is_floating_point or actual.dtype.is_complex:
-            # Equal in value is enough for arithmetic; -0.0 and 0.0 differ in their bits only.
+            # Equal values are enough for arithmetic: -0.0 and 0.0 differ only in their bits.
             wide = torch.complex128 if actual.dtype.is_complex else torch.float64
             if torch.allclose(actual.to(wide), expected.to(wide), rtol=rtol, atol=0.0):
                 return
         self.fail(f"{what} is wrong in {_difference(actual, expected)}")
 
     def same_bits(self, actual: Tensor, expected: Tensor, what: str = "result") -> None:
-        """The tensors are the same bit by bit: for data that is moved."""
+        """Check that tensors are equal bit by bit, for data that is moved."""
         if _kind(actual) != _kind(expected):
             self.fail(f"{what} is {_kind(actual)}, expected {_kind(expected)}")
         elif not torch.equal(bits(actual), bits(expected)):
@@ -114,7 +114,7 @@ class Probe:
         *args: Any,
         **kw: Any,
     ) -> BaseException | None:
-        """The call raises one of these; returns what it raised."""
+        """Check that the call raises one of these errors, and return it."""
         try:
             function(*args, **kw)
         except kinds as error:
@@ -130,7 +130,7 @@ class Probe:
             self.findings.append(Finding(self.case, self.rank, self._parameters, text))
 
     def still_works(self) -> None:
-        """The group computes what it should: for after a call that was refused."""
+        """Check that the group still computes correctly, after a call that was rejected."""
         tensor = torch.full((5,), float(self.rank + 1))
         self.dist.all_reduce(tensor, group=self.group)
         self.same(tensor, torch.full((5,), float(sum(range(1, self.size + 1)))), "an all_reduce afterwards")
@@ -145,12 +145,12 @@ class Probe:
 
 
 def reductions(dtypes: Iterable[torch.dtype] = DTYPES) -> list[tuple[torch.dtype, Reduce]]:
-    """Every reduction that has a meaning."""
+    """Every valid reduction."""
     return [(dtype, reduce) for dtype in dtypes for reduce in Reduce if reduces(dtype, reduce)]
 
 
 def torch_op(dist: Any, reduce: Reduce) -> Any:
-    """What a user passes as `op`."""
+    """The value a user passes as `op`."""
     if reduce is Reduce.PREMUL_SUM:
         return premul_sum(PREMUL_FACTOR)
     return getattr(dist.ReduceOp, reduce.name)

@@ -1,4 +1,4 @@
-"""What runs in a rank of the pool: a loop that takes a job, runs it, and answers."""
+"""What runs in a rank of the pool: a loop that receives a job, runs it, and answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch.distributed as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Makes a rank write the Python stack of all its threads to its output, even while it holds the GIL."""
+"""Makes a rank write the Python stacks of all its threads to its output, even while it holds the GIL."""
 
 _MAIN_ON_RANKS = "__rank_main__"
 _LENGTH = struct.Struct("!Q")
@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class FunctionRef:
-    """A function by name: a module, where its file is, and a dotted name inside it."""
+    """A function by name: its module, the module's file, and a dotted name inside it."""
 
     module: str
     path: str | None
@@ -47,16 +47,16 @@ class FunctionRef:
             module, qualname = function.__module__, function.__qualname__
         if not qualname or "<" in qualname:
             raise ValueError(
-                f"{function!r} cannot run on a rank: it must be a function of a module, found by its name "
+                f"{function!r} cannot run on a rank: it must be a module-level function that can be found by name "
                 "(not a lambda, not nested in another function)"
             )
         found = sys.modules.get(module)
         if module == "__main__" and found is not None:
-            sys.modules[_MAIN_ON_RANKS] = found  # so that its classes come back as themselves
+            sys.modules[_MAIN_ON_RANKS] = found  # so that its classes unpickle as themselves
         return cls(module, getattr(found, "__file__", None), qualname)
 
     def load(self) -> Callable[..., Any]:
-        """The function itself, its module imported here by name, or else from its file."""
+        """The function. Its module is imported by name, or otherwise from its file."""
         target: Any = _import(self.module, self.path)
         for name in self.qualname.split("."):
             target = getattr(target, name)
@@ -76,10 +76,10 @@ def _import(name: str, path: str | None) -> ModuleType:
 
 
 def _import_file(name: str, path: str | None) -> ModuleType:
-    """A script, or a test module that no import path leads to.
+    """Import a script, or a test module that is not on the import path.
 
-    `__main__` is loaded under another name, so that its `if __name__ == "__main__"` does not run, and is known
-    under its own too, so that pickle finds what is in it.
+    `__main__` is loaded under another name, so that its `if __name__ == "__main__"` does not run. It is also registered
+    under its own name, so that pickle finds its contents.
     """
     own_name = _MAIN_ON_RANKS if name == "__main__" else name
     spec = None if path is None else importlib.util.spec_from_file_location(own_name, path)
@@ -109,7 +109,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a job came to: a pickled value, or an error in words and, where it can be pickled, itself."""
+    """The result of a job: a pickled value, or an error as text and, if it can be pickled, the error itself."""
 
     value: bytes | None = None
     error: bytes | None = None
@@ -131,22 +131,22 @@ _started = _Started()
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a function gets to know of its rank."""
+    """What a function learns about its rank."""
 
     rank: int
     world_size: int
     store: Store
-    """Empty, shared by the ranks of this run, hosted by the parent."""
+    """A store that is empty at the start, shared by the ranks of this run, and hosted by the parent."""
     timeout: float
-    """How long the pool lets this run take, in seconds."""
+    """The time limit of this run, in seconds."""
     _job: Job = field(repr=False)
     _root_store: Store = field(repr=False)
 
     def start(self, backend: str, module: str = "ringway", **options: Any) -> Any:
         """Join a process group of all ranks of this run, and return the module (`ringway`) to call.
 
-        The group is kept for the next run on the same ranks with the same backend; nobody should destroy it
-        who does not want the next run to start a new one.
+        The group is kept for the next run on the same ranks with the same backend. If you destroy it, the next run has
+        to start a new one.
         """
         dist = importlib.import_module(module)
         key = (self._job.generation, module, f"{backend} {sorted(options.items())}")
@@ -164,11 +164,11 @@ class RankContext:
 
 
 def leave(dist: Any = c10d) -> None:
-    """Destroy the process group that this process is in, whoever started it."""
+    """Destroy the process group that this process is in, even if something else started it."""
     starter, _started.key, _started.dist = _started.dist or dist, None, None
     if c10d.is_initialized():
         starter.destroy_process_group()
-    # A start that failed, on this rank only, has counted a group: names are made of the count.
+    # A start that failed on this rank only has incremented the group count, and group names contain the count.
     c10d.distributed_c10d._world.group_count = 0
 
 
@@ -227,11 +227,11 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The error for the parent, if it survives the way there and back."""
+    """The error for the parent, if it can be pickled and unpickled."""
     try:
         message = pickle.dumps(error)
         pickle.loads(message)
-    except Exception:  # any class may fail to pickle in its own way; the text is sent anyway
+    except Exception:  # a class may fail to pickle in any way; the text is sent anyway
         return None
     return message
 
@@ -241,7 +241,7 @@ def send(connection: socket.socket, message: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message, or None where the other side is gone."""
+    """The next message, or None if the other side is gone."""
     header = _receive_exactly(connection, _LENGTH.size)
     return None if header is None else _receive_exactly(connection, _LENGTH.unpack(header)[0])
 

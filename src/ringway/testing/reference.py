@@ -1,7 +1,7 @@
-"""What collectives compute, in plain torch on one process: the numbers that backends are held to.
+"""What collectives compute, in plain torch on one process: the numbers that backends are checked against.
 
-Inputs are functions of the rank, so that every rank knows what every other one gave. Values are small
-integers wherever that makes the arithmetic exact in every dtype, so that results compare by equality.
+Inputs are functions of the rank, so every rank knows what every other one contributed. Values are small integers
+wherever that makes the arithmetic exact in every dtype, so results can be compared for equality.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def any_bits(shape: int | Sequence[int], dtype: torch.dtype, *key: int) -> Tenso
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's elements as bytes, so that NaNs and negative zeros compare by what they are."""
+    """The tensor's elements as bytes, so that NaNs and negative zeros compare by their bits."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def small_values(count: int, dtype: torch.dtype, rank: int, reduce: Reduce = Reduce.SUM) -> Tensor:
-    """Values of one rank for which the reduction over up to eight ranks is exact."""
+    """One rank's values, for which the reduction over up to eight ranks is exact."""
     index = torch.arange(count) + 3 * rank
     if dtype is torch.bool:
         return index % 3 != 0
@@ -67,7 +67,7 @@ def small_values(count: int, dtype: torch.dtype, rank: int, reduce: Reduce = Red
 
 
 def reduced(tensors: Sequence[Tensor], reduce: Reduce, factor: float = PREMUL_FACTOR) -> Tensor:
-    """The reduction of one tensor a rank, computed in the widest type and rounded once."""
+    """The reduction of one tensor per rank, computed in the widest type and rounded once."""
     dtype = tensors[0].dtype
     if dtype is torch.bool:
         reduce = _SAME_FOR_BOOL.get(reduce, reduce)
@@ -91,10 +91,10 @@ def reduced(tensors: Sequence[Tensor], reduce: Reduce, factor: float = PREMUL_FA
 
 
 def relative_tolerance(dtype: torch.dtype, reduce: Reduce, size: int) -> float:
-    """How far from `reduced` a result of `small_values` may be: nothing, except where a mean cannot be exact.
+    """The allowed relative error of a result for `small_values`: zero, unless a mean cannot be exact.
 
-    A mean over a number of ranks that is no power of two is rounded: once if divided at the end, once a rank
-    if each input is divided first.
+    A mean over a number of ranks that is not a power of two is rounded: once if divided at the end, once per rank if
+    each input is divided first.
     """
     inexact = reduce is Reduce.AVG and size & (size - 1) and (dtype.is_floating_point or dtype.is_complex)
     return 2 * size * torch.finfo(dtype).eps if inexact else 0.0

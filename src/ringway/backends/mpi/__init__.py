@@ -1,0 +1,1 @@
+"""The backend over MPI, through mpi4py."""

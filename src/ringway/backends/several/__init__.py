@@ -1,0 +1,1 @@
+"""Backends that combine others: by policy, or in two levels across hosts."""

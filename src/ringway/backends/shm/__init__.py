@@ -1,0 +1,1 @@
+"""The shared-memory backend, for ranks on one host."""

@@ -1,0 +1,1 @@
+"""The backend over torch's own process groups, such as gloo."""

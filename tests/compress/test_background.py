@@ -14,7 +14,7 @@ from ringway.work import Work
 
 
 def test_waiting_for_a_stream_makes_the_current_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time, from whichever stream; and the work has ended when the device says so."""
+    """Every time, on any stream; and the work has ended when the device reports it."""
     waited: list[Any] = []
     ended: list[bool] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
