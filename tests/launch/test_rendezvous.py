@@ -132,7 +132,7 @@ def test_death_of_the_stores_host_ends_the_wait(pool: RankPool) -> None:
     host, other = pool.try_run(_host_dies, free_port(), world_size=2, timeout=60)
     assert host.kind == "died"
     assert other.kind == "returned", other
-    assert "went away" in other.value
+    assert "disappeared" in other.value
     assert "rank 0, died" in other.value
 
 
