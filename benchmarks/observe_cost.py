@@ -89,7 +89,7 @@ def _measure_until(
     return off, on
 
 
-def _beside(estimate: Estimate, limit: float) -> bool:
+def _decided(estimate: Estimate, limit: float) -> bool:
     return estimate.high < limit or estimate.low > limit
 
 
@@ -116,7 +116,7 @@ def small_call(context: RankContext, backend: str, seconds: float) -> Cost:
         seconds,
         0.01,
         # Over gloo, a microsecond is too small to measure: its rows are for comparison only.
-        lambda off, on: backend == "gloo" or _beside(_differences(off, on), MOST_SECONDS_A_CALL),
+        lambda off, on: backend == "gloo" or _decided(_differences(off, on), MOST_SECONDS_A_CALL),
     )
     logged, timed = dist.get_comm_operation_count(), len(on.samples) * on.calls_per_sample
     if logged < timed:
@@ -167,7 +167,7 @@ def ddp_step(context: RankContext, backend: str, seconds: float, folder: str) ->
         Ranks(control),
         seconds,
         0.1,
-        lambda off, on: _beside(paired_ratio(on, off), MOST_STEP_RATIO),
+        lambda off, on: _decided(paired_ratio(on, off), MOST_STEP_RATIO),
     )
     everything.switch(False)
     steps = len(on.samples) * on.calls_per_sample

@@ -153,7 +153,7 @@ def measure(say: Callable[[str], None]) -> bool:
         fine &= held
         say(
             f"{spec:14} residuals {str(residual).removeprefix('torch.'):9} {took:7.3f} ms = {took / copy:5.2f} copies"
-            f"{'' if limit is None else f' (at most {limit})'}, {extra:.2f} bytes an element beyond residuals"
+            f"{'' if limit is None else f' (at most {limit})'}, {extra:.2f} bytes per element beyond residuals"
             f"{'' if held else '   TOO MUCH'}"
         )
         if limit is not None:
@@ -171,7 +171,7 @@ def measure(say: Callable[[str], None]) -> bool:
     took = milliseconds(recipe, buffer, repeats=5)
     extra = (torch.cuda.max_memory_allocated() - before) / NUMEL
     say(
-        f"the CuPy recipe, no collectives {took:7.3f} ms = {took / copy:5.2f} copies, {extra:.1f} bytes an element "
+        f"the CuPy recipe, no collectives {took:7.3f} ms = {took / copy:5.2f} copies, {extra:.1f} bytes per element "
         "(torch's alone)"
     )
     return fine

@@ -1,7 +1,7 @@
 // Codecs for a strip: at most kStrip fp32 numbers, which stay in the L1 cache.
 //
 // encode: writes the codes of a strip to the payload, and the encoding error to `lost`. Encoding touches no new memory,
-//   so without prefetching the bus would idle meanwhile: `ahead.fetch(i, n)` prefetches what comes next.
+//   so without prefetching the bus would be idle: `ahead.fetch(i, n)` prefetches what comes next.
 // decode: codes times the scale, written to a strip or (Add) added to it.
 //
 // NEON code is written by hand. Elsewhere, plain loops that the compiler vectorizes, and handwritten code only where it

@@ -308,19 +308,19 @@ def _checked(setting: Setting, value: object, source: str, *, text: bool = False
         ) from None
 
 
-def read_file(path: str | os.PathLike[str], said_by: str) -> Mapping[str, Any]:
-    """The table in a JSON or TOML file. `said_by` says in messages where the path came from."""
+def read_file(path: str | os.PathLike[str], origin: str) -> Mapping[str, Any]:
+    """The table in a JSON or TOML file. Messages name the path's `origin`."""
     name = os.fspath(path)
     try:
         text = Path(name).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         toml = name.endswith(".toml")
         content = _read_toml(text) if toml else json.loads(text, object_pairs_hook=_each_key_once)
     except OSError as error:
-        raise ConfigError(f"cannot read {name} ({said_by}): {error.strerror or error}", source=name) from error
+        raise ConfigError(f"cannot read {name} ({origin}): {error.strerror or error}", source=name) from error
     except (ValueError, RecursionError) as error:  # decoding errors of text, JSON and TOML are ValueErrors
-        raise ConfigError(f"{name} ({said_by}) is not valid: {error}", source=name) from error
+        raise ConfigError(f"{name} ({origin}) is not valid: {error}", source=name) from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{name} ({said_by}) does not contain a table", source=name)
+        raise ConfigError(f"{name} ({origin}) does not contain a table", source=name)
     return content
 
 

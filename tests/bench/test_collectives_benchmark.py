@@ -29,7 +29,7 @@ def _row(op: str, nbytes: int, ranks: int = 2, **seconds: float) -> dict[str, An
     return {"op": op, "bytes": nbytes, "ranks": ranks, "seconds": seconds}
 
 
-def test_goals_are_missed_where_a_peer_is_as_fast(script: ModuleType) -> None:
+def test_goals_are_missed_if_a_peer_is_as_fast(script: ModuleType) -> None:
     ahead = _row("all_reduce", 8, ringway=1.0, gloo=3.0, openmpi=1.1, copy=0.01)
     behind = _row("all_reduce", 64, ringway=1.0, gloo=3.0, openmpi=1.0, copy=0.01)
     assert script.missed([ahead]) == []

@@ -108,11 +108,11 @@ def test_our_errors_are_one_line_without_a_traceback(
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ringway: ")
-    assert words in told
-    assert "Traceback" not in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith("ringway: ")
+    assert words in reported
+    assert "Traceback" not in reported
+    assert reported.count("\n") == 1
 
 
 def test_demo_ends_with_a_table_in_which_all_is_right() -> None:

@@ -108,9 +108,9 @@ def _every_op(context: RankContext) -> None:
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": 0}, {"rank": 1}]
-    told = [{"from": rank}]
-    dist.broadcast_object_list(told, src=1)
-    assert told == [{"from": 1}]
+    objects = [{"from": rank}]
+    dist.broadcast_object_list(objects, src=1)
+    assert objects == [{"from": 1}]
     dist.barrier()
     dist.monitored_barrier()
 

@@ -82,8 +82,8 @@ def adam_is_warned_of(context: RankContext) -> None:
                 inputs, targets = batch_of(context.rank, step)
                 torch.nn.functional.mse_loss(model(inputs), targets).backward()
                 optimizer.step()
-        told = [warning for warning in caught if "OneBitAdam" in str(warning.message)]
-        assert len(told) == expected, [str(warning.message) for warning in caught]
+        reported = [warning for warning in caught if "OneBitAdam" in str(warning.message)]
+        assert len(reported) == expected, [str(warning.message) for warning in caught]
         hook.feedback.close()
 
 

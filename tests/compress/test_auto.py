@@ -37,7 +37,7 @@ def test_it_never_helps_on_a_fast_one() -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_all_ranks_decide_alike_and_say_so_once(pool: RankPool, backend: str) -> None:
-    told = []
+    reported = []
     for attempt in range(5):  # it depends on measurements, and the machine may be busy
         results = pool.run(rank_training.auto, backend, attempt, world_size=2)
         lines, report = results[0]
@@ -48,5 +48,5 @@ def test_all_ranks_decide_alike_and_say_so_once(pool: RankPool, backend: str) ->
         assert results[1][1]["calls"] == report["calls"]
         if backend != "shm" or report["plain_calls"] == 3:
             return
-        told += lines
-    raise AssertionError(f"compressed over shm: {told}")
+        reported += lines
+    raise AssertionError(f"compressed over shm: {reported}")

@@ -57,7 +57,7 @@ def test_asynchronous_calls_among_plain_collectives(pool: RankPool, backend: str
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_finite_is_reported_by_name_on_every_rank(pool: RankPool, backend: str) -> None:
+def test_every_rank_names_the_rank_with_non_finite_values(pool: RankPool, backend: str) -> None:
     pool.run(rank_compress.not_finite, backend, world_size=3)
 
 

@@ -19,7 +19,7 @@ RANKS = 3
 
 
 @pytest.mark.timeout(300)
-def test_the_checks_of_the_pool_hold_over_mpi(tmp_path: Path) -> None:
+def test_the_pool_checks_pass_over_mpi(tmp_path: Path) -> None:
     home = mpi_env("mpich")
     command = [home / "bin" / "mpiexec", "-n", str(RANKS), home / "bin" / "python", PROGRAM, tmp_path]
     leave = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -27,7 +27,7 @@ def test_a_checkpoint_resumes_to_the_bit(pool: RankPool) -> None:
     assert torch.equal(resumed[0], straight[0])
 
 
-def test_at_another_world_size_what_was_lost_is_kept(pool: RankPool) -> None:
+def test_residuals_survive_a_change_of_world_size(pool: RankPool) -> None:
     states = pool.run(rank_feedback.save, 3, world_size=2)
     mean = torch.stack([state["slots"]["a"]["worker"] for state in states]).mean(dim=0)
     joined = torch.cat([state["slots"]["a"]["server"] for state in states])

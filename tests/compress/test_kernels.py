@@ -40,7 +40,7 @@ def test_native_kernels_equal_the_reference() -> None:
 
 @pytest.mark.parametrize("name", ["native", "reference"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_not_finite_is_told_and_spares_the_residuals(spec: str, name: str) -> None:
+def test_non_finite_values_are_reported_and_leave_residuals_unchanged(spec: str, name: str) -> None:
     kernel_checks.check_not_finite(spec, name)
 
 

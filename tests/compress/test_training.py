@@ -51,7 +51,7 @@ def test_onebit_adam_resumes_to_the_bit(pool: RankPool, resume_at: int) -> None:
     assert torch.equal(straight["weights"], resumed["weights"])
 
 
-def test_elements_without_a_gradient_stay_where_they_are(pool: RankPool) -> None:
+def test_elements_without_a_gradient_stay_unchanged(pool: RankPool) -> None:
     pool.run(rank_training.adam_leaves_untouched_elements_alone, world_size=2)
 
 

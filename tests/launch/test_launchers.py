@@ -112,7 +112,7 @@ _SEVERAL_HOSTS = """
 from dataclasses import replace
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import rendezvous
-# As on several hosts: the launcher tells rank and size, and nobody an address.
+# As on several hosts: the launcher gives rank and size, but no address.
 info = replace(discover(), address=None, local_size=1)
 store = rendezvous(info, 60)
 store.set(f"from {info.rank}", info.source)
@@ -124,7 +124,7 @@ print(f"rank {info.rank} met by {info.source}", flush=True)
 """
 
 
-def test_mpi_itself_carries_the_address_where_nobody_names_one(tmp_path: Path) -> None:
+def test_mpi_sends_the_address_if_none_is_given(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SEVERAL_HOSTS)
     folder = mpi_env("mpich")

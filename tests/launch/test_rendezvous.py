@@ -90,7 +90,7 @@ def _wait_for_absent(context: RankContext, port: int, size: int) -> tuple[list[i
     return caught.value.missing, sorted(caught.value.arrived), str(caught.value)
 
 
-def test_every_rank_that_came_is_told_who_did_not(pool: RankPool) -> None:
+def test_ranks_that_arrived_learn_which_did_not(pool: RankPool) -> None:
     for missing, arrived, text in pool.run(_wait_for_absent, free_port(), 6, world_size=3, timeout=60):
         assert missing == [3, 4, 5]
         assert arrived == [0, 1, 2]
@@ -194,7 +194,7 @@ def silent_service() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_what_is_no_store_is_refused(silent_service: int) -> None:
+def test_a_service_that_is_not_a_store_is_refused(silent_service: int) -> None:
     with _quickly_convinced(probe=1.5), pytest.raises(RendezvousError, match=r"is not a torch\.distributed store"):
         rendezvous(_info(1, 2, silent_service), PATIENT)
 
@@ -266,7 +266,7 @@ def _twice_rank_one(context: RankContext, port: int) -> str | None:
     return None
 
 
-def test_a_rank_that_arrives_twice_is_told(pool: RankPool) -> None:
+def test_a_rank_that_arrives_twice_is_refused(pool: RankPool) -> None:
     texts = pool.run(_twice_rank_one, free_port(), world_size=3, timeout=60)
     assert sum("rank 1 has arrived twice" in (text or "") for text in texts) == 1
     assert sum("Missing: rank 2" in (text or "") for text in texts) == 2
@@ -299,14 +299,14 @@ def test_folder_of_a_file_that_is_not_there(tmp_path: Path) -> None:
         rendezvous(_info(0, 2, None), 100, path=str(tmp_path / "none" / "store"))
 
 
-def test_file_of_an_earlier_job_is_told(pool: RankPool, tmp_path: Path) -> None:
+def test_file_of_an_earlier_job_is_reported(pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     pool.run(_by_file, path, world_size=2)  # torch removes the file when all ranks leave normally
     with pytest.raises(RendezvousError, match=r"has arrived twice at .*earlier job, remove the file"):
         rendezvous(_info(0, 2, None), 5.0, path=path + ".left")
 
 
-def test_host_without_a_route_is_still_told_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_a_route_gets_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "address_towards", lambda host: None)
     with pytest.raises(RendezvousError, match=r"an address of rank 0's host$"):
         rendezvous(_info(0, 2, free_port(), address="no-such-host.invalid"), 5.0)

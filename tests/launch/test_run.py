@@ -43,7 +43,7 @@ def test_output_carries_the_rank_and_all_variables_are_there(pool: RankPool) -> 
         assert f"[rank {rank}] oops" in output
 
 
-def test_lines_are_whole_whoever_writes_meanwhile(pool: RankPool) -> None:
+def test_lines_of_several_ranks_stay_whole(pool: RankPool) -> None:
     """Half a line, bytes that are not text, and a last line without a newline."""
     script = r"printf half; sleep 0.5; printf ' and half] \n\377\376\n'; printf end"
     (code, _), output = _try(pool, _shell(script), 2)

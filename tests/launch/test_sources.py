@@ -93,7 +93,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_contradiction_is_named_with_what_was_seen(name: str) -> None:
+def test_inconsistent_variables_are_reported_with_their_values(name: str) -> None:
     environ, source, words = CONTRADICTIONS[name]
     with pytest.raises(DiscoveryError, match="seen: ") as caught:
         discover(environ)

@@ -114,12 +114,12 @@ def _facts(rank: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
 @pytest.mark.timeout(600)
 def test_discovery_rendezvous_and_collectives(hosts: tuple[Host, Host]) -> None:
     ranks = [host.start("collectives", _slurm(hosts, rank, "31")) for rank, host in enumerate(hosts)]
-    (first, told), (second, _) = map(_facts, ranks)
+    (first, reported), (second, _) = map(_facts, ranks)
     for facts in (first, second):
         assert facts.get("sum") == 3.0, facts
         assert facts["hosts"] == ["hosta", "hostb"]
         assert facts["backend"] == "gloo"
-    assert "2 ranks, by Slurm; backend gloo (1 of 2 ranks are on other hosts than rank 0)" in told
+    assert "2 ranks, by Slurm; backend gloo (1 of 2 ranks are on other hosts than rank 0)" in reported
 
 
 @pytest.mark.timeout(600)

@@ -159,7 +159,7 @@ def test_a_long_trace_of_one_rank_with_ever_new_names_and_sizes_is_drawn(tmp_pat
         assert count("#table tr") == 501
         assert "No call was seen by two ranks" in browser.evaluate("document.querySelector('#lateness').textContent")
         assert "500 of 20000 names" in browser.evaluate("document.querySelector('#table-note').textContent")
-        assert "3 more were not kept" in browser.evaluate("document.querySelector('#about').textContent")
+        assert "3 more were dropped" in browser.evaluate("document.querySelector('#about').textContent")
         assert browser.complaints() == []
     finally:
         browser.close()

@@ -56,7 +56,7 @@ def test_views_have_the_parameters_shapes_and_strides() -> None:
     assert bucket.flat.tolist() == expected
 
 
-def test_what_grew_in_place_is_scaled_once() -> None:
+def test_a_gradient_accumulated_in_place_is_scaled_once() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     bucket = Bucket(0, [(i, str(i), p) for i, p in enumerate(parameters)])
     bucket.begin(0.25, compressed=False)

@@ -124,7 +124,7 @@ def logger_as_it_was(context: RankContext) -> None:
         ringway.reset_log()
 
 
-def test_one_rank_that_differs_is_told_to_the_whole_job(pool: RankPool) -> None:
+def test_all_ranks_of_the_job_report_one_that_differs(pool: RankPool) -> None:
     pool.run(one_rank_differs, world_size=4)
 
 
@@ -180,7 +180,7 @@ def test_one_object_to_close(pool: RankPool) -> None:
         assert {"reduce_from_group", "model digest", "gradients 0"} <= set(result["logged"])
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_started() -> None:
+def test_invalid_arguments_are_refused_before_anything_is_started() -> None:
     with pytest.raises(UsageError, match="pass model="):
         ringway.initialize(plan={"0": "column"})
     with pytest.raises(UsageError, match="needs a plan"):

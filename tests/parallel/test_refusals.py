@@ -279,7 +279,7 @@ def test_refusals(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shape", "order", "count", "frozen", "dtype", "shared", "setting"])
-def test_a_rank_with_another_model_is_told_to_all(pool: RankPool, kind: str) -> None:
+def test_all_ranks_report_a_rank_with_another_model(pool: RankPool, kind: str) -> None:
     messages = pool.run(wrong_model, kind, world_size=3)
     assert len(set(messages)) == 1
     assert "on rank 0: " in messages[0]
@@ -296,14 +296,14 @@ def test_a_rank_with_another_model_is_told_to_all(pool: RankPool, kind: str) -> 
         ("lazy", "parameter 'weight' has no shape yet"),
     ],
 )
-def test_what_one_rank_refuses_is_told_to_all(pool: RankPool, kind: str, reason: str) -> None:
+def test_all_ranks_report_what_one_rank_refuses(pool: RankPool, kind: str, reason: str) -> None:
     messages = pool.run(refused_by_one, kind, world_size=3)
     assert all(reason in message for message in messages)
     assert "rank 1 refused" in messages[0]
     assert "rank 1 refused" in messages[2]
 
 
-def test_a_plan_that_one_rank_cannot_follow_is_told_to_all(pool: RankPool) -> None:
+def test_all_ranks_report_a_plan_that_one_rank_cannot_follow(pool: RankPool) -> None:
     first, _, last = pool.run(other_module_names, world_size=3)
     assert "rank 1 refused" in first
     assert first == last

@@ -111,37 +111,37 @@ def _has_address(init_method: str | None) -> bool:
 
 
 def _from_arguments(
-    environ: Mapping[str, str], rank: int, size: int, init_method: str | None, beside: LaunchInfo | None
+    environ: Mapping[str, str], rank: int, size: int, init_method: str | None, launcher: LaunchInfo | None
 ) -> LaunchInfo:
-    """The place given by arguments; missing values come from the launcher `beside` them, if there is one."""
+    """The place given by arguments; missing values come from `launcher`, if there is one."""
     found = Variables(environ, "arguments")
     address, port = found.text("MASTER_ADDR"), found.port("MASTER_PORT")
-    if beside is not None:
-        address, port = beside.address, beside.port
+    if launcher is not None:
+        address, port = launcher.address, launcher.port
     if init_method is not None and _has_address(init_method):
         address, port, rank, size = _read_method(init_method, rank, size)
-    if beside is not None:
-        rank = beside.rank if rank < 0 else rank
-        size = beside.size if size < 0 else size
+    if launcher is not None:
+        rank = launcher.rank if rank < 0 else rank
+        size = launcher.size if size < 0 else size
     if size < 0 and rank <= 0:
         rank, size = 0, 1
     if not 0 <= rank < size <= MAX_RANKS:
         raise UsageError(f"invalid rank={rank} and world_size={size}: 0 <= rank < world_size is required")
-    if size > 1 and (address is None or port is None) and beside is None and not _is_file(init_method):
+    if size > 1 and (address is None or port is None) and launcher is None and not _is_file(init_method):
         raise UsageError(
             f"rank={rank} and world_size={size} were given without an address: pass init_method='tcp://HOST:PORT', "
             "or set MASTER_ADDR and MASTER_PORT"
         )
     notes = (f"init_method {init_method}",) if init_method else ()
-    if beside is not None and (beside.rank, beside.size) == (rank, size):
+    if launcher is not None and (launcher.rank, launcher.size) == (rank, size):
         elsewhere = _has_address(init_method)
         return replace(
-            beside,
+            launcher,
             source="arguments",
             address=address,
             port=port,
-            job="" if elsewhere else beside.job,
-            hosted_by_launcher=beside.hosted_by_launcher and not elsewhere,
+            job="" if elsewhere else launcher.job,
+            hosted_by_launcher=launcher.hosted_by_launcher and not elsewhere,
             notes=notes,
         )
     return found.info(rank=rank, size=size, address=address or LOOPBACK, port=port, notes=notes)

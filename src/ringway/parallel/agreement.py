@@ -72,15 +72,15 @@ def agreed(communicator: Communicator, prepare: Callable[[], tuple[list[str], Pr
         lines, made = prepare()
     except Exception as error:
         lines, refusal = [f"{_REFUSED}{error}"], error
-    everybody = [] if _digests_agree(communicator, lines) else _gathered(communicator, lines)
+    by_rank = [] if _digests_agree(communicator, lines) else _gathered(communicator, lines)
     if refusal is not None:
         raise refusal
-    for rank, theirs in zip(communicator.ranks, everybody, strict=False):
+    for rank, theirs in zip(communicator.ranks, by_rank, strict=False):
         if theirs and theirs[0].startswith(_REFUSED):
             raise CollectiveMismatch(f"{what}: rank {rank} {theirs[0]}", sides={rank: theirs[0]})
-    for rank, theirs in zip(communicator.ranks, everybody, strict=False):
-        if theirs != everybody[0]:
-            raise _difference(communicator.ranks[0], everybody[0], rank, theirs, what)
+    for rank, theirs in zip(communicator.ranks, by_rank, strict=False):
+        if theirs != by_rank[0]:
+            raise _difference(communicator.ranks[0], by_rank[0], rank, theirs, what)
     return made
 
 
@@ -94,8 +94,8 @@ def _digests_agree(communicator: Communicator, lines: Sequence[str]) -> bool:
 
 
 def _gathered(communicator: Communicator, lines: list[str]) -> list[list[str]]:
-    everybody: list[list[str]] = ObjectChannel(communicator, world.max_object_bytes).all_gather(lines)
-    return everybody
+    by_rank: list[list[str]] = ObjectChannel(communicator, world.max_object_bytes).all_gather(lines)
+    return by_rank
 
 
 def _difference(

@@ -358,14 +358,14 @@ class DataParallel:
 
     def _used_somewhere(self) -> list[int] | None:
         """Which parameters have a gradient on some rank. None for all, if this rank has them all."""
-        everybody = len(self._dense) + len(self._sparse)
-        if len(self._order_seen) == everybody:
-            own = torch.ones(everybody, dtype=torch.uint8)
+        total = len(self._dense) + len(self._sparse)
+        if len(self._order_seen) == total:
+            own = torch.ones(total, dtype=torch.uint8)
         else:
             trained = (*self._dense, *self._sparse)
             own = torch.tensor([parameter.grad is not None for _, parameter in trained], dtype=torch.uint8)
         self._communicator.all_reduce(own, ReduceOp.MAX, log_name="parameters used")
-        return None if len(self._order_seen) == everybody else own.tolist()
+        return None if len(self._order_seen) == total else own.tolist()
 
     def _hand_over(self, slot: Slot) -> None:
         """Set the gradient to the mean. A gradient that no rank computed stays None."""

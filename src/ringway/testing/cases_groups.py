@@ -106,13 +106,13 @@ def members_and_strangers(probe: Probe) -> None:
                 probe.equal(dist.get_process_group_ranks(group), ranks, "ranks")
                 probe.equal(_sum_over(probe, group), float(sum(ranks)), "sum over the group")
             else:
-                probe.equal(dist.get_rank(group), -1, "a stranger's rank")
-                probe.equal(dist.get_world_size(group), -1, "a stranger's size")
+                probe.equal(dist.get_rank(group), -1, "a non-member's rank")
+                probe.equal(dist.get_world_size(group), -1, "a non-member's size")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     tensor = torch.tensor(float(probe.rank))
-                    probe.equal(dist.all_reduce(tensor, group=group), None, "a stranger's all_reduce")
-                probe.equal(tensor.item(), float(probe.rank), "a stranger's tensor")
+                    probe.equal(dist.all_reduce(tensor, group=group), None, "a non-member's all_reduce")
+                probe.equal(tensor.item(), float(probe.rank), "a non-member's tensor")
     probe.still_works()
 
 
@@ -163,13 +163,13 @@ def overlapping_groups_interleaved(probe: Probe) -> None:
         for ranks, group in mine:
             tensor = torch.tensor(float(probe.rank))
             pending.append((ranks, tensor, probe.dist.all_reduce(tensor, group=group, async_op=True)))
-        everybody = torch.tensor(1.0)
-        whole = probe.dist.all_reduce(everybody, async_op=True)
+        count = torch.tensor(1.0)
+        whole = probe.dist.all_reduce(count, async_op=True)
         for ranks, tensor, work in reversed(pending):
             work.wait()
             probe.equal(tensor.item(), float(sum(ranks)), f"sum over {ranks}")
         whole.wait()
-        probe.equal(everybody.item(), float(size), "sum over the world")
+        probe.equal(count.item(), float(size), "sum over the world")
     probe.dist.barrier()
     _destroy(probe, *groups)
 

@@ -251,7 +251,7 @@ def outputs_are_slices_of_one_tensor(probe: Probe) -> None:
     probe.dist.all_gather(list(whole[:, 0]), small_values(3, torch.float32, probe.rank), group=probe.group)
     for rank in range(probe.size):
         probe.same(whole[rank, 0], small_values(3, torch.float32, rank), f"output {rank}")
-    probe.same(whole[:, 1], torch.full((probe.size, 3), _GUARD), "what lies between")
+    probe.same(whole[:, 1], torch.full((probe.size, 3), _GUARD), "the elements between")
 
 
 @case(own_names=True)
@@ -321,7 +321,7 @@ def tensors_that_require_gradients(probe: Probe) -> None:
     work.wait()
     probe.same(share.detach(), torch.full((2,), float(size)), "reduce_scatter_tensor")
     for leaf in (parameter, strided, *gathered, share):
-        probe.holds(leaf.requires_grad and leaf.grad_fn is None, "a leaf is no leaf any more")
+        probe.holds(leaf.requires_grad and leaf.grad_fn is None, "a leaf is not a leaf any more")
 
 
 @case()
