@@ -63,14 +63,14 @@ def report() -> dict[str, Any]:
     document["seen"] = [_seen(entry) for entry in found.seen]
     document["seen"][0]["chosen"] = True
     try:
-        choice = decide(settings.backend, settings.source("backend"), found.info, _standings(found.info))
+        choice = decide(settings.backend, settings.source("backend"), found.info, _rank_facts(found.info))
         document["choice"] = asdict(choice)
     except RingwayError as error:
         document["choice"] = {"backend": None, "reason": str(error)}
     return document
 
 
-def _standings(info: LaunchInfo) -> dict[int, RankFacts]:
+def _rank_facts(info: LaunchInfo) -> dict[int, RankFacts]:
     """What the ranks would report to each other, as far as the launcher says where they are."""
     from ringway.backends.select import RankFacts, obstacles
 

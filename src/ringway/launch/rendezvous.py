@@ -207,7 +207,7 @@ def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Store
 
 
 def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress] | None:
-    """A program that starts again may find rank 0's earlier store while that is being closed: its next one."""
+    """A program that starts again may find rank 0's previous store while it closes: join the next one."""
     if info.rank == 0 or info.hosted_by_launcher or info.address is None:
         return None
     try:
@@ -217,7 +217,7 @@ def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store
 
 
 def _open(info: LaunchInfo, job: str, port: int, deadline: Deadline) -> tuple[Store, _StoreAddress]:
-    """Connect to one port. OSError: nobody there yet. RendezvousError: somebody else is there."""
+    """Connect to one port. Raises OSError if nothing listens there yet, RendezvousError if something else does."""
     assert info.address is not None
     patience = min(_PROBE, deadline.left()) or 0.001
     # TCPStore logs a C++ stack trace for each refused connection, so test the port first.
@@ -255,7 +255,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
 
 
 def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
-    """Several hosts, and a launcher that tells no address: MPI itself carries rank 0's to the others."""
+    """For several hosts and a launcher that gives no address: MPI itself sends rank 0's address to the others."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -318,8 +318,8 @@ def _recognize(store: Store, info: LaunchInfo, job: str, place: _StoreAddress) -
 
 
 def _roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: _StoreAddress) -> Store:
-    # A program may start, end and start again on a store that outlives it: each start is a round of its own,
-    # and each rank counts its own.
+    # A program may start, end and start again on a store that outlives it. Each start is a separate round, and
+    # each rank counts its own.
     rounds = PrefixStore(f"ringway/attempt {info.attempt}", store)
     turn = rounds.add(f"rounds of rank {info.rank}", 1)
     me = _signature()
