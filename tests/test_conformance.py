@@ -13,10 +13,14 @@ BACKENDS = {
 }
 """The world sizes that a backend is started with; the largest also gets a sub-group."""
 
-SETTINGS = [setting for name, sizes in BACKENDS.items() for setting in suite.settings(name, sizes)]
+SETTINGS = [
+    pytest.param(setting, id=str(setting), marks=[pytest.mark.quick] if setting.world_size == 2 else [])
+    for name, sizes in BACKENDS.items()
+    for setting in suite.settings(name, sizes)
+]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_backend(pool: RankPool, setting: suite.Setting) -> None:
     report = Report()
     suite.run_setting(pool, setting, ("*",), report)

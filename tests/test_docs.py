@@ -108,6 +108,7 @@ class Answers:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.label)
+@pytest.mark.processes
 def test_program_runs(program: Program, answers: Answers) -> None:
     answer = answers.of(program)
     printed = [
@@ -122,6 +123,7 @@ def test_program_runs(program: Program, answers: Answers) -> None:
         assert any(map(pattern.fullmatch, printed)), f"{program.label} does not print\n{line}\nbut\n{story}"
 
 
+@pytest.mark.processes
 def test_the_first_program_runs_under_the_real_launcher(tmp_path: Path) -> None:
     program = next(program for program in PROGRAMS if program.page == "README.md")
     (tmp_path / program.name).write_text(program.text)

@@ -87,6 +87,7 @@ def test_a_listener_that_sees_calls_sees_them_all(pool: RankPool) -> None:
     pool.replace()
 
 
+@pytest.mark.processes
 def test_import_alone_installs_what_torchs_own_start_needs() -> None:
     program = (
         "import ringway, torch, torch.distributed as c10d\n"

@@ -59,6 +59,7 @@ def ccl_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
             os.environ["CCL_ROOT"] = before
 
 
+@pytest.mark.processes
 def test_conformance_on_the_stand_in(ccl_pool: RankPool) -> None:
     """Three ranks and a sub-group of two."""
     report = check_backend("ccl", (3,), pool=ccl_pool)
@@ -117,6 +118,7 @@ def test_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert f"oneCCL exists for x86_64 only, and this is {platform.machine()}" in str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_library_that_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int onecclGetVersion(int *version) { return *version = 0; }\n')
@@ -169,6 +171,7 @@ def _mismatched(context: RankContext) -> str:
     return ""
 
 
+@pytest.mark.processes
 def test_the_librarys_errors_are_ours(ccl_pool: RankPool) -> None:
     said = ccl_pool.run(_mismatched, world_size=2)
     assert any("onecclAllToAllV" in text and "Invalid argument" in text for text in said)
@@ -190,6 +193,7 @@ def _late(context: RankContext) -> tuple[str, float]:
     return told + f" and the world still sums to {total.item():g}", waited
 
 
+@pytest.mark.processes
 def test_a_call_that_cannot_be_interrupted_is_given_up(ccl_pool: RankPool) -> None:
     """The library never returns from the call; the rank that waits does, and other groups live on."""
     (first, _), (second, waited) = ccl_pool.run(_late, world_size=2)

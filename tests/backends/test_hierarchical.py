@@ -17,6 +17,8 @@ from ringway.testing import RankContext, RankPool
 sys.path.insert(0, str(Path(__file__).parent))
 from slow_link import Host, needed, run_ranks, two_hosts
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("hierarchical_ranks.py")
 BYTES = 64 << 20
 

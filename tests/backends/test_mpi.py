@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from mpi_env import mpi_env  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("mpi_ranks.py")
 LAUNCH = {"mpich": ["mpiexec"], "openmpi": ["mpiexec", "--allow-run-as-root", "--oversubscribe"]}
 # No other variable may be needed, and none that another launcher left may mislead.

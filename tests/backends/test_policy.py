@@ -134,6 +134,7 @@ def _command(*arguments: str, **environment: str) -> str:
     return run.stdout
 
 
+@pytest.mark.processes
 def test_tune_writes_what_the_next_run_loads(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     measured = ("--backends", "shm,gloo", "--ops", "all_reduce,barrier", "--sizes", "8,65536", "--rounds", "3")
@@ -171,6 +172,7 @@ def test_tune_refuses_unknown_names(arguments: list[str]) -> None:
     assert isinstance(result.exception, UsageError)
 
 
+@pytest.mark.processes
 def test_tune_says_first_that_it_cannot_write(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "ringway.cli", "tune", "-o", str(tmp_path)],
@@ -190,6 +192,7 @@ def measures(launcher: int) -> bool:
     return any(status.total > 100 for status in snapshot() if status.pid in ranks)
 
 
+@pytest.mark.processes
 def test_an_interrupted_tune_leaves_the_table_of_before(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text("the table of before")

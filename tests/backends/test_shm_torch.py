@@ -190,10 +190,12 @@ def _starts_on_shm(program: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(c10d.Backend, "_ensure_backend_registered"), reason="torch looks from 2.14 on")
+@pytest.mark.processes
 def test_torch_finds_the_backend_without_an_import() -> None:
     _starts_on_shm("import sys, torch.distributed as c10d\nassert 'ringway' not in sys.modules\n")
 
 
+@pytest.mark.processes
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
     """What torch does from 2.14 on when a program names a backend it does not know: it loads the entry point of that
     name and calls it, and the name is then known."""

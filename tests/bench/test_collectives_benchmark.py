@@ -53,6 +53,7 @@ def test_the_copy_rate_is_a_goal_of_two_ranks(script: ModuleType) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.processes
 def test_it_runs(tmp_path: Path) -> None:
     """A peer that was named but is missing is reported; speed is not tested here."""
     found = tmp_path / "rows.json"

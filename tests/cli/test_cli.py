@@ -115,6 +115,7 @@ def test_our_errors_are_one_line_without_a_traceback(
     assert reported.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ringway.cli", "demo"],
@@ -130,6 +131,7 @@ def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
     assert "ringway demo: 2 ranks finished" in done.stdout
 
 
+@pytest.mark.processes
 def test_bench_measures_what_it_has_verified(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     sizes = ["--ops", "all_reduce,broadcast", "--sizes", "8,4096", "--rounds", "3"]

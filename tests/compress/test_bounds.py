@@ -35,6 +35,7 @@ def built(folder: Path, flags: list[str]) -> Path:
     return program
 
 
+@pytest.mark.processes
 def test_kernels_stay_within_their_buffers() -> None:
     script = Path(__file__).with_name("pack_bounds.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)

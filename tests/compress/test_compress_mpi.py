@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from mpi_env import mpi_env  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("mpi_compress.py")
 RANKS = 3
 

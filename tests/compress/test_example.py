@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_ddp_compressed.py"
 
 

@@ -46,6 +46,7 @@ def test_non_finite_values_are_reported_and_leave_residuals_unchanged(spec: str,
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.timeout(300)
+@pytest.mark.processes
 def test_triton_kernels_equal_the_reference_in_its_interpreter() -> None:
     script = Path(__file__).with_name("kernel_checks.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -17,6 +17,8 @@ RESULT = re.compile(r"weights (.*) from 24 samples on (\d+) ranks")
 sys.path.insert(0, str(ROOT / "scripts"))
 from mpi_env import mpi_env  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def _clean_environment() -> dict[str, str]:
     """This process's environment, without variables of a launcher around the tests."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 RANK = Path(__file__).with_name("two_hosts_rank.py")
 LIMIT = 240
 

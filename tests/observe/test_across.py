@@ -14,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "backends"))
 from slow_link import Host, needed, run_ranks, two_hosts
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("across_ranks.py")
 SOON = 30
 """Seconds: the groups' timeout is 60."""

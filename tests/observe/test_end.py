@@ -10,7 +10,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from free_ports import free_port
+
+pytestmark = pytest.mark.processes
 
 PROGRAM = """
     import os, pathlib, signal, time

@@ -191,6 +191,7 @@ def test_a_logger_that_is_off_is_said(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "comms.jsonl"
     program = f"""

@@ -7,6 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 import ringway._core as _core
 
 CHURN = """
@@ -41,6 +43,7 @@ print(len(texts), sum("in churn" in text for text in texts), left)
 """
 
 
+@pytest.mark.processes
 def test_threads_that_come_and_go_do_not_crash_the_reader() -> None:
     ended = subprocess.run([sys.executable, "-c", CHURN], capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -150,6 +150,7 @@ def test_the_example_learns_alike_on_any_ranks(pool: RankPool, codec: str | None
             assert losses == pytest.approx(alone, rel=1e-4 if codec is None else 1e-2)
 
 
+@pytest.mark.processes
 def test_the_example_runs_as_it_is() -> None:
     command = [sys.executable, "-m", "ringway.cli", "run", "-n", "2", str(EXAMPLE), *QUICK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)

@@ -234,6 +234,7 @@ def test_world_size_beyond_the_pool_is_refused(pool: RankPool) -> None:
         pool.run(process_id, world_size=pool.size + 1)
 
 
+@pytest.mark.processes
 def test_close_is_idempotent_and_leaves_no_process() -> None:
     pool = RankPool(1)
     (pid,) = pool.run(process_id)
@@ -265,6 +266,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.processes
 def test_a_script_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -8,6 +8,8 @@ import pytest
 
 from ringway.testing import ConformanceFailed, check_backend
 
+pytestmark = pytest.mark.processes
+
 HERE = str(Path(__file__).parent)
 
 
