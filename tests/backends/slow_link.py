@@ -6,17 +6,24 @@ byte between them is counted by the kernel.
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from ringway.testing import RankContext, RankPool
+
+_CLONE_NEWNET = 0x40000000
 
 
 def obstacle() -> str | None:
@@ -78,35 +85,51 @@ def two_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=60, check=False)
 
 
-def run_ranks(hosts: Sequence[Host], each: int, program: Path, *arguments: str, timeout: float = 240) -> list[str]:
+def _on_host(
+    context: RankContext, namespaces: list[str], environments: list[dict[str, str]], program: str, arguments: list[str]
+) -> str:
+    """Runs a program on this rank, inside the network namespace of its host, and returns what it printed."""
+    with open(f"/run/netns/{namespaces[context.rank]}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+    os.environ.update(environments[context.rank])
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, str(Path(program).parent))
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(program, run_name="__main__")
+    return printed.getvalue()
+
+
+def run_ranks(
+    pool: RankPool, hosts: Sequence[Host], each: int, program: Path, *arguments: str, timeout: float = 240
+) -> list[str]:
     """Runs `each` ranks of a Python program on every host, and returns what each printed."""
-    ranks = []
-    for number in range(each * len(hosts)):
-        host = hosts[number // each]
-        environment = {
+    placed = [host for host in hosts for _ in range(each)]
+    settings = {name: value for name, value in os.environ.items() if name.startswith("RINGWAY_")}
+    environments = [
+        {
+            **settings,
             "RANK": str(number),
-            "WORLD_SIZE": str(each * len(hosts)),
+            "WORLD_SIZE": str(len(placed)),
             "LOCAL_RANK": str(number % each),
             "LOCAL_WORLD_SIZE": str(each),
             "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": "29511",
             "GLOO_SOCKET_IFNAME": host.interface,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
         }
-        command = ["ip", "netns", "exec", host.namespace, sys.executable, str(program), *arguments]
-        ranks.append(
-            subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        for number, host in enumerate(placed)
+    ]
+    namespaces = [host.namespace for host in placed]
+    pool.replace()  # ranks that are in no group yet
     try:
-        printed = [rank.communicate(timeout=timeout) for rank in ranks]
+        return pool.run(
+            _on_host,
+            namespaces,
+            environments,
+            str(program),
+            list(arguments),
+            world_size=len(placed),
+            timeout=timeout,
+        )
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for number, (rank, (_, error)) in enumerate(zip(ranks, printed, strict=True)):
-        if rank.returncode:
-            raise AssertionError(f"rank {number} ended with {rank.returncode}:\n{error}")
-    return [out for out, _ in printed]
+        pool.replace()

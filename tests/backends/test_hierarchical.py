@@ -17,8 +17,6 @@ from ringway.testing import RankContext, RankPool
 sys.path.insert(0, str(Path(__file__).parent))
 from slow_link import Host, needed, run_ranks, two_hosts
 
-pytestmark = pytest.mark.processes
-
 PROGRAM = Path(__file__).with_name("hierarchical_ranks.py")
 BYTES = 64 << 20
 
@@ -30,21 +28,21 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield made
 
 
-def launched(hosts: tuple[Host, Host], scenario: str) -> list[dict[str, Any]]:
-    return [json.loads(printed.splitlines()[-1]) for printed in run_ranks(hosts, 2, PROGRAM, scenario)]
+def launched(pool: RankPool, hosts: tuple[Host, Host], scenario: str) -> list[dict[str, Any]]:
+    return [json.loads(printed.splitlines()[-1]) for printed in run_ranks(pool, hosts, 2, PROGRAM, scenario)]
 
 
 @pytest.mark.timeout(300)
-def test_conformance_and_training_across_hosts(hosts: tuple[Host, Host]) -> None:
-    for result in launched(hosts, "conformance"):
+def test_conformance_and_training_across_hosts(pool: RankPool, hosts: tuple[Host, Host]) -> None:
+    for result in launched(pool, hosts, "conformance"):
         assert result["findings"] == []
         assert result["cases"] > 60
         assert result["ddp"] == pytest.approx(result["expected"], rel=1e-4)
         assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
 
 
-def test_it_is_the_default_where_hosts_have_several_ranks_each(hosts: tuple[Host, Host]) -> None:
-    results = launched(hosts, "default")
+def test_it_is_the_default_where_hosts_have_several_ranks_each(pool: RankPool, hosts: tuple[Host, Host]) -> None:
+    results = launched(pool, hosts, "default")
     for rank, result in enumerate(results):
         assert result["reason"] == "2 hosts with 2 ranks each: shared memory inside, gloo between them"
         assert result["backends"]["world"] == "hierarchical"
@@ -57,12 +55,12 @@ def test_it_is_the_default_where_hosts_have_several_ranks_each(hosts: tuple[Host
 
 
 @pytest.mark.timeout(300)
-def test_less_crosses_the_link_and_it_is_faster(hosts: tuple[Host, Host]) -> None:
+def test_less_crosses_the_link_and_it_is_faster(pool: RankPool, hosts: tuple[Host, Host]) -> None:
     """Each host's data crosses once: 64 MB of 64, where flat gloo's ring sends 96. The bytes are exact, so they
     are held closely; the time is the wire's, and held to what the issue of such a link demands."""
     tried = []
     for _ in range(4):  # others use the machine too
-        results = launched(hosts, "speed")
+        results = launched(pool, hosts, "speed")
         for result in results:
             assert result["equal"]
             assert result["mixed"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ringway.testing import RankPool
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "backends"))
 from slow_link import Host, needed, run_ranks, two_hosts
-
-pytestmark = pytest.mark.processes
 
 PROGRAM = Path(__file__).with_name("across_ranks.py")
 SOON = 30
@@ -28,10 +28,12 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield made
 
 
-def launched(hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch, check: str, scenario: str) -> list[list[Any]]:
+def launched(
+    pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch, check: str, scenario: str
+) -> list[list[Any]]:
     """What each rank found, scenario by scenario."""
     monkeypatch.setenv("RINGWAY_CHECK", check)
-    printed = run_ranks(hosts, 2, PROGRAM, scenario)
+    printed = run_ranks(pool, hosts, 2, PROGRAM, scenario)
     return list(map(list, zip(*(json.loads(out.splitlines()[-1]) for out in printed), strict=True)))
 
 
@@ -49,9 +51,9 @@ def assert_told(facts: list[Any], sequence: int, odd: str, usual: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_always_tells_every_rank_before_anything_is_sent(
-    hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *parted, in_ddp, monitored, sub_group = launched(hosts, monkeypatch, "always", "always")
+    *parted, in_ddp, monitored, sub_group = launched(pool, hosts, monkeypatch, "always", "always")
     for facts in parted:
         assert_told(
             facts, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
@@ -69,9 +71,9 @@ def test_always_tells_every_rank_before_anything_is_sent(
 
 @pytest.mark.timeout(300)
 def test_sample_sees_the_first_calls_and_later_what_it_missed(
-    hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, later = launched(hosts, monkeypatch, "sample", "sample")
+    first, later = launched(pool, hosts, monkeypatch, "sample", "sample")
     assert_told(
         first, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
     )
@@ -82,10 +84,10 @@ def test_sample_sees_the_first_calls_and_later_what_it_missed(
 
 @pytest.mark.timeout(300)
 def test_stall_compares_neighbours_at_once_and_hosts_at_the_timeout(
-    hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGWAY_STALL_AFTER", "1")
-    neighbours, verdict = launched(hosts, monkeypatch, "stall", "stall")
+    neighbours, verdict = launched(pool, hosts, monkeypatch, "stall", "stall")
     assert_told(
         neighbours, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
     )
