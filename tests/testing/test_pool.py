@@ -128,7 +128,7 @@ def test_function_by_name_and_static_method(pool: RankPool) -> None:
 
 
 def test_a_lambda_is_refused_by_name(pool: RankPool) -> None:
-    with pytest.raises(ValueError, match="found by its name"):
+    with pytest.raises(ValueError, match="found by name"):
         pool.run(lambda context: None, world_size=1)
 
 
