@@ -76,12 +76,12 @@ def assert_recorded(group: Any) -> None:
 def recorder_cost(rounds: int) -> Estimate:
     """Seconds to begin and end a record, including the call site but not the frames that lead there."""
     recorder = _core.Recorder(4096)
-    lane = _core.Lane(recorder, "overhead")
+    record = _core.GroupRecord(recorder, "overhead")
     arguments = (ALL_REDUCE.code, NBYTES, DTYPE_CODE[torch.float32], int(Reduce.SUM), -1, 0)
     frames, full = measure(
         [
-            Candidate("frames", in_ringways_frames("pass", lane)),
-            Candidate("recorder", in_ringways_frames(f"end(begin{arguments}, True)", lane)),
+            Candidate("frames", in_ringways_frames("pass", record)),
+            Candidate("recorder", in_ringways_frames(f"end(begin{arguments}, True)", record)),
         ],
         rounds=rounds,
         sample_seconds=0.005,
@@ -94,10 +94,10 @@ def recorder_cost(rounds: int) -> Estimate:
     return median_interval([a - b for a, b in zip(full.samples, frames.samples, strict=True)])
 
 
-def in_ringways_frames(statement: str, lane: _core.Lane) -> Callable[[], None]:
+def in_ringways_frames(statement: str, record: _core.GroupRecord) -> Callable[[], None]:
     """The statement at the end of two functions that count as ringway's own, as in a user's call."""
     source = f"def outer():\n    inner()\ndef inner():\n    {statement}\n"
-    names: dict[str, Any] = {"begin": lane.begin, "end": lane.end}
+    names: dict[str, Any] = {"begin": record.begin, "end": record.end}
     exec(compile(source, str(Path(ringway.__file__).with_name("api.py")), "exec"), names)
     outer: Callable[[], None] = names["outer"]
     return outer

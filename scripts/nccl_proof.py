@@ -23,6 +23,7 @@ import proofs
 import torch
 from cuda_ranks import check_all, train
 
+from ringway.call import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, BROADCAST, REDUCE_SCATTER_SINGLE
 from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, run_setting
 
@@ -220,16 +221,16 @@ def costs_of_a_call(context: RankContext) -> Checked:
     for name in calls:
         torchs, ours = (1e6 * statistics.median(times[name, of]) for of in (torch.distributed, dist))
         said.append(f"{name}: torch {torchs:.0f} µs, ringway {ours:.0f} µs")
-    quick, whole = dist.communicator()._short_cuts, tensor.clone()
-    short = {
-        "all_reduce": quick["all_reduce"](tensor, 0),
-        "broadcast": quick["broadcast"](tensor, 0),
-        "all_gather_into_tensor": quick["all_gather_into_tensor"](whole, tensor),
-        "reduce_scatter_tensor": quick["reduce_scatter_tensor"](tensor, whole, 0),
-        "all_to_all_single": quick["all_to_all_single"](whole, tensor),
+    run, whole = dist.communicator().calls.run_fast, tensor.clone()
+    fast = {
+        "all_reduce": run(ALL_REDUCE.code, tensor, tensor),
+        "broadcast": run(BROADCAST.code, tensor, tensor, 0),
+        "all_gather_into_tensor": run(ALL_GATHER_SINGLE.code, whole, tensor),
+        "reduce_scatter_tensor": run(REDUCE_SCATTER_SINGLE.code, tensor, whole),
+        "all_to_all_single": run(ALL_TO_ALL_SINGLE.code, whole, tensor),
     }
-    said.append(f"by the short way: {', '.join(name for name, answer in short.items() if answer == 0)}")
-    return not any(short.values()), "; ".join(said)
+    said.append(f"on the fast path: {', '.join(name for name, done in fast.items() if done)}")
+    return all(fast.values()), "; ".join(said)
 
 
 def shared_gpu(context: RankContext) -> Checked:

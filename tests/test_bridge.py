@@ -231,20 +231,20 @@ def _torch_functions(context: RankContext, backend: str) -> None:
     context.start(backend)
     size, rank = dist.get_world_size(), dist.get_rank()
     value = torch.tensor([float(rank)])
-    before = dist.communicator().lane.collectives
+    before = dist.communicator().record.collectives
     c10d.all_reduce(value)
     c10d.barrier()
     objects: list[Any] = [None] * size
     c10d.all_gather_object(objects, {"rank": rank})
     assert [o["rank"] for o in objects] == list(range(size))
     assert value == sum(range(size))
-    assert dist.communicator().lane.collectives >= before + 3
+    assert dist.communicator().record.collectives >= before + 3
     pair = c10d.new_group([0, size - 1])
     if rank in (0, size - 1):
         other = torch.tensor([float(rank)])
         c10d.all_reduce(other, group=pair)
         assert other == size - 1
-        assert dist.communicator(pair).lane.collectives == 1
+        assert dist.communicator(pair).record.collectives == 1
 
 
 def _sparse(context: RankContext, backend: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringway.call import Call
+from ringway.call import ALL_REDUCE, Call
 from ringway.errors import PeerLost
 from ringway.groups.listener import Group, Listener
 from ringway.groups.world import world
@@ -54,8 +54,8 @@ def _heard(context: RankContext, kind: type[Diary]) -> tuple[list[str], bool, st
         dist = context.start("shm", group_name="heard")
         dist.all_reduce(torch.ones(2))
         group = dist.communicator()
-        quick = group.quick_all_reduce is not None
-        group._plan("cpu").runners["broadcast"] = _broken
+        quick = bool(group.calls._paths.by_op[ALL_REDUCE.code])
+        group.devices.plan("cpu").runners["broadcast"] = _broken
         with pytest.raises(PeerLost) as caught:
             group.broadcast(torch.ones(2), 0, log_name="not on the fast path")
     finally:

@@ -13,39 +13,39 @@ from ringway.call import ALL_REDUCE, SEND
 from ringway.testing import RankContext, RankPool
 
 
-def _here(lane: _core.Lane) -> int:
-    return lane.begin(ALL_REDUCE.code, 64, 0, 0, -1, 0)
+def _here(record: _core.GroupRecord) -> int:
+    return record.begin(ALL_REDUCE.code, 64, 0, 0, -1, 0)
 
 
 def test_the_ring_keeps_the_latest() -> None:
     recorder = _core.Recorder(16)
-    lane = _core.Lane(recorder, "g")
-    first = _here(lane)
+    record = _core.GroupRecord(recorder, "g")
+    first = _here(record)
     for _ in range(40):
-        lane.end(_here(lane), True)
+        record.end(_here(record), True)
     assert recorder.total == 41
     kept = recorder.recent(1000)
     assert [row[0] for row in kept] == list(range(25, 41))
-    lane.end(first, True)  # the ring has come round: nothing of another call is touched
+    record.end(first, True)  # the ring has come round: nothing of another call is touched
     assert recorder.find(first) is None
     assert all(row[11] == 1 for row in recorder.recent(16))
 
 
 def test_the_call_site_is_the_users_line() -> None:
     recorder = _core.Recorder(16)
-    lane = _core.Lane(recorder, "g")
-    _here(lane)
+    record = _core.GroupRecord(recorder, "g")
+    _here(record)
     file, line, function = recorder.recent(1)[0][8]
     assert (Path(file).name, function) == ("test_recorder.py", "_here")
-    assert "lane.begin" in Path(file).read_text().splitlines()[line - 1]
+    assert "record.begin" in Path(file).read_text().splitlines()[line - 1]
 
 
 def test_messages_are_counted_apart() -> None:
-    lane = _core.Lane(_core.Recorder(16), "g")
-    _here(lane)
-    lane.begin(SEND.code, 4, 0, 0, 1, 0)
-    lane.begin(SEND.code, 4, 0, 0, 1, 0)
-    assert (lane.collectives, lane.messages, lane.completed) == (1, 2, 0)
+    record = _core.GroupRecord(_core.Recorder(16), "g")
+    _here(record)
+    record.begin(SEND.code, 4, 0, 0, 1, 0)
+    record.begin(SEND.code, 4, 0, 0, 1, 0)
+    assert (record.collectives, record.messages, record.completed) == (1, 2, 0)
 
 
 def test_reading_while_threads_write() -> None:
@@ -53,9 +53,9 @@ def test_reading_while_threads_write() -> None:
     stop = threading.Event()
 
     def write(number: int) -> None:
-        lane = _core.Lane(recorder, f"group {number}")
+        record = _core.GroupRecord(recorder, f"group {number}")
         while not stop.is_set():
-            lane.end(lane.begin(ALL_REDUCE.code, number, number, 0, -1, 0), True)
+            record.end(record.begin(ALL_REDUCE.code, number, number, 0, -1, 0), True)
 
     writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for writer in writers:

@@ -14,7 +14,7 @@ import torch.distributed as c10d
 
 import ringway
 import ringway._core as _core
-from ringway.call import DTYPES, OPS, Reduce
+from ringway.call import ALL_REDUCE, DTYPES, OPS, Reduce
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,11 +116,13 @@ def test_codes_are_the_native_cores() -> None:
     assert members("Reduce") == [int(reduce) for reduce in Reduce]
     assert members("DType") == [*range(len(DTYPES)), 255]
     # And the dtypes as DLPack shows them to the native side.
-    lane = _core.Lane(recorder := _core.Recorder(64), "test")
+    record = _core.GroupRecord(recorder := _core.Recorder(64), "test")
     for code, dtype in enumerate(DTYPES[:10]):
-        assert lane.begin_plain(1, torch.zeros(3).to(dtype), 0, -1, 1 << code) > 0, dtype
+        tensor = torch.zeros(3).to(dtype)
+        for summed, taken in ((1 << code, True), (~(1 << code) & 0xFFFF, False)):
+            path = _core.FastPath(record, 0, 1, _core.CPU, 0, summed, 1 << ALL_REDUCE.code)
+            assert (path.begin(ALL_REDUCE.code, tensor, tensor, -1) > 0) == taken, dtype
         assert recorder.recent(1)[0][3] == code
-        assert lane.begin_plain(1, torch.zeros(3).to(dtype), 0, -1, ~(1 << code) & 0xFFFF) == 0, dtype
 
 
 def _imported() -> tuple[float, set[str]]:

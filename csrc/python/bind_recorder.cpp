@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,8 +10,10 @@
 #include "agreement.h"
 #include "record/callsite.h"
 #include "pack/checksum.h"
+#include "python/call_view.h"
+#include "python/fast_path.h"
+#include "record/group_record.h"
 #include "record/recorder.h"
-#include "python/tensor_view.h"
 
 namespace nb = nanobind;
 using namespace ringway;
@@ -57,29 +60,13 @@ nb::tuple posted(const PostedCall& call, const char* place) {
                           static_cast<int>(call.reduce), call.peer, place);
 }
 
-nb::object fault_of(const Lane& lane) {
-    const CallBoard::Fault* fault = lane.board() == nullptr ? nullptr : lane.board()->fault();
+// How the calls of two ranks differ: the rank that noticed it, its call, the other rank, and that rank's call. None
+// while no ranks are known to differ.
+nb::object difference(const GroupRecord& record) {
+    const CallBoard::Fault* fault = record.board() == nullptr ? nullptr : record.board()->fault();
     if (fault == nullptr) return nb::none();
     return nb::make_tuple(fault->rank, posted(fault->own, fault->own_place), fault->other,
                           posted(fault->theirs, fault->their_place));
-}
-
-// Python knows the class that says it; it is told the facts, and raises.
-PyObject* mismatch_error = nullptr;
-
-[[noreturn]] void raise_mismatch(const Lane& lane) {
-    nb::object error = nb::borrow(mismatch_error)(lane.group(), fault_of(lane));
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    throw nb::python_error();
-}
-
-template <class Begin>
-uint64_t compared(Lane& lane, const Begin& begin) {
-    try {
-        return begin();
-    } catch (const DifferentCalls&) {
-        raise_mismatch(lane);
-    }
 }
 
 nb::list logged(Recorder& recorder) {
@@ -209,72 +196,62 @@ void bind_recorder(nb::module_& m) {
         .def(nb::init<int, int, std::vector<int>, const std::string&>(), nb::arg("fd"), nb::arg("rank"), nb::arg("ranks"),
              nb::arg("token"));
     m.def("create_call_board", &CallBoard::create, nb::arg("size"), nb::arg("seats"), nb::arg("token"));
-    m.def(
-        "set_mismatch_error", [](nb::object make) { mismatch_error = make.release().ptr(); }, nb::arg("make"));
+    static PyObject* const calls_differ = PyErr_NewException("ringway._core.CallsDiffer", nullptr, nullptr);
+    m.attr("CallsDiffer") = nb::borrow(calls_differ);
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const DifferentCalls&) {
+            PyErr_SetString(calls_differ, "ranks of the group called different things");
+        }
+    });
 
-    nb::class_<Lane>(m, "Lane")
+    nb::class_<GroupRecord>(m, "GroupRecord")
         .def(
             "__init__",
-            [](Lane* self, std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size,
-               std::vector<int32_t> ranks) { new (self) Lane(std::move(recorder), group, size, std::move(ranks)); },
+            [](GroupRecord* self, std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size,
+               std::vector<int32_t> ranks) {
+                new (self) GroupRecord(std::move(recorder), group, size, std::move(ranks));
+            },
             nb::arg("recorder"), nb::arg("group"), nb::arg("size") = 1, nb::arg("ranks") = std::vector<int32_t>())
+        .def("begin",
+             [](GroupRecord& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
+                 return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype), static_cast<Reduce>(reduce),
+                                   peer, label, current_site()).token;
+             })  // no argument names on these three: nanobind calls them faster without
+        .def("begin_call",
+             [](GroupRecord& self, nb::handle call, uint32_t label) {
+                 const CallView view(call);
+                 const uint32_t site = current_site();
+                 const GroupRecord::Begun begun = self.begin(view.op(), view.nbytes(), view.dtype(), view.reduce(),
+                                                             view.peer(), label, site);
+                 view.recorded(begun.sequence, site);
+                 return begun.token;
+             })
+        .def("end",
+             [](GroupRecord& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
+        .def("compare", &GroupRecord::compare, nb::arg("board"))
+        .def_prop_ro("difference", &difference)
+        .def_prop_ro("keeps_times", [](GroupRecord& self) { return self.recorder().keeps_times(); })
+        .def_prop_ro("collectives", &GroupRecord::collectives)
+        .def_prop_ro("messages", &GroupRecord::messages)
+        .def_prop_ro("completed", &GroupRecord::completed);
+
+    nb::class_<FastPath>(m, "FastPath")
+        .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint32_t>(), nb::arg("record"), nb::arg("rank"),
+             nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"), nb::arg("ops"),
+             nb::keep_alive<1, 2>())
         .def(
             "begin",
-            [](Lane& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
-                return compared(self, [&] {
-                    return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype),
-                                      static_cast<Reduce>(reduce), peer, label, current_site());
-                });
-            })  // no argument names on these four: they make nanobind take its slower way in
-        .def(
-            "begin_plain",
-            // For the common call: a dense CPU tensor of one of the dtypes (a bit for each code). 0 when it is
-            // not one, and nothing was recorded.
-            [](Lane& self, int op, nb::handle tensor, int reduce, int32_t peer, uint64_t dtypes) -> uint64_t {
-                TensorView view;
-                if (!view_tensor(tensor.ptr(), view) || !view.on(kCpu)) return 0;
-                if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
-                return compared(self, [&] {
-                    return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
-                                      0, current_site());
-                });
-            })
-        .def(
-            "begin_shares",
-            // As begin_plain, on a `device` of any kind, for two tensors of which the `whole` has the size of so many
-            // `shares`, and whose rows both can be divided by `parts`. They may be the same.
-            [](Lane& self, int op, nb::handle whole, nb::handle share, int shares, int parts, int reduce, int32_t peer,
-               uint64_t dtypes, int32_t device) -> uint64_t {
-                TensorView view;
-                if (!view_tensor(whole.ptr(), view) || !view.on(device)) return 0;
-                if ((dtypes >> static_cast<int>(view.dtype) & 1) == 0) return 0;
-                TensorView part = view;
-                if (!share.is(whole) && (!view_tensor(share.ptr(), part) || !part.on(device))) return 0;
-                if (part.dtype != view.dtype || part.device_index != view.device_index) return 0;
-                if (part.numel * shares != view.numel || part.rows % parts != 0 || view.rows % parts != 0) return 0;
-                return compared(self, [&] {
-                    return self.begin(static_cast<Op>(op), view.nbytes, view.dtype, static_cast<Reduce>(reduce), peer,
-                                      0, current_site());
-                });
-            })
-        .def("end", [](Lane& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
-        .def("compare", &Lane::compare, nb::arg("board"))
-        .def("check",
-             [](Lane& self) {
-                 // The traceback is of whoever raised it last; this raise is another.
-                 if (auto* told = static_cast<PyObject*>(self.told())) {
-                     PyException_SetTraceback(told, Py_None);
-                     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told)), told);
-                     throw nb::python_error();
-                 }
-                 if (!fault_of(self).is_none()) raise_mismatch(self);
-             })
-        .def(
-            "fail", [](Lane& self, nb::object error) { self.tell(error.release().ptr()); }, nb::arg("error"))
-        .def_prop_ro("keeps_times", [](Lane& self) { return self.recorder().keeps_times(); })
-        .def_prop_ro("collectives", &Lane::collectives)
-        .def_prop_ro("messages", &Lane::messages)
-        .def_prop_ro("completed", &Lane::completed);
+            [](FastPath& self, int op, nb::handle outputs, nb::handle inputs, int peer) -> uint64_t {
+                PlainCall call;
+                if (!self.read(static_cast<Op>(op), outputs, inputs, peer, call)) return 0;
+                return self.begin(call, current_site()).token;
+            },
+            nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"))
+        .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
+        .def("hold", &FastPath::hold, nb::arg("change"))
+        .def("has", &FastPath::has, nb::arg("op"));
 
     m.def("set_machinery", &set_machinery, nb::arg("inside"), nb::arg("outside"));
     m.def(

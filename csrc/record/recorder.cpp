@@ -159,39 +159,4 @@ void Recorder::keep_site(uint32_t newest) {
     }
 }
 
-Lane::Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size, std::vector<int32_t> ranks)
-    : recorder_(std::move(recorder)), group_(recorder_->group(group)), size_(size), ranks_(std::move(ranks)) {}
-
-uint64_t Lane::begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site) {
-    std::atomic<uint64_t>& counter = is_point_to_point(op) ? messages_ : collectives_;
-    Entry entry;
-    entry.sequence = counter.fetch_add(1, std::memory_order_relaxed);
-    entry.bytes = bytes;
-    entry.group = group_;
-    entry.label = label;
-    entry.site = site;
-    // A peer of -1 is none, or any; as an unsigned number it is past the end.
-    entry.peer = static_cast<size_t>(peer) < ranks_.size() ? ranks_[static_cast<size_t>(peer)] : peer;
-    entry.size = size_;
-    entry.op = op;
-    entry.dtype = dtype;
-    entry.reduce = reduce;
-    entry.quiet = quiet_here;
-    const uint64_t token = recorder_->begin(entry);
-    if (board_ != nullptr && !is_point_to_point(op)) {
-        try {
-            board_->post(entry);
-        } catch (const DifferentCalls&) {
-            end(token, State::Failed);
-            throw;
-        }
-    }
-    return token;
-}
-
-void Lane::end(uint64_t token, State state) {
-    recorder_->end(token, state);
-    completed_.fetch_add(1, std::memory_order_relaxed);
-}
-
 }  // namespace ringway

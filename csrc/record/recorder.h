@@ -19,7 +19,6 @@
 #include "record/ledger.h"
 #include "record/record.h"
 #include "record/record_file.h"
-#include "record/call_board.h"
 
 namespace ringway {
 
@@ -84,41 +83,5 @@ class Recorder {
 // While a thread is quiet, what it issues is recorded but not logged: the logger's own traffic.
 void set_quiet(bool quiet);
 bool is_quiet();
-
-// One group's line into the recorder: it numbers the group's calls.
-class Lane {
-  public:
-    // `ranks` are the members' global ranks, in order; calls are recorded with their peers' global ranks.
-    Lane(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size, std::vector<int32_t> ranks = {});
-
-    // Numbers the call and records it. Collectives and point-to-point calls are counted apart, because only
-    // the former come in the same order on every rank.
-    uint64_t begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site);
-    void end(uint64_t token, State state);
-
-    // From now on collectives are compared with those of the other ranks; `begin` then throws DifferentCalls.
-    void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }
-    const CallBoard* board() const { return board_.get(); }
-    // The Python error that ended the group on another rank, kept for ever; null while there is none.
-    void tell(void* error) { told_.store(error, std::memory_order_release); }
-    void* told() const { return told_.load(std::memory_order_acquire); }
-
-    uint64_t collectives() const { return collectives_.load(std::memory_order_relaxed); }
-    uint64_t messages() const { return messages_.load(std::memory_order_relaxed); }
-    uint64_t completed() const { return completed_.load(std::memory_order_relaxed); }
-    Recorder& recorder() { return *recorder_; }
-    std::string group() const { return recorder_->text(group_); }
-
-  private:
-    std::shared_ptr<Recorder> recorder_;
-    uint32_t group_;
-    int32_t size_;
-    std::vector<int32_t> ranks_;
-    std::shared_ptr<CallBoard> board_;
-    std::atomic<void*> told_{nullptr};
-    std::atomic<uint64_t> collectives_{0};
-    std::atomic<uint64_t> messages_{0};
-    std::atomic<uint64_t> completed_{0};
-};
 
 }  // namespace ringway

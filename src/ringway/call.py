@@ -171,6 +171,11 @@ def dtype_bits(dtypes: Iterable[torch.dtype]) -> int:
     return sum(1 << DTYPE_CODE[dtype] for dtype in dtypes)
 
 
+def op_bits(ops: Iterable[Op]) -> int:
+    """Several ops as the native core takes them: a bit for each code."""
+    return sum(1 << op.code for op in ops)
+
+
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
 _REALS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
@@ -217,6 +222,8 @@ class Call:
     timeout: float | None = None
     label: str | None = None
     sequence: int = -1
+    site: int = 0
+    """The recorder's number for the line of the program that made the call."""
     group: str = ""
     ranks: Sequence[int] = ()
     size: int = 1
@@ -224,6 +231,8 @@ class Call:
     completed: int = 0
     check: Callable[[], None] | None = None
     """Raises if the ranks were found to have called different things. For code that waits in slices."""
+
+    _dtype_code: int = field(default=-1, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +249,14 @@ class Call:
         for tensor in (*self.inputs, *self.outputs):
             return tensor.dtype
         return None
+
+    @property
+    def dtype_code(self) -> int:
+        """The native core's code for the dtype."""
+        if self._dtype_code < 0:
+            dtype = self.dtype
+            self._dtype_code = UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE)
+        return self._dtype_code
 
     def not_done(self, timeout: float | None) -> CommTimeout:
         """The error for a wait that ended before the call did."""

@@ -297,7 +297,7 @@ def test_a_new_limit_holds_for_the_short_cuts_of_all_backends(pool: RankPool) ->
 
 
 def _ranges(context: RankContext) -> dict[str, Any]:
-    """Short cuts take the sizes that the table gives their backend, and no other."""
+    """Fast paths take the sizes that the table gives their backend, and no other."""
     rules = [
         {"op": "all_reduce", "up_to": 64, "backend": "shm"},
         {"op": "all_reduce", "up_to": 1024, "backend": "gloo"},
@@ -307,23 +307,22 @@ def _ranges(context: RankContext) -> dict[str, Any]:
     with mixing({"world_size": 2, "rules": rules}, 2):
         dist = context.start("shm", group_name="ranges")
     communicator = dist.communicator()
-    assert communicator.quick_all_reduce is not None
     sums = []
     for count in (1, 16, 17, 256, 257, 5000):
         tensor = torch.ones(count)
-        assert communicator.quick_all_reduce(tensor, 0) == 0
+        assert communicator.calls.run_fast(ALL_REDUCE.code, tensor, tensor)
         sums.append(tensor[-1].item())
     values = []
     for count in (16, 17):
         value = torch.full((count,), float(context.rank))
-        values.append((communicator.shortly(BROADCAST, False, None, value, 1), value[-1].item()))
+        values.append((communicator.calls.run_fast(BROADCAST.code, value, value, 1), value[-1].item()))
     with pytest.raises(RingwayError, match="not str"):
         dist.all_reduce("no tensor")
     dist.destroy_process_group()
     return {"sums": sums, "values": values}
 
 
-def test_short_cuts_keep_to_their_sizes(pool: RankPool) -> None:
+def test_fast_paths_keep_to_their_sizes(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(_ranges, world_size=2)):
         assert found["sums"] == [2.0] * 6
         assert found["values"] == [(False, float(rank)), (True, 1.0)]

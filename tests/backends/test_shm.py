@@ -1,4 +1,4 @@
-"""shm as its users meet it: order, waiting, short cuts, the meeting of the ranks."""
+"""shm as its users meet it: order, waiting, the fast path, and how ranks find each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,26 @@ import ringway as dist
 import ringway._core as _core
 from ringway.backends.shm import join as shm_meeting
 from ringway.backends.shm.backend import ShmBackend
-from ringway.call import DTYPE_CODE, DTYPES, Reduce, reduces
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    DTYPE_CODE,
+    DTYPES,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
+    Op,
+    Reduce,
+    reduces,
+)
 from ringway.store import Deadline, read
 from ringway.testing import RankContext, RankPool
 
@@ -35,44 +54,53 @@ def test_the_engine_reduces_what_the_vocabulary_says() -> None:
             assert _core.shm_can_reduce(DTYPE_CODE[dtype], reduce) == reduces(dtype, reduce), (dtype, reduce)
 
 
-def _short_cuts(context: RankContext) -> dict[str, Any]:
+def _fast_calls(context: RankContext) -> dict[str, Any]:
     context.start("shm")
     communicator = dist.communicator()
     backend = communicator.backend
     assert isinstance(backend, ShmBackend)
-    lane = _core.Lane(_core.Recorder(64), "short")
-    quick = backend.quick(lane)
+    record = _core.GroupRecord(_core.Recorder(64), "short")
+    (path,) = backend.fast_paths(record, communicator.health)
+
+    def run(op: Op, outputs: Any, inputs: Any, peer: int = -1) -> bool:
+        return path.run(op.code, outputs, inputs, peer, 0, True)
+
     rank, size = context.rank, context.world_size
     tensor = torch.full((5,), float(rank + 1))
-    assert quick.all_reduce(tensor, int(Reduce.SUM)) == 0
+    assert run(ALL_REDUCE, tensor, tensor)
     told = torch.full((3,), float(rank))
-    assert quick.broadcast(told, 1) == 0
+    assert run(BROADCAST, told, told, 1)
     gathered, scattered = torch.zeros(size * 2), torch.zeros(2)
-    assert quick.all_gather_into_tensor(gathered, torch.full((2,), float(rank))) == 0
-    assert quick.reduce_scatter_tensor(scattered, torch.arange(2.0 * size), int(Reduce.MAX)) == 0
+    assert run(ALL_GATHER_SINGLE, gathered, torch.full((2,), float(rank)))
+    assert run(REDUCE_SCATTER_SINGLE, scattered, torch.arange(2.0 * size) * (rank == 0))
     swapped = torch.zeros(size)
-    assert quick.all_to_all_single(swapped, torch.arange(float(size)) + 10 * rank) == 0
-    assert quick.barrier() == 0
+    assert run(ALL_TO_ALL_SINGLE, swapped, torch.arange(float(size)) + 10 * rank)
+    assert run(BARRIER, (), ())
     total, own = torch.full((4,), float(rank)), torch.full((2,), float(rank))
-    assert quick.reduce(total, 2, int(Reduce.SUM)) == 0
+    assert run(REDUCE, total, total, 2)
     every, listed, dealt = ([torch.zeros(2) for _ in range(size)] for _ in range(3))
-    assert quick.all_gather(every, own) == 0
-    assert quick.reduce_scatter(torch.zeros(2), every, int(Reduce.SUM)) == 0
-    assert quick.gather(own, listed if rank == 1 else None, 1) == 0
-    assert quick.scatter(dealt[0], every if rank == 0 else None, 0) == 0
-    counted = lane.collectives
+    assert run(ALL_GATHER, every, own)
+    assert run(REDUCE_SCATTER, torch.zeros(2), every)
+    assert run(GATHER, listed if rank == 1 else None, own, 1)
+    assert run(SCATTER, dealt[0], every if rank == 0 else None, 0)
+    counted = record.collectives
     # Nothing is recorded or sent for what is not plain.
-    assert quick.all_reduce(torch.ones(4, 2)[:, 0], 0) != 0
-    assert quick.all_reduce(torch.ones(4, dtype=torch.complex64), 0) != 0
-    assert quick.all_reduce(torch.ones(4), int(Reduce.BAND)) != 0
-    assert quick.all_gather_into_tensor(torch.ones(3), torch.ones(2)) != 0
-    assert quick.all_gather(every[:-1], own) != 0
-    assert quick.all_gather([*every[:-1], torch.zeros(3)], own) != 0
-    assert quick.all_gather(tuple(every), own) != 0
-    assert quick.gather(own, None if rank == 1 else listed, 1) != 0
-    assert quick.scatter(own, [None] * size if rank == 0 else every, 0) != 0
-    assert quick.reduce(total, size, int(Reduce.SUM)) != 0
-    assert lane.collectives == counted == lane.completed == 11
+    for strange in (torch.ones(4, 2)[:, 0], torch.ones(4, dtype=torch.complex64), None, "no tensor"):
+        assert not run(ALL_REDUCE, strange, strange)
+    assert not run(ALL_GATHER_SINGLE, torch.ones(3), torch.ones(2))
+    assert not run(ALL_GATHER, every[:-1], own)
+    assert not run(ALL_GATHER, [*every[:-1], torch.zeros(3)], own)
+    assert not run(ALL_GATHER, tuple(every), own)
+    assert not run(GATHER, None if rank == 1 else listed, own, 1)
+    assert not run(SCATTER, own, [None] * size if rank == 0 else every, 0)
+    assert not run(REDUCE, total, total, size)
+    assert not run(ALL_TO_ALL_SINGLE, torch.zeros(2, size), torch.zeros(2, size)), "rows that do not divide"
+    path.hold(1)
+    assert not run(ALL_REDUCE, tensor, tensor)
+    path.hold(-1)
+    path.serve(ALL_REDUCE.code, [(0, 4), (40, 80)])
+    assert not run(ALL_REDUCE, tensor, tensor)
+    assert record.collectives == counted == record.completed == 11
     return {
         "all_reduce": tensor.tolist(),
         "broadcast": told.tolist(),
@@ -86,8 +114,8 @@ def _short_cuts(context: RankContext) -> dict[str, Any]:
     }
 
 
-def test_short_cuts_do_what_the_calls_do(pool: RankPool) -> None:
-    for rank, found in enumerate(pool.run(_short_cuts, world_size=3)):
+def test_fast_calls_do_what_the_calls_do(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(_fast_calls, world_size=3)):
         assert found == {
             "all_reduce": [6.0] * 5,
             "broadcast": [1.0] * 3,
@@ -101,20 +129,20 @@ def test_short_cuts_do_what_the_calls_do(pool: RankPool) -> None:
         }
 
 
-def _short_messages(context: RankContext) -> None:
+def _fast_messages(context: RankContext) -> None:
     """Sends that leave at once keep their place among those that have to wait, and take none when there is no room."""
     context.start("shm")
-    lane = _core.Lane(_core.Recorder(64), "short")
-    quick = dist.communicator().backend.quick(lane)
+    record = _core.GroupRecord(_core.Recorder(64), "short")
+    (path,) = dist.communicator().backend.fast_paths(record, dist.communicator().health)
     chunk, count = torch.zeros(50_000), torch.zeros(1)  # a fifth of a ring
     if context.rank == 0:
         sent = 0
-        while quick.send(chunk.fill_(sent), 1, 7, True) == 0:
+        while path.run(SEND.code, (), chunk.fill_(sent), 1, 7, False):
             sent += 1
         assert 1 < sent < 10
-        assert lane.messages == lane.completed == sent, "what was not sent is not recorded"
+        assert record.messages == record.completed == sent, "what was not sent is not recorded"
         late = [dist.isend(torch.full_like(chunk, sent + more), 1, tag=7) for more in range(3)]
-        assert quick.send(count, 1, 7, True) != 0, "others wait before it"
+        assert not path.run(SEND.code, (), count, 1, 7, False), "others wait before it"
         assert not any(work.is_completed() for work in late)
         dist.broadcast(count.fill_(sent + 3), 0)
         for work in late:
@@ -133,21 +161,21 @@ def _short_messages(context: RankContext) -> None:
         assert first.get_future().wait() == []
         with pytest.raises(dist.errors.UsageError, match="tag=2147483648 is not between"):
             dist.isend(count, 1, tag=2**31)
-        assert quick.send(chunk, 0, 0, False) != 0, "to itself"
-        assert quick.recv(torch.zeros(4, 2)[:, 0], 1, 0) != 0
-        assert lane.messages == sent
+        assert not path.run(SEND.code, (), chunk, 0, 0, True), "to itself"
+        assert not path.run(RECV.code, torch.zeros(4, 2)[:, 0], (), 1, 0, True)
+        assert record.messages == sent
         return
     dist.broadcast(count, 0)
     for expected in range(int(count)):
-        assert quick.recv(chunk, 0, 7) == 0
+        assert path.run(RECV.code, chunk, (), 0, 7, True)
         assert torch.equal(chunk, torch.full_like(chunk, expected))
     for tag in (2**31 - 1, -8):
         dist.recv(count.zero_(), 0, tag=tag)
         assert count == expected + 1
 
 
-def test_short_messages_keep_their_order(pool: RankPool) -> None:
-    pool.run(_short_messages, world_size=2)
+def test_fast_messages_keep_their_order(pool: RankPool) -> None:
+    pool.run(_fast_messages, world_size=2)
 
 
 def _list_that_is_cleared(context: RankContext) -> None:

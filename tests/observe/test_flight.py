@@ -31,12 +31,12 @@ from ringway.testing import RankContext, RankPool
 
 def write_and_die(context: RankContext, path: str) -> None:
     recorder = _core.Recorder(64, path)
-    lane = _core.Lane(recorder, "data parallel", 8)
+    record = _core.GroupRecord(recorder, "data parallel", 8)
     label = recorder.intern("loss")
     for number in range(100):
-        token = lane.begin(1, number, 0, 0, -1, label)
+        token = record.begin(1, number, 0, 0, -1, label)
         if number < 99:
-            lane.end(token, True)
+            record.end(token, True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -232,11 +232,11 @@ def a_million_calls(context: RankContext) -> tuple[int, int, int]:
     fresh(context)
     recorder = _core.Recorder(4096)
     recorder.choose(True, True, False, [], [])
-    lane = _core.Lane(recorder, "g", 2)
+    record = _core.GroupRecord(recorder, "g", 2)
     before = resident_bytes()
     for number in range(1_000_000):
         # Sizes that never come again: the worst a program can do to a table of sizes.
-        lane.end(lane.begin(1, number, 0, 0, -1, 0), True)
+        record.end(record.begin(1, number, 0, 0, -1, 0), True)
     grown = resident_bytes() - before
     rows = recorder.logged()
     return grown, len(rows), sum(row[5] for row in rows)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringway._core as _core
 from ringway.call import OPS
+from ringway.compare.one_host import board_error
 from ringway.errors import CollectiveMismatch
 from ringway.testing import RankContext, RankPool
 
@@ -81,14 +82,14 @@ def test_ddp_ends_with_the_mismatch_too(pool: RankPool) -> None:
     assert "DistributedDataParallel" not in str(outcomes[1].error)
 
 
-def lanes_of(size: int) -> list[Any]:
+def records_of(size: int) -> list[Any]:
     fd = _core.create_call_board(size, size, "t" * 32)
-    lanes = []
+    records = []
     for rank in range(size):
-        lane = _core.Lane(_core.Recorder(16), "g", size)
-        lane.compare(_core.CallBoard(fd, rank, [10 * rank for rank in range(size)], "t" * 32))
-        lanes.append(lane)
-    return lanes
+        record = _core.GroupRecord(_core.Recorder(16), "g", size)
+        record.compare(_core.CallBoard(fd, rank, [10 * rank for rank in range(size)], "t" * 32))
+        records.append(record)
+    return records
 
 
 def test_the_board_compares_what_must_agree_and_nothing_else() -> None:
@@ -99,18 +100,17 @@ def test_the_board_compares_what_must_agree_and_nothing_else() -> None:
         if not op.collective:
             continue
         for fact in same:
-            first, second = lanes_of(2)
+            first, second = records_of(2)
             first.begin(op.code, *same.values(), 0)
             changed = {**same, fact: other[fact]}
             if fact in op.agree:
-                with pytest.raises(CollectiveMismatch) as caught:
+                with pytest.raises(_core.CallsDiffer):
                     second.begin(op.code, *changed.values(), 0)
-                assert set(caught.value.sides) == {0, 10}
-                with pytest.raises(CollectiveMismatch):
-                    first.check()
+                assert set(board_error("g", second.difference).sides) == {0, 10}
+                assert first.difference == second.difference
             else:
                 second.begin(op.code, *changed.values(), 0)
-                first.check()
+                assert first.difference is None
 
 
 def test_the_board_of_another_group_or_a_full_one_is_refused() -> None:

@@ -46,7 +46,7 @@ def gather_object(
     if channel is None:
         return
     member = find(group)
-    root = member.place("dst", dst, group_dst, default=0)
+    root = member.members.place("dst", dst, group_dst, default=0)
     if member.rank == root and (object_gather_list is None or len(object_gather_list) < member.size):
         raise UsageError(f"gather_object: the destination needs an object_gather_list of {member.size} places")
     if member.rank != root and object_gather_list is not None:
@@ -67,7 +67,7 @@ def broadcast_object_list(
     channel = _channel(group, "broadcast_object_list")
     if channel is None:
         return
-    root = find(group).place("src", src, group_src, default=0)
+    root = find(group).members.place("src", src, group_src, default=0)
     _places("broadcast_object_list", "object_list", object_list)
     _fill("broadcast_object_list", object_list, channel.broadcast(object_list, root))
 
@@ -89,7 +89,7 @@ def scatter_object_list(
     if channel is None:
         return
     member = find(group)
-    root = member.place("src", src, group_src, default=0)
+    root = member.members.place("src", src, group_src, default=0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise UsageError("scatter_object_list: scatter_object_output_list must be a list with at least one place")
     if member.rank == root and (scatter_object_input_list is None or len(scatter_object_input_list) != member.size):
@@ -108,7 +108,9 @@ def send_object_list(
     """`device` and `use_batch` are accepted for compatibility with torch; objects always travel on the CPU."""
     channel = _channel(group, "send_object_list")
     if channel is not None:
-        channel.send(_places("send_object_list", "object_list", object_list), find(group).place("dst", dst, group_dst))
+        channel.send(
+            _places("send_object_list", "object_list", object_list), find(group).members.place("dst", dst, group_dst)
+        )
 
 
 def recv_object_list(
@@ -126,7 +128,7 @@ def recv_object_list(
     member = find(group)
     anyone = src is None and group_src is None
     _places("recv_object_list", "object_list", object_list)
-    values, sender = channel.recv(None if anyone else member.place("src", src, group_src))
+    values, sender = channel.recv(None if anyone else member.members.place("src", src, group_src))
     _fill("recv_object_list", object_list, values)
     return member.ranks[sender]
 
@@ -140,7 +142,7 @@ def allgather_object(obj: Any, group: Group = None) -> list[Any]:
 def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
     """The object of rank `src` (a global rank)."""
     channel = _channel(group, "broadcast_object")
-    return obj if channel is None else channel.broadcast(obj, find(group).place("src", src, None))
+    return obj if channel is None else channel.broadcast(obj, find(group).members.place("src", src, None))
 
 
 def reduce_object(obj: Any, op: Any = ReduceOp.SUM, group: Group = None) -> Any:

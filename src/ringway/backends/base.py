@@ -21,9 +21,9 @@ Contract:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as c10d
@@ -51,6 +51,16 @@ class GroupInfo:
     timeout: float
     options: Any = None
     process: Process = field(default_factory=Process, repr=False, compare=False)
+
+
+class Health(Protocol):
+    """What a backend may ask of, and say to, the health of its group."""
+
+    def check(self) -> None:
+        """Raise if the group has failed, so that no wait of it can succeed."""
+
+    def failed(self, error: BaseException) -> None:
+        """A call failed after it had returned to its caller."""
 
 
 class _LikeTorch(abc.ABCMeta):
@@ -96,20 +106,17 @@ class Backend(metaclass=_LikeTorch):
         """Whether data of this dtype may be passed unchanged. Other dtypes are passed as bytes."""
         return True
 
-    def quick(self, lane: _core.Lane) -> Any:
-        """Short cuts for synchronous calls on plain tensors, or None.
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        """The backend's fast paths; none by default.
 
-        An object with any of `all_reduce(tensor, reduce_code)`, `broadcast(tensor, root)`,
-        `reduce(tensor, root, reduce_code)`, `all_gather(outputs, input)`, `all_gather_into_tensor(output, input)`,
-        `gather(input, outputs, root)`, `scatter(output, inputs, root)`, `reduce_scatter(output, inputs, reduce_code)`,
-        `reduce_scatter_tensor(output, input, reduce_code)`, `all_to_all_single(output, input)`, `barrier()`,
-        `send(tensor, peer, tag, at_once)` and `recv(tensor, peer, tag)`. Each records the call on the lane itself and
-        returns 0 when it is done, or something else, with nothing recorded or sent, when the tensors are not
-        plain: dense, contiguous, on the backend's device. Where a wait only orders the device's work, 0 means that the
-        current stream stands behind the call, and its end is recorded when the device gets there; an attribute
-        `failed` of the object is then set to a function, and told what went wrong on the device.
+        A fast path runs a synchronous sum or move of plain tensors without ringway's general path: `run` takes the
+        op's code, outputs, inputs, the peer (root, destination or source; -1 for none), a tag, and whether a send may
+        wait. It records the call in `record` and returns True when the call is done, which on a CUDA stream means
+        that the current stream waits for it. It returns False for a call that is not for it, and leaves no trace
+        then: nothing is numbered, recorded or sent. Errors that only show after `run` returned go to `health`,
+        which is a weak proxy: keep it, not its methods.
         """
-        return None
+        return ()
 
     def set_timeout(self, seconds: float) -> None:
         """Sets the limit for everything that has none of its own: the fast path, and messages if the library takes no
@@ -123,18 +130,9 @@ class Backend(metaclass=_LikeTorch):
         self.close()
 
 
-def either(first: Callable[..., int], second: Callable[..., int]) -> Callable[..., int]:
-    """A short cut: the second takes what the first does not."""
-
-    def run(*arguments: Any) -> int:
-        return first(*arguments) and second(*arguments)
-
-    return run
-
-
 def supports(backend: Backend | type[Backend], op_name: str) -> bool:
     """Whether the backend has the op natively."""
     return callable(getattr(backend, op_name, None))
 
 
-__all__ = ["DONE", "Backend", "Call", "Completion", "GroupInfo", "Handle", "supports"]
+__all__ = ["DONE", "Backend", "Call", "Completion", "GroupInfo", "Handle", "Health", "supports"]

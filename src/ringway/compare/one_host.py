@@ -110,13 +110,10 @@ def describe_posted(group: str, call: tuple[Any, ...]) -> str:
     )
 
 
-def _board_error(group: str, fault: tuple[Any, ...] | None) -> CollectiveMismatch:
+def board_error(group: str, fault: tuple[Any, ...] | None) -> CollectiveMismatch:
     if fault is None:
         return CollectiveMismatch(
             f"ranks of the group {group} called different things; the rank that found out exited before it said more"
         )
     rank, own, other, theirs = fault
     return mismatch_error(group, {rank: describe_posted(group, own), other: describe_posted(group, theirs)}, own[0])
-
-
-_core.set_mismatch_error(_board_error)

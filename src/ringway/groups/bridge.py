@@ -73,7 +73,7 @@ class Bridge(c10d.ProcessGroup):
         call.timeout = seconds(getattr(opts, "timeout", None))
         if self._collecting is not None:
             call.async_op = True
-        work = self.communicator.issue(call)
+        work = self.communicator.calls.issue(call)
         if self._collecting is not None and work is not None:
             self._collecting.append(work)
         return work
@@ -90,14 +90,12 @@ class Bridge(c10d.ProcessGroup):
         reduce, factor = self._reduction(opts)
         if members[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
-        quick = self.communicator.quick_all_reduce
         if (
-            quick is not None
-            and reduce is Reduce.SUM
+            reduce is Reduce.SUM
             and self._collecting is None
             and not getattr(opts, "asyncOp", True)
             and seconds(opts.timeout) is None
-            and self.communicator.quickly(quick, members[0], int(reduce))
+            and self.communicator.calls.run_fast(ALL_REDUCE.code, members[0], members[0])
         ):
             return None
         return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)

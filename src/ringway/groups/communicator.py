@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from operator import index
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ringway._core as _core
+from ringway.backends.base import Backend, GroupInfo
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -35,18 +38,76 @@ from ringway.call import (
 )
 from ringway.errors import UsageError
 from ringway.groups.barrier import monitored_barrier
-from ringway.groups.call_path import Issuer
+from ringway.groups.call_path import CallPath
 from ringway.groups.checks import listed
+from ringway.groups.devices import Devices
+from ringway.groups.fast_path import FastPaths
+from ringway.groups.health import Health
+from ringway.groups.listener import Listener
+from ringway.groups.members import Members
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.work import Sent, Work, seconds
 
 _SUM = ReduceOp.SUM
+_ALL_REDUCE = ALL_REDUCE.code
 _MOST_TAG = 2**31 - 1
 
 
-class Communicator(Issuer):
+class Communicator:
     """The collectives of one group. Ranks in `src` and `dst` are global, in `group_src` and `group_dst` the
-    group's own, as torch has them. A synchronous call that succeeded returns None."""
+    group's own, as in torch. A synchronous call that succeeded returns None."""
+
+    def __init__(
+        self,
+        info: GroupInfo,
+        backends: Mapping[str, Backend | Callable[[], Backend]],
+        recorder: _core.Recorder,
+        listeners: Sequence[Listener],
+    ) -> None:
+        """`backends` are by device; a function instead of a backend makes it when the first call needs it."""
+        self.info = info
+        self.rank = info.rank
+        self.size = info.size
+        self.name = info.name
+        self.members = Members(info.name, info.ranks)
+        self.ranks = self.members.ranks
+        self.record = _core.GroupRecord(recorder, info.name, info.size, self.ranks)
+        self.devices = Devices(info.name, backends)
+        paths = FastPaths(self.record)
+        self.health = Health(self, info.name, self.record, self.devices, paths, listeners)
+        self.calls = CallPath(info, recorder, self.record, self.health, self.devices, paths, listeners)
+        self._fast = self.calls.run_fast
+        self._issue = self.calls.issue
+        self._place = self.members.place
+        self._barriers = 0
+        self.spans_hosts = False
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the group's first device."""
+        return self.devices.first
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended the group: every further call raises it again."""
+        return self.health.fault
+
+    @property
+    def closed(self) -> bool:
+        return self.health.closed
+
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Where each op comes from, by device: native, or composed of another op."""
+        return self.devices.origins()
+
+    def set_timeout(self, seconds: float) -> None:
+        """The deadline of calls that name none, from now on."""
+        self.info = replace(self.info, timeout=seconds)
+        self.calls.set_timeout(seconds)
+
+    def close(self, wait: bool = True) -> None:
+        """Ends the group. Idempotent; pending calls end with an error."""
+        self.health.close(wait)
 
     def broadcast(
         self,
@@ -57,26 +118,20 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self.place("src", src, group_src)
-        if self.shortly(BROADCAST, async_op, log_name, tensor, root):
+        root = self._place("src", src, group_src)
+        if not (async_op or log_name) and self._fast(BROADCAST.code, tensor, tensor, root):
             return None
-        return self.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
+        return self._issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
         self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if (
-            op is _SUM
-            and self.quick_all_reduce is not None
-            and not async_op
-            and log_name is None
-            and self.quickly(self.quick_all_reduce, tensor, 0)
-        ):
+        if op is _SUM and not (async_op or log_name) and self._fast(_ALL_REDUCE, tensor, tensor):
             return None
         reduce, factor = parse_reduce(op)
         if getattr(tensor, "layout", None) is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, reduce, async_op)
-        return self.issue(Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name))
+        return self._issue(Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name))
 
     def inference_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> None:
         """The lowest latency there is: nothing to hold, nothing to wait for afterwards."""
@@ -92,11 +147,11 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self.place("dst", dst, group_dst)
-        if op is _SUM and self.shortly(REDUCE, async_op, log_name, tensor, root, 0):
+        root = self._place("dst", dst, group_dst)
+        if op is _SUM and not (async_op or log_name) and self._fast(REDUCE.code, tensor, tensor, root):
             return None
         reduce, factor = parse_reduce(op)
-        return self.issue(
+        return self._issue(
             Call(REDUCE, (tensor,), (tensor,), reduce, factor, peer=root, async_op=async_op, label=log_name)
         )
 
@@ -108,9 +163,9 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if self.shortly(ALL_GATHER, async_op, log_name, tensor_list, tensor):
+        if not (async_op or log_name) and self._fast(ALL_GATHER.code, tensor_list, tensor):
             return None
-        return self.issue(
+        return self._issue(
             Call(
                 ALL_GATHER, (tensor,), listed(ALL_GATHER, "tensor_list", tensor_list), async_op=async_op, label=log_name
             )
@@ -119,9 +174,11 @@ class Communicator(Issuer):
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if self.shortly(ALL_GATHER_SINGLE, async_op, log_name, output_tensor, input_tensor):
+        if not (async_op or log_name) and self._fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
             return None
-        return self.issue(Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name))
+        return self._issue(
+            Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name)
+        )
 
     def gather(
         self,
@@ -133,11 +190,11 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self.place("dst", dst, group_dst, default=0)
-        if self.shortly(GATHER, async_op, log_name, tensor, gather_list, root):
+        root = self._place("dst", dst, group_dst, default=0)
+        if not (async_op or log_name) and self._fast(GATHER.code, gather_list, tensor, root):
             return None
         outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
-        return self.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
+        return self._issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
 
     def scatter(
         self,
@@ -149,11 +206,11 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self.place("src", src, group_src, default=0)
-        if self.shortly(SCATTER, async_op, log_name, tensor, scatter_list, root):
+        root = self._place("src", src, group_src, default=0)
+        if not (async_op or log_name) and self._fast(SCATTER.code, tensor, scatter_list, root):
             return None
         inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
-        return self.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
+        return self._issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def reduce_scatter(
         self,
@@ -164,11 +221,11 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if op is _SUM and self.shortly(REDUCE_SCATTER, async_op, log_name, output, input_list, 0):
+        if op is _SUM and not (async_op or log_name) and self._fast(REDUCE_SCATTER.code, output, input_list):
             return None
         reduce, factor = parse_reduce(op)
         inputs = listed(REDUCE_SCATTER, "input_list", input_list)
-        return self.issue(Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name))
+        return self._issue(Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name))
 
     def reduce_scatter_tensor(
         self,
@@ -179,10 +236,10 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if op is _SUM and self.shortly(REDUCE_SCATTER_SINGLE, async_op, log_name, output, input, 0):
+        if op is _SUM and not (async_op or log_name) and self._fast(REDUCE_SCATTER_SINGLE.code, output, input):
             return None
         reduce, factor = parse_reduce(op)
-        return self.issue(
+        return self._issue(
             Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
         )
 
@@ -196,7 +253,7 @@ class Communicator(Issuer):
     ) -> Work | None:
         outputs = listed(ALL_TO_ALL, "output_tensor_list", output_tensor_list)
         inputs = listed(ALL_TO_ALL, "input_tensor_list", input_tensor_list)
-        return self.issue(Call(ALL_TO_ALL, inputs, outputs, async_op=async_op, label=log_name))
+        return self._issue(Call(ALL_TO_ALL, inputs, outputs, async_op=async_op, label=log_name))
 
     def all_to_all_single(
         self,
@@ -208,13 +265,10 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if (
-            not output_split_sizes
-            and not input_split_sizes
-            and self.shortly(ALL_TO_ALL_SINGLE, async_op, log_name, output, input)
-        ):
+        even = not (output_split_sizes or input_split_sizes)
+        if even and not (async_op or log_name) and self._fast(ALL_TO_ALL_SINGLE.code, output, input):
             return None
-        return self.issue(
+        return self._issue(
             Call(
                 ALL_TO_ALL_SINGLE,
                 (input,),
@@ -238,7 +292,7 @@ class Communicator(Issuer):
     ) -> Work | None:
         reduce, factor = parse_reduce(op)
         members = listed(ALL_REDUCE_COALESCED, "tensors", tensors)
-        return self.issue(
+        return self._issue(
             Call(ALL_REDUCE_COALESCED, members, members, reduce, factor, async_op=async_op, label=log_name)
         )
 
@@ -267,7 +321,7 @@ class Communicator(Issuer):
                     f"all_gather_coalesced: output_tensor_lists[{rank}] has {len(row)} tensors for {len(inputs)} inputs"
                 )
         by_input = [row[i] for i in range(len(inputs)) for row in rows]
-        return self.issue(Call(ALL_GATHER_COALESCED, inputs, by_input, async_op=async_op, label=log_name))
+        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input, async_op=async_op, label=log_name))
 
     def reduce_scatter_coalesced(
         self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, *, log_name: str | None = None
@@ -278,7 +332,7 @@ class Communicator(Issuer):
         members = listed(REDUCE_SCATTER_COALESCED, "tensors", tensors)
         padded = [_padded(tensor, self.size) for tensor in members]
         shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in padded]
-        self.issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
+        self._issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
         return [
             share[: max(0, min(share.numel(), tensor.numel() - self.rank * share.numel()))]
             for tensor, share in zip(members, shares, strict=True)
@@ -311,13 +365,13 @@ class Communicator(Issuer):
     def _send(
         self, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None, label: str | None, async_op: bool
     ) -> Work | None:
-        peer = self.place("dst", dst, group_dst)
+        peer = self._place("dst", dst, group_dst)
         if peer == self.rank:
             raise UsageError("a rank cannot send to itself")
         tag = _tag(tag)
-        if self.shortly(SEND, False, label, tensor, peer, tag, async_op):
+        if not label and self._fast(SEND.code, (), tensor, peer, tag, not async_op):
             return Sent() if async_op else None
-        return self.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
+        return self._issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
         self,
@@ -330,10 +384,10 @@ class Communicator(Issuer):
     ) -> int:
         """Returns the global rank that the message came from."""
         peer, tag = self._source(src, group_src), _tag(tag)
-        if self.shortly(RECV, False, log_name, tensor, peer, tag):
+        if not log_name and self._fast(RECV.code, tensor, (), peer, tag):
             return self.ranks[peer]
         call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
-        self.issue(call)
+        self._issue(call)
         return self.ranks[call.peer]
 
     def irecv(
@@ -346,10 +400,10 @@ class Communicator(Issuer):
         log_name: str | None = None,
     ) -> Work | None:
         peer = self._source(src, group_src)
-        return self.issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
+        return self._issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
 
     def _source(self, src: int | None, group_src: int | None) -> int:
-        peer = ANY_SOURCE if src is None and group_src is None else self.place("src", src, group_src)
+        peer = ANY_SOURCE if src is None and group_src is None else self._place("src", src, group_src)
         if peer == self.rank:
             raise UsageError("a rank cannot receive from itself")
         return peer
@@ -364,19 +418,20 @@ class Communicator(Issuer):
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if timeout is None and self.shortly(BARRIER, async_op, log_name):
+        if timeout is None and not (async_op or log_name) and self._fast(BARRIER.code, (), ()):
             return None
-        return self.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
+        return self._issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False, *, log_name: str | None = None
     ) -> None:
         """A barrier through the store, on any backend, whose error names the ranks that did not come."""
-        self.require_health()
+        self.health.require()
         at_once = timeout in (0, timedelta(0))
         limit = 0.0 if at_once else seconds(timeout) or self.info.timeout
-        with self.recorded(BARRIER, log_name or "monitored_barrier"):
-            monitored_barrier(self.info, self.next_barrier(), limit, wait_all_ranks)
+        self._barriers += 1
+        with self.calls.recorded(BARRIER, log_name or "monitored_barrier"):
+            monitored_barrier(self.info, self._barriers, limit, wait_all_ranks)
 
 
 def _splits(what: str, sizes: Sequence[int] | None) -> list[int] | None:

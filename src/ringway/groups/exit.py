@@ -23,7 +23,7 @@ def leave_at_exit() -> None:
         _core.leave_threads_behind()
     for communicator in world.communicators():
         if not quiet:  # keep its connections until the process ends: closing them could wake threads that still wait
-            communicator.abandon()
+            communicator.devices.abandon()
         communicator.close(wait=False)
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()
@@ -42,5 +42,5 @@ def leave_in_child() -> None:
     error = UsageError(FORKED)
     for communicator in world.start_over():
         never_destroy(communicator)
-        communicator.poison(error)
+        communicator.health.poison(error)
     world.process.forked()

@@ -60,9 +60,13 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         others["cuda"] = nccl
         backends["cuda"] = NcclBackend(info, nccl, ours=True)
     communicator = world.add(info, backends)
-    communicator.compare(board, created)
+    if board is not None:
+        communicator.calls.compare(board, created)
     if compared and spans_hosts(info):
-        communicator.compare_across(join_comparison(info, world.check, world.recorder))
+        communicator.spans_hosts = True
+        comparison = join_comparison(info, world.check, world.recorder)
+        if comparison is not None:
+            communicator.calls.compare_across_hosts(comparison)
     return Bridge(registration.torch_name, communicator, inner, others)
 
 

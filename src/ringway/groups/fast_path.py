@@ -1,67 +1,44 @@
-"""The short cuts of one group: for each op what its backends offer, device by device (`Backend.quick`)."""
+"""The fast paths of one group: what its backends offer, op by op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import weakref
+from collections.abc import Iterable
 
 import ringway._core as _core
-from ringway.backends.base import Backend, either
-from ringway.call import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    SEND,
-)
+from ringway.backends.base import Backend, Health
+from ringway.call import BARRIER, OPS
 
-ShortCut = Callable[..., int]
-
-_SHORT = (
-    ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_SINGLE, GATHER, SCATTER, REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, BARRIER, SEND, RECV,
-)  # fmt: skip
-"""The ops that a backend may have a short cut for."""
+_NONE: tuple[tuple[_core.FastPath, ...], ...] = ((),) * len(OPS)
 
 
-class ShortCuts:
-    """What was offered is kept: a backend is asked once."""
+class FastPaths:
+    """A backend is asked for its paths once. They are open while the group is healthy and nobody watches each call."""
 
-    def __init__(self, lane: _core.Lane, failed: Callable[[BaseException], None]) -> None:
-        self._lane = lane
-        self._failed = failed
-        self._quick: dict[Backend, Any] = {}
+    def __init__(self, record: _core.GroupRecord) -> None:
+        self._record = record
+        self._offered: dict[Backend, list[_core.FastPath]] = {}
+        self.by_op = _NONE
+        """By the op's code: the paths to try, in order. The first device's come first, so they cost nothing more in a
+        group of several devices."""
 
-    def of(self, first: Backend, others: Iterable[Backend]) -> tuple[dict[str, ShortCut], dict[int, ShortCut]]:
-        """By op; and by the `id` of a short cut what to ask when it has not taken the call: its tensors may be another
-        device's. So the first device's costs nothing more. What has no tensors is for the first backend only."""
-        found: dict[str, ShortCut] = {}
-        instead: dict[int, ShortCut] = {}
-        for backend in dict.fromkeys((first, *others)):
-            quick = self._offered(backend)
-            for op in _SHORT:
-                cut = getattr(quick, op.name, None)
-                if cut is None or (op is BARRIER and backend is not first):
-                    continue
-                asked_first = id(found.setdefault(op.name, cut))
-                if found[op.name] is not cut:
-                    instead[asked_first] = either(instead[asked_first], cut) if asked_first in instead else cut
-        return found, instead
+    def open(self, backends: Iterable[Backend], health: Health) -> None:
+        """Opens the paths of these backends, the first device's first. A barrier has no device: it is the first's."""
+        by_op: list[list[_core.FastPath]] = [[] for _ in OPS]
+        for number, backend in enumerate(backends):
+            if backend not in self._offered:
+                # Weakly: the group's health holds its paths.
+                self._offered[backend] = list(backend.fast_paths(self._record, weakref.proxy(health)))
+            for path in self._offered[backend]:
+                for op in OPS:
+                    if path.has(op.code) and not (op is BARRIER and number):
+                        by_op[op.code].append(path)
+        self.by_op = tuple(tuple(paths) for paths in by_op)
 
-    def _offered(self, backend: Backend) -> Any:
-        if backend not in self._quick:
-            self._quick[backend] = quick = backend.quick(self._lane)
-            if hasattr(quick, "failed"):
-                quick.failed = self._failed
-        return self._quick[backend]
+    def close(self) -> None:
+        self.by_op = _NONE
 
     def clear(self) -> None:
-        self._quick.clear()
+        """The group is over: the paths go with its backends."""
+        self.close()
+        self._offered.clear()

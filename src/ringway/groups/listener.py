@@ -19,8 +19,10 @@ class Group(Protocol):
     rank: int
     size: int
     ranks: list[int]
-    closed: bool
     spans_hosts: bool
+
+    @property
+    def closed(self) -> bool: ...
 
     @property
     def fault(self) -> BaseException | None:

@@ -154,7 +154,7 @@ class World:
 
     def _listeners_changed(self) -> None:
         for communicator in list(self._all):
-            communicator.listeners_changed()
+            communicator.calls.refresh()
 
 
 world = World()

@@ -134,9 +134,9 @@ def flight_record(calls: Iterable[RecordedCall] | None = None) -> dict[str, Any]
         "pg_config": config,
         "pg_status": {
             name: {
-                "last_enqueued_collective": each.lane.collectives - 1,
-                "last_started_collective": each.lane.collectives - 1,
-                "last_completed_collective": each.lane.completed - 1,
+                "last_enqueued_collective": each.record.collectives - 1,
+                "last_started_collective": each.record.collectives - 1,
+                "last_completed_collective": each.record.completed - 1,
             }
             for name, each in members.items()
         },

@@ -131,9 +131,9 @@ def status() -> dict[str, Any]:
                 "rank": each.rank,
                 "ranks": list(each.ranks),
                 "backend": each.backend.name,
-                "collectives": each.lane.collectives,
-                "messages": each.lane.messages,
-                "completed": each.lane.completed,
+                "collectives": each.record.collectives,
+                "messages": each.record.messages,
+                "completed": each.record.completed,
                 "fault": None if each.fault is None else str(each.fault),
             }
             for each in world.communicators()

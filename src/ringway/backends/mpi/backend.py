@@ -17,7 +17,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 import ringway._core as _core
-from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.base import Backend, GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.mpi import world as mpi_world
 from ringway.backends.mpi.buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
@@ -45,44 +45,42 @@ def _nothing() -> None:
     """For calls that need no copies."""
 
 
-class _MpiQuick:
-    """The short way of an all_reduce in place that MPI does as it is."""
+class MpiFastPath(_core.FastPath):
+    """Sums in place, as MPI does it itself, without ringway's general path."""
 
-    def __init__(self, backend: MpiBackend, comm: Any, ordered: CallQueue, lane: _core.Lane) -> None:
+    def __init__(
+        self, backend: MpiBackend, comm: Any, queue: CallQueue, record: _core.GroupRecord, health: Health
+    ) -> None:
+        summed = dtype_bits(dtype for dtype in DATATYPES if reduces(dtype, Reduce.SUM))
+        super().__init__(record, backend.rank, backend.size, _core.CPU, 0, summed, 1 << ALL_REDUCE.code)
         self._backend = backend
         self._start = comm.Iallreduce
-        self._ordered = ordered
-        self._lane = lane
-        self._begin = lane.begin_plain
-        self._end = lane.end
-        self._operations = {int(reduce): operation for reduce, operation in _OPERATIONS.items()}
-        self._dtypes = {
-            int(reduce): dtype_bits(dtype for dtype in DATATYPES if reduces(dtype, reduce)) for reduce in _OPERATIONS
-        }
+        self._queue = queue
+        self._record = record
+        self._health = health
 
-    def all_reduce(self, tensor: Tensor, reduce: int) -> int:
-        operation = self._operations.get(reduce)
-        if operation is None or not self._ordered.take():
-            return 1
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+        if not self._queue.take():
+            return False
         try:
-            token = self._begin(ALL_REDUCE.code, tensor, reduce, -1, self._dtypes[reduce])
+            token = self.begin(op, outputs, inputs, peer)
             if token == 0:
-                return 1
-            ok = False
+                return False
+            done = False
             try:
-                self._run(tensor, reduce, operation)
-                ok = True
+                self._sum(outputs)
+                done = True
             finally:
-                self._end(token, ok)
+                self._record.end(token, done)
         finally:
-            self._ordered.give_back()
-        return 0
+            self._queue.give_back()
+        return True
 
-    def _run(self, tensor: Tensor, reduce: int, operation: Any) -> None:
+    def _sum(self, tensor: Tensor) -> None:
         for part in countable(tensor):
             try:
                 with LOCK:
-                    request = self._start(MPI.IN_PLACE, as_numbers(part), op=operation)
+                    request = self._start(MPI.IN_PLACE, as_numbers(part), op=MPI.SUM)
                     if request.Test():
                         continue
                 failure = None
@@ -92,10 +90,9 @@ class _MpiQuick:
                 ALL_REDUCE,
                 (tensor,),
                 (tensor,),
-                Reduce(reduce),
-                sequence=self._lane.collectives - 1,
+                sequence=self._record.collectives - 1,
                 group=self._backend.group.name,
-                check=self._lane.check,
+                check=self._health.check,
             )
             if failure is not None:
                 raise mapped(failure, call)
@@ -127,8 +124,8 @@ class MpiBackend(Backend):
             return reduces(dtype, reduce)
         return dtype in DATATYPES and reduce in _OPERATIONS
 
-    def quick(self, lane: _core.Lane) -> _MpiQuick:
-        return _MpiQuick(self, self._comm, self._queue, lane)
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        return (MpiFastPath(self, self._comm, self._queue, record, health),)
 
     def set_timeout(self, seconds: float) -> None:
         self.group = replace(self.group, timeout=seconds)

@@ -8,7 +8,7 @@ is synchronized. With torch's blocking wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import ringway._core as _core
-from ringway.backends.base import GroupInfo
+from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
-from ringway.backends.nccl.fast_path import NcclQuick
+from ringway.backends.nccl.fast_path import NcclFastPath
 from ringway.backends.nccl.handles import NcclHandle, Works, communicator_of, cuda_device
 from ringway.backends.torch.backend import TorchBackend
 from ringway.backends.torch.handles import mapped
@@ -47,7 +47,7 @@ class NcclBackend(TorchBackend):
         super().__init__(info, group)
         self._works = Works(info.process)
         self._closed = False
-        self._quick: NcclQuick | None = None
+        self._fast_path: NcclFastPath | None = None
         self._limit: float | None = None
         self._destroyed = destroyed
         self._ours = ours
@@ -63,15 +63,17 @@ class NcclBackend(TorchBackend):
     def can_move(self, dtype: torch.dtype) -> bool:
         return dtype in _MOVED
 
-    def quick(self, lane: _core.Lane) -> NcclQuick:
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
-        self._quick = NcclQuick(self.group, self._works, self._group, lane, summed, _MOVED, self._limit)
-        return self._quick
+        self._fast_path = NcclFastPath(
+            self.group, self._works, self._group, record, health, summed, _MOVED, self._limit
+        )
+        return (self._fast_path,)
 
     def set_timeout(self, seconds: float) -> None:
         self._limit = seconds
-        if self._quick is not None:
-            self._quick.set_timeout(seconds)
+        if self._fast_path is not None:
+            self._fast_path.set_timeout(seconds)
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         try:

@@ -1,6 +1,6 @@
-"""The short way of synchronous calls on plain CUDA tensors: torch's own method, and an event behind it.
+"""nccl's fast path: synchronous calls on plain CUDA tensors go straight to torch, with an event behind each.
 
-The event stands for the call in the device watch, by which the recorder learns that the device has passed it.
+The device watch waits for the event, so the recorder learns when the device has passed the call.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor
 from torch._C import _distributed_c10d as native
 
 import ringway._core as _core
-from ringway.backends.base import GroupInfo
+from ringway.backends.base import GroupInfo, Health
 from ringway.backends.nccl.handles import OnStream, Works
 from ringway.backends.torch.backend import REDUCE_OPS, options_for
 from ringway.backends.torch.handles import mapped
@@ -25,33 +24,36 @@ from ringway.call import (
     ALL_REDUCE,
     ALL_TO_ALL_SINGLE,
     BROADCAST,
+    OPS,
     REDUCE_SCATTER_SINGLE,
     Call,
+    Op,
     Reduce,
     dtype_bits,
+    op_bits,
 )
 
-_SUM = int(Reduce.SUM)
+Issue = Callable[[Any, Any], Any]
 _KNOWN_STREAMS = 256
-"""torch has about a hundred; a program may bring one of its own for each call."""
+"""torch has about a hundred streams, but a program may bring a new one for each call."""
 
 
 class _Stream:
-    """A stream of the program's, and events that nothing stands behind any more."""
+    """A stream of the program, and events that are free again."""
 
     def __init__(self, index: int) -> None:
         self.stream = torch.cuda.current_stream(index)
         self.spare: list[Any] = []
 
 
-class _Standing(OnStream):
-    """A call that went the short way. Nobody else has its event, so that is used again."""
+class _Pending(OnStream):
+    """A call on the fast path. Nobody else has its event, so the event is used again."""
 
-    def __init__(self, quick: NcclQuick, call: Call, token: int, number: int, on: _Stream) -> None:
+    def __init__(self, path: NcclFastPath, call: Call, token: int, number: int, on: _Stream) -> None:
         event = on.spare.pop() if on.spare else torch.cuda.Event()
-        super().__init__(quick.works, call, quick.lane.collectives - 1, number, on.stream, event, captured=False)
+        super().__init__(path.works, call, path.record.collectives - 1, number, on.stream, event, captured=False)
         self._spare = on.spare
-        self._quick = quick
+        self._path = path
         self._token = token
 
     def outcome(self) -> BaseException | None:
@@ -60,15 +62,14 @@ class _Standing(OnStream):
             self._spare.append(self._event)
         return error
 
-    def told(self, error: BaseException | None) -> None:
-        self._quick.lane.end(self._token, error is None)
+    def ended(self, error: BaseException | None) -> None:
+        self._path.record.end(self._token, error is None)
         if error is not None:
-            self._quick.failed(error)
+            self._path.health.failed(error)
 
 
-class NcclQuick:
-    """Each op returns 0 when the collective is issued and the current stream stands behind it, and 1 when the call is
-    none for a short cut: then nothing has happened."""
+class NcclFastPath(_core.FastPath):
+    """A call is done once torch has issued it and the current stream waits for it."""
 
     device = _core.CUDA
 
@@ -77,104 +78,75 @@ class NcclQuick:
         info: GroupInfo,
         works: Works,
         group: Any,
-        lane: _core.Lane,
+        record: _core.GroupRecord,
+        health: Health,
         summed: Iterable[torch.dtype],
         moved: Iterable[torch.dtype],
         limit: float | None,
     ) -> None:
+        ops = (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE)
+        super().__init__(record, info.rank, info.size, self.device, dtype_bits(moved), dtype_bits(summed), op_bits(ops))
         self.works = works
-        self.lane = lane
-        self.failed: Callable[[BaseException], None] = lambda error: None
+        self.record = record
+        self.health = health
         self._info = info
-        self._size = info.size
         self._group = group
-        self._summed = dtype_bits(summed)
-        self._moved = dtype_bits(moved)
-        self._begin = lane.begin_shares
         self._streams: dict[tuple[int, int], _Stream] = {}
         self.set_timeout(limit)
 
     def set_timeout(self, seconds: float | None) -> None:
-        total = REDUCE_OPS[Reduce.SUM]
+        """The deadline of calls from now on; None is torch's own."""
         self._timeout = seconds
-        self._all_reduce = self._spelled(Call(ALL_REDUCE), c10d.AllreduceOptions, reduceOp=total)
-        self._all_gather = self._spelled(Call(ALL_GATHER_SINGLE), native.AllgatherOptions)
-        self._reduce_scatter = self._spelled(Call(REDUCE_SCATTER_SINGLE), c10d.ReduceScatterOptions, reduceOp=total)
-        self._all_to_all = self._spelled(Call(ALL_TO_ALL_SINGLE), c10d.AllToAllOptions)
-        self._broadcasts: dict[int, tuple[Call, Any]] = {}
+        self._known: dict[tuple[int, int], tuple[Call, Issue]] = {}
 
-    def _spelled(self, call: Call, kind: Any, **values: Any) -> tuple[Call, Any]:
-        """A call without its tensors, for us and for torch."""
-        call = replace(call, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
-        return call, options_for(kind, call, **values)
-
-    def broadcast(self, tensor: Tensor, root: int) -> int:
-        token = self._begin(BROADCAST.code, tensor, tensor, 1, 1, _SUM, root, self._moved, self.device)
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+        token = self.begin(op, outputs, inputs, peer)
         if token == 0:
-            return 1
-        known = self._broadcasts
-        if root not in known:
-            known[root] = self._spelled(Call(BROADCAST, peer=root), c10d.BroadcastOptions, rootRank=root, rootTensor=0)
-        call, options = known[root]
-        return self._run(token, call, tensor, self._group.broadcast, [tensor], options)
-
-    def all_reduce(self, tensor: Tensor, reduce: int) -> int:
-        if reduce != _SUM:
-            return 1
-        token = self._begin(ALL_REDUCE.code, tensor, tensor, 1, 1, _SUM, -1, self._summed, self.device)
-        if token == 0:
-            return 1
-        call, options = self._all_reduce
-        return self._run(token, call, tensor, self._group.allreduce, [tensor], options)
-
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> int:
-        op = ALL_GATHER_SINGLE.code
-        token = self._begin(op, output, input, self._size, 1, _SUM, -1, self._moved, self.device)
-        if token == 0:
-            return 1
-        call, options = self._all_gather
-        return self._run(token, call, output, self._group._allgather_base, output, input, options)
-
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, reduce: int) -> int:
-        if reduce != _SUM:
-            return 1
-        op = REDUCE_SCATTER_SINGLE.code
-        token = self._begin(op, input, output, self._size, 1, _SUM, -1, self._summed, self.device)
-        if token == 0:
-            return 1
-        call, options = self._reduce_scatter
-        return self._run(token, call, input, self._group._reduce_scatter_base, output, input, options)
-
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> int:
-        op = ALL_TO_ALL_SINGLE.code
-        token = self._begin(op, input, output, 1, self._size, _SUM, -1, self._moved, self.device)
-        if token == 0:
-            return 1
-        call, options = self._all_to_all
-        return self._run(token, call, input, self._group.alltoall_base, output, input, [], [], options)
-
-    def _run(self, token: int, call: Call, tensor: Tensor, method: Callable[..., Any], *arguments: Any) -> int:
+            return False
+        known = self._known.get((op, peer))
+        if known is None:
+            known = self._known[op, peer] = self._prepared(OPS[op], peer)
+        call, issue = known
         began = time.monotonic()
         try:
-            work = method(*arguments)
+            work = issue(outputs, inputs)
             captured = torch.cuda.is_current_stream_capturing()
             number = -1 if captured else self.works.issued(None, work)
             work.wait()
-            if captured:  # it was written down, and runs whenever the graph is replayed
-                self.lane.end(token, True)
+            if captured:  # the graph runs it at each replay
+                self.record.end(token, True)
             else:
-                standing = _Standing(self, call, token, number, self._stream(tensor.get_device()))
-                self.works.watch.add(standing.line, standing, standing.told, self.lane.keeps_times)
+                pending = _Pending(self, call, token, number, self._stream(outputs.get_device()))
+                self.works.watch.add(pending.line, pending, pending.ended, self.record.keeps_times)
         except BaseException as error:
-            self.lane.end(token, False)
+            self.record.end(token, False)
             if not isinstance(error, Exception):
                 raise
-            call = replace(call, inputs=(tensor,), sequence=self.lane.collectives - 1)
+            call = replace(call, inputs=(inputs,), outputs=(outputs,), sequence=self.record.collectives - 1)
             raise mapped(error, call, time.monotonic() - began) from error
-        return 0
+        return True
+
+    def _prepared(self, op: Op, root: int) -> tuple[Call, Issue]:
+        """A call without its tensors, for messages, and the function that issues it with torch's options made once."""
+        call = Call(op, peer=root, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
+        group, total = self._group, REDUCE_OPS[Reduce.SUM]
+        if op is ALL_REDUCE:
+            options = options_for(c10d.AllreduceOptions, call, reduceOp=total)
+            return call, lambda tensor, _: group.allreduce([tensor], options)
+        if op is BROADCAST:
+            options = options_for(c10d.BroadcastOptions, call, rootRank=root, rootTensor=0)
+            return call, lambda tensor, _: group.broadcast([tensor], options)
+        if op is ALL_GATHER_SINGLE:
+            options = options_for(native.AllgatherOptions, call)
+            return call, lambda output, input: group._allgather_base(output, input, options)
+        if op is REDUCE_SCATTER_SINGLE:
+            options = options_for(c10d.ReduceScatterOptions, call, reduceOp=total)
+            return call, lambda output, input: group._reduce_scatter_base(output, input, options)
+        options = options_for(c10d.AllToAllOptions, call)
+        return call, lambda output, input: group.alltoall_base(output, input, [], [], options)
 
     def _stream(self, index: int) -> _Stream:
-        """The current stream of the device. To ask torch for the stream itself takes longer than all else here."""
+        """The current stream of the device. Asking torch for the stream object takes longer than all the rest."""
         raw = torch._C._cuda_getCurrentRawStream(index)
         known = self._streams.get((index, raw))
         if known is None:

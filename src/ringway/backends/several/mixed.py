@@ -10,21 +10,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as c10d
 
 import ringway._core as _core
 from ringway.backends import registry
-from ringway.backends.base import Backend, GroupInfo, either
+from ringway.backends.base import Backend, GroupInfo, Health
 from ringway.backends.compose import Plan, plan
 from ringway.backends.exchange import exchange
 from ringway.backends.select import obstacle
 from ringway.backends.several.parts import BackendOfParts
 from ringway.backends.several.policy import ANY, Policy, Rule
-from ringway.call import ALL_TO_ALL_SINGLE, OPS, REDUCE_SCATTER_SINGLE, Call, Op
+from ringway.call import OPS, Call, Op
 from ringway.errors import BackendUnavailable, ConfigError
 from ringway.work import Handle
 
@@ -65,28 +63,6 @@ def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
                 f"{reason} (rank {info.ranks[rank]})",
                 remedy=f"The policy in {policy.source} uses it; make one for this job with ringway tune",
             )
-
-
-class _Quick:
-    """The short cuts of the backends that the rules give plain calls to, by op."""
-
-
-class _Bounded:
-    """One short cut for the calls of some sizes, while nothing holds it."""
-
-    def __init__(self, short_cut: Callable[..., int], op: Op, least: int, most: int) -> None:
-        self._short_cut = short_cut
-        self._counted = 1 if op in (REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE) else 0  # their input comes second
-        self._least = least
-        self._most = most
-        self._held = 0
-
-    def hold(self, change: int) -> None:
-        self._held += change
-
-    def __call__(self, *arguments: Any) -> int:
-        nbytes = getattr(arguments[self._counted], "nbytes", -1) if arguments else 0
-        return 1 if self._held or not self._least <= nbytes <= self._most else self._short_cut(*arguments)
 
 
 class MixedBackend(BackendOfParts):
@@ -175,30 +151,26 @@ class MixedBackend(BackendOfParts):
         certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
         return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
 
-    def quick(self, lane: _core.Lane) -> Any:
-        """The backends' own short cuts, each for the sizes that it does."""
-        found = _Quick()
-        for op in OPS:
-            cuts: list[Callable[..., int]] = []
-            least = 0
-            for most, name in self._by_size(op) or ():
-                cuts += self._short_cut(lane, op, name, least, most)
-                least = most + 1
-            if cuts:  # first those that look at the size themselves, which costs them nothing
-                setattr(found, op.name, reduce(either, sorted(cuts, key=lambda cut: isinstance(cut, _Bounded))))
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        """Each backend's own, for the ops and sizes that go to it, while nothing is under way on another backend."""
+        found = []
+        for name, backend in self._backends.items():
+            for path in backend.fast_paths(record, health):
+                for op in OPS:
+                    if path.has(op.code):
+                        path.serve(op.code, self._ranges(op, name))
+                self._order.holding(name, path.hold)
+                found.append(path)
         return found
 
-    def _short_cut(self, lane: _core.Lane, op: Op, name: str, least: int, most: int) -> list[Callable[..., int]]:
-        offered = self._backends[name].quick(lane)
-        if not hasattr(offered, op.name):
-            return []
-        if isinstance(offered, _core.ShmQuick):  # looks at the size itself
-            offered.serve(op.code, least, most)
-            self._order.holding(name, offered.hold)
-            return [getattr(offered, op.name)]
-        bounded = _Bounded(getattr(offered, op.name), op, least, most)
-        self._order.holding(name, bounded.hold)
-        return [bounded]
+    def _ranges(self, op: Op, name: str) -> list[tuple[int, int]]:
+        """The sizes for which the backend does the op; none if more than the size decides."""
+        ranges, least = [], 0
+        for most, does in self._by_size(op) or ():
+            if does == name:
+                ranges.append((least, most))
+            least = most + 1
+        return ranges
 
 
 def _on_devices(rule: Rule, devices: Sequence[str]) -> list[Rule]:

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 from torch.autograd import profiler
 
 import ringway._core as _core
-from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.base import Backend, GroupInfo, Health
 from ringway.backends.shm.errors import Faults
 from ringway.backends.shm.join import SharedSegment, share_segment
 from ringway.backends.shm.profiler import profiled
 from ringway.call import DTYPE_CODE, UNKNOWN_DTYPE, Call, Reduce
-from ringway.errors import UsageError
 from ringway.work import DONE, Completion, Handle
 
 _FOREVER = 1e9
@@ -89,8 +87,8 @@ class ShmBackend(Backend):
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         return _core.shm_can_reduce(DTYPE_CODE.get(dtype, UNKNOWN_DTYPE), int(reduce))
 
-    def quick(self, lane: _core.Lane) -> _core.ShmQuick:
-        return _core.ShmQuick(self._native, lane, vars(profiler))
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        return (_core.ShmFastPath(self._native, record, vars(profiler)),)
 
     def set_timeout(self, seconds: float) -> None:
         self._limit = _finite(seconds)
@@ -100,22 +98,7 @@ class ShmBackend(Backend):
         return profiled(call, self._start) if profiler._is_profiler_enabled else self._start(call)
 
     def _start(self, call: Call) -> Handle:
-        dtype = call.dtype
-        task = self._native.collective(
-            _resolved(call.inputs),
-            _writable(call.outputs),
-            call.op.code,
-            UNKNOWN_DTYPE if dtype is None else DTYPE_CODE.get(dtype, UNKNOWN_DTYPE),
-            1 if dtype is None else dtype.itemsize,
-            int(call.reduce),
-            1.0 if call.factor is None else float(call.factor),
-            call.peer,
-            _split_bytes(call.inputs, call.input_splits),
-            _split_bytes(call.outputs, call.output_splits),
-            self._timeout(call),
-            max(call.sequence, 0),
-            call.async_op,
-        )
+        task = self._native.collective(call, self._timeout(call))
         return DONE if task is None else _Handle(task, call, self._faults)
 
     broadcast = all_reduce = reduce = all_gather = all_gather_into_tensor = gather = scatter = _collective
@@ -125,19 +108,7 @@ class ShmBackend(Backend):
         return profiled(call, self._start_message) if profiler._is_profiler_enabled else self._start_message(call)
 
     def _start_message(self, call: Call) -> Handle:
-        tensor = _resolved(call.inputs)[0] if call.inputs else _writable(call.outputs)[0]
-        task = self._native.message(
-            tensor,
-            call.op.code,
-            DTYPE_CODE.get(tensor.dtype, UNKNOWN_DTYPE),
-            tensor.element_size(),
-            call.peer,
-            call.tag,
-            self._timeout(call),
-            max(call.sequence, 0),
-            call.async_op,
-        )
-        handle = _Handle(task, call, self._faults)
+        handle = _Handle(self._native.message(call, self._timeout(call)), call, self._faults)
         if not call.async_op:
             self._wait_for(handle)
         return handle
@@ -165,29 +136,6 @@ class ShmBackend(Backend):
 
 def _finite(seconds: float) -> float:
     return seconds if math.isfinite(seconds) else _FOREVER
-
-
-def _resolved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Inputs whose memory holds their values: lazy conjugations and negations are resolved."""
-    if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
-        return [tensor.resolve_conj().resolve_neg() for tensor in tensors]
-    return tensors
-
-
-def _writable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    for tensor in tensors:
-        if tensor.is_conj() or tensor.is_neg():
-            raise UsageError("an output is a lazy conjugate or negation of another tensor; pass the tensor itself")
-    return tensors
-
-
-def _split_bytes(tensors: Sequence[Tensor], splits: Sequence[int] | None) -> list[int] | None:
-    """Splits count rows of the first dimension."""
-    if splits is None:
-        return None
-    rows = tensors[0].shape[0]
-    row = tensors[0].nbytes // rows if rows else 0
-    return [int(split) * row for split in splits]
 
 
 class _OpenBackends:

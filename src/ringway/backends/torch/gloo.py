@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as c10d
 
 import ringway._core as _core
-from ringway.backends.base import GroupInfo
-from ringway.backends.torch.backend import REDUCE_OPS, C10dBackend, options_for
+from ringway.backends.base import GroupInfo, Health
+from ringway.backends.torch.backend import C10dBackend, options_for
 from ringway.backends.torch.handles import WAIT_SLICE, wait_in_slices
 from ringway.call import ALL_REDUCE, BARRIER, Call, Reduce, dtype_bits
 from ringway.errors import BackendUnavailable
@@ -24,37 +24,35 @@ from ringway.store import unwrapped
 from ringway.work import Finishing, Handle
 
 
-class _GlooQuick:
-    """The short way of a small all_reduce through gloo."""
+class GlooFastPath(_core.FastPath):
+    """Sums small tensors through gloo without ringway's general path."""
 
-    def __init__(self, group: Any, lane: _core.Lane, name: str, dtypes: Iterable[torch.dtype]) -> None:
+    def __init__(
+        self, group: Any, info: GroupInfo, record: _core.GroupRecord, health: Health, dtypes: Iterable[torch.dtype]
+    ) -> None:
+        super().__init__(record, info.rank, info.size, _core.CPU, 0, dtype_bits(dtypes), 1 << ALL_REDUCE.code)
         self._allreduce = group.allreduce
-        self._begin = lane.begin_plain
-        self._end = lane.end
-        self._check = lane.check
-        self._name = name
-        self._dtypes = dtype_bits(dtypes)
-        self._options = {
-            int(reduce): options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op)
-            for reduce, op in REDUCE_OPS.items()
-        }
+        self._end = record.end
+        self._health = health
+        self._name = info.name
+        self._options = options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=c10d.ReduceOp.SUM)
 
-    def all_reduce(self, tensor: torch.Tensor, reduce: int) -> int:
-        token = self._begin(ALL_REDUCE.code, tensor, reduce, -1, self._dtypes)
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+        token = self.begin(op, outputs, inputs, peer)
         if token == 0:
-            return 1
-        ok = False
+            return False
+        done = False
         try:
-            work = self._allreduce([tensor], self._options[reduce])
+            work = self._allreduce([outputs], self._options)
             try:
                 work.wait(WAIT_SLICE)
             except Exception:
-                call = Call(ALL_REDUCE, (tensor,), (tensor,), Reduce(reduce), group=self._name, check=self._check)
+                call = Call(ALL_REDUCE, (outputs,), (outputs,), group=self._name, check=self._health.check)
                 wait_in_slices(work, call, time.monotonic())
-            ok = True
+            done = True
         finally:
-            self._end(token, ok)
-        return 0
+            self._end(token, done)
+        return True
 
 
 class GlooBackend(C10dBackend):
@@ -102,8 +100,8 @@ class GlooBackend(C10dBackend):
         handle = super().recv(replace(call, outputs=(landing,)))
         return Finishing(handle, lambda: _discard(tensor.copy_(landing)))
 
-    def quick(self, lane: _core.Lane) -> _GlooQuick:
-        return _GlooQuick(self._group, lane, self.group.name, self._REDUCED)
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        return (GlooFastPath(self._group, self.group, record, health, self._REDUCED),)
 
     def set_timeout(self, seconds: float) -> None:
         if isinstance(self._group, Gloo):

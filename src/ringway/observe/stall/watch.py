@@ -188,7 +188,7 @@ class StallWatch(Listener):
     def _look(self) -> None:
         # Not in the thread's own frame, which would keep the last group alive while the thread sleeps.
         for group in world.communicators():
-            group.look_for_parting()
+            group.health.end_if_calls_differ()
         now = _core.monotonic_ns()
         calls = world.recorder.under_way()
         self._reported &= {token for token, _ in calls}
@@ -219,7 +219,7 @@ class StallWatch(Listener):
             rank = verdict.gone[0]
             error = fault_board.lost(rank, self.ask(call.group, stacks=False).get(rank), verdict.text)
             fault_board.write(job, group, error)
-            group.give_up(error)
+            group.health.end(error)
 
     def _say(self, text: str) -> None:
         self.verdicts.append(text)
@@ -284,7 +284,7 @@ class StallWatch(Listener):
             if group.fault is None:
                 error = fault_board.read(job, group)
                 if error is not None:
-                    group.give_up(error)
+                    group.health.end(error)
 
     def _asked(self) -> None:
         """Another rank waits. If it waits for this rank, print that here too, where this rank's user looks."""

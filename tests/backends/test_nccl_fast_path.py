@@ -11,9 +11,9 @@ import torch
 from scripted_cuda import ScriptedCuda, ScriptedWork, scripted_info, until
 
 import ringway._core as _core
-from ringway.backends.nccl.fast_path import NcclQuick
+from ringway.backends.nccl.fast_path import NcclFastPath
 from ringway.backends.torch.adopt import adopt
-from ringway.call import ReduceOp
+from ringway.call import ALL_REDUCE, BARRIER, OPS, ReduceOp
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.communicator import Communicator
 from ringway.observe.recorder import recorded
@@ -44,7 +44,7 @@ class Setting:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = ScriptedCuda(monkeypatch)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self.cuda._stream(DEVICE))
-        monkeypatch.setattr(NcclQuick, "device", _core.CPU)
+        monkeypatch.setattr(NcclFastPath, "device", _core.CPU)
         self.group = Group()
         self.recorder = _core.Recorder(64)
         info = scripted_info(size=2)
@@ -166,7 +166,7 @@ def test_an_error_that_shows_late_ends_the_group(setting: Setting) -> None:
     work.finished.set()  # torch takes an error for an end; the stream does not get there
     until(lambda: setting.communicator.fault is not None)
     assert setting.records() == [("broadcast", "failed", 12)]
-    setting.communicator.look_for_parting()
+    setting.communicator.health.end_if_calls_differ()
     with pytest.raises(PeerLost, match=r"broadcast #0 \(root 1, group scripted\)"):
         setting.communicator.all_reduce(torch.zeros(3), ReduceOp.MAX)
     assert len(setting.records()) == 1
@@ -199,28 +199,26 @@ def test_nothing_outlives_its_group(setting: Setting) -> None:
         gc.enable()
 
 
-def test_devices_with_a_short_way_each(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
+def test_devices_with_a_fast_path_each(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
     """The first that takes the tensor has it; a barrier, which has none, is the first device's."""
     taken = []
 
-    class Short:
-        def __init__(self, name: str, takes: bool) -> None:
+    class Path(_core.FastPath):
+        def __init__(self, record: _core.GroupRecord, name: str, takes: bool) -> None:
+            super().__init__(record, 0, 2, _core.CPU, 0, 0, 1 << ALL_REDUCE.code | 1 << BARRIER.code)
             self._name, self._takes = name, takes
 
-        def all_reduce(self, tensor: Any, reduce: int) -> int:
-            taken.append((self._name, "all_reduce"))
-            return 0 if self._takes else 1
-
-        def barrier(self) -> int:
-            taken.append((self._name, "barrier"))
-            return 0
+        def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+            taken.append((self._name, OPS[op].name))
+            return self._takes or op == BARRIER.code
 
     info = scripted_info(size=2)
     first, second = (adopt(info, Group(), "nccl") for _ in range(2))
-    monkeypatch.setattr(first, "quick", lambda lane: Short("first", takes=False))
-    monkeypatch.setattr(second, "quick", lambda lane: Short("second", takes=True))
+    monkeypatch.setattr(first, "fast_paths", lambda record, health: [Path(record, "first", takes=False)])
+    monkeypatch.setattr(second, "fast_paths", lambda record, health: [Path(record, "second", takes=True)])
     dist = Communicator(info, {"cpu": first, "xpu": first, "meta": lambda: second}, _core.Recorder(64), [])
-    dist._plan("meta")  # made by the first call on that device
+    dist.devices.plan("meta")  # made by the first call on that device
+    dist.calls.refresh()
     dist.all_reduce(torch.zeros(3))
     dist.barrier()
     assert taken == [("first", "all_reduce"), ("second", "all_reduce"), ("first", "barrier")]

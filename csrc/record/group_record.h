@@ -1,0 +1,50 @@
+// The record of one group: numbers the group's calls, writes them to the recorder, compares them with other ranks'.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "record/recorder.h"
+#include "record/call_board.h"
+
+namespace ringway {
+
+class GroupRecord {
+  public:
+    // `ranks` are the members' global ranks, in order; calls are recorded with their peers' global ranks.
+    GroupRecord(std::shared_ptr<Recorder> recorder, const std::string& group, int32_t size,
+                std::vector<int32_t> ranks = {});
+
+    struct Begun {
+        uint64_t token;     // names the record
+        uint64_t sequence;  // the call's number in its group
+    };
+
+    // Numbers the call and records it. Collectives and point-to-point calls are counted separately, because only
+    // collectives come in the same order on every rank. Throws DifferentCalls if another rank made a different call.
+    Begun begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site);
+    void end(uint64_t token, State state);
+
+    // From now on, collectives are compared with those of the other ranks.
+    void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }
+    const CallBoard* board() const { return board_.get(); }
+
+    uint64_t collectives() const { return collectives_.load(std::memory_order_relaxed); }
+    uint64_t messages() const { return messages_.load(std::memory_order_relaxed); }
+    uint64_t completed() const { return completed_.load(std::memory_order_relaxed); }
+    Recorder& recorder() { return *recorder_; }
+
+  private:
+    std::shared_ptr<Recorder> recorder_;
+    uint32_t group_;
+    int32_t size_;
+    std::vector<int32_t> ranks_;
+    std::shared_ptr<CallBoard> board_;
+    std::atomic<uint64_t> collectives_{0};
+    std::atomic<uint64_t> messages_{0};
+    std::atomic<uint64_t> completed_{0};
+};
+
+}  // namespace ringway

@@ -1,0 +1,83 @@
+"""The backends of one group, by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ringway.backends.base import Backend
+from ringway.backends.compose import Plan, plan
+from ringway.errors import UsageError
+
+
+class Devices:
+    """The backends of one group and how each op runs on them.
+
+    A backend may be given as a function, which is called when the first tensor on its device comes: the same call on
+    every rank.
+    """
+
+    def __init__(self, group: str, backends: Mapping[str, Backend | Callable[[], Backend]]) -> None:
+        self._group = group
+        self._backends = dict(backends)
+        self._plans: dict[str, Plan] = {}
+        self._timeout: float | None = None
+        self.default = next(iter(self._backends))
+        """The device of calls without tensors."""
+        for device, backend in self._backends.items():
+            if isinstance(backend, Backend):
+                self._plans[device] = plan(backend)
+
+    def made(self) -> list[Backend]:
+        """The backends that exist by now, the default device's first, each once."""
+        return list(dict.fromkeys(backend for backend in self._backends.values() if isinstance(backend, Backend)))
+
+    @property
+    def first(self) -> Backend:
+        """The backend of the default device."""
+        self.plan(self.default)
+        backend = self._backends[self.default]
+        assert isinstance(backend, Backend)
+        return backend
+
+    @property
+    def first_is_made(self) -> bool:
+        return isinstance(self._backends[self.default], Backend)
+
+    def plan(self, device: str) -> Plan:
+        """How each op runs on a device; makes the device's backend if this is its first call."""
+        made = self._plans.get(device)
+        if made is None:
+            backend = self._backends.get(device)
+            if backend is None:
+                raise UsageError(
+                    f"the group {self._group} has no backend for tensors on {device}, only for "
+                    f"{', '.join(self._backends)}; move the tensor, or name one, as in 'cpu:gloo,{device}:nccl'"
+                )
+            if not isinstance(backend, Backend):
+                backend = self._backends[device] = backend()
+                if self._timeout is not None:
+                    backend.set_timeout(self._timeout)
+            made = self._plans[device] = plan(backend)
+        return made
+
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Where each op comes from, by device: native, or composed of another op."""
+        return {device: dict(made.origins) for device, made in self._plans.items()}
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout = seconds
+        for backend in self.made():
+            backend.set_timeout(seconds)
+
+    def abandon(self) -> None:
+        """Pending calls will never end by themselves: closing must not wait for them."""
+        for backend in self.made():
+            backend.abandoned = True
+
+    def close(self, wait: bool) -> None:
+        for backend in self.made():
+            if wait:
+                backend.close()
+            else:
+                backend.abort()
+        self._plans.clear()

@@ -1,0 +1,119 @@
+"""Whether a group still works, and what ended it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import ringway._core as _core
+from ringway.compare.one_host import board_error
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError
+from ringway.groups.devices import Devices
+from ringway.groups.fast_path import FastPaths
+from ringway.groups.listener import Listener
+from ringway.work import Work
+
+ENDS_THE_GROUP = (CollectiveMismatch, CommTimeout, PeerLost)
+"""Errors after which the ranks of a group no longer agree about its calls."""
+
+
+class Health:
+    """The health of one group. A fault is final: every later call raises it again."""
+
+    def __init__(
+        self,
+        group: Any,
+        name: str,
+        record: _core.GroupRecord,
+        devices: Devices,
+        paths: FastPaths,
+        listeners: Sequence[Listener],
+    ) -> None:
+        self._group = weakref.ref(group)
+        self._name = name
+        self._record = record
+        self._devices = devices
+        self._paths = paths
+        self._listeners = listeners
+        self._pending: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._pending_end_with: BaseException | None = None
+        self.fault: BaseException | None = None
+        """What ended the group."""
+        self.closed = False
+
+    def require(self) -> None:
+        """Raise the group's fault, if it has one."""
+        if self.fault is not None:
+            raise self.fault.with_traceback(None)
+
+    def check(self) -> None:
+        """Raise if a wait can no longer succeed. Long waits call it every now and then."""
+        error = self._pending_end_with or self._mismatch()
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def _mismatch(self) -> CollectiveMismatch | None:
+        difference = self._record.difference
+        return None if difference is None else board_error(self._name, difference)
+
+    def poison(self, error: BaseException) -> None:
+        """From now on every call of the group raises `error`, or an earlier fault."""
+        self.fault = self.fault or error
+        self._paths.close()
+
+    def fail(self, error: BaseException) -> BaseException:
+        """A call failed. Returns what to raise; if that ends the group, after the listeners have explained it."""
+        if isinstance(error, _core.CallsDiffer):
+            error = board_error(self._name, self._record.difference)
+        if not isinstance(error, ENDS_THE_GROUP):
+            return error
+        known = self._pending_end_with or self._mismatch()
+        if isinstance(known, ENDS_THE_GROUP):  # better than the backend's own words
+            error = known
+        first = self.fault is None
+        group = self._group()
+        if group is not None:
+            for listener in list(self._listeners):
+                error = listener.failed(group, error)
+        if isinstance(error, CollectiveMismatch):
+            self._devices.abandon()
+        self.poison(error)
+        # Another rank's report may have come meanwhile; later calls raise that one, so this call does too.
+        return self.fault if first and self.fault is not None else error
+
+    def failed(self, error: BaseException) -> None:
+        """A call failed after it had returned to its caller."""
+        self.fail(error)
+
+    def pending(self, work: Work) -> None:
+        """Ends this work too if the group ends."""
+        self._pending.add(work)
+
+    def end(self, error: BaseException) -> None:
+        """Ends the group and all pending calls with `error`, even if their backend still waits."""
+        self._devices.abandon()
+        self.poison(error)
+        self._pending_end_with = self._pending_end_with or error
+        for work in list(self._pending):
+            work.fail(error)
+
+    def end_if_calls_differ(self) -> None:
+        """Ends pending calls if ranks were found to call different things: their backend would wait for ever."""
+        if self.closed or self.fault is not None:
+            return
+        error = self._mismatch()
+        if error is not None:
+            self.end(error)
+
+    def close(self, wait: bool) -> None:
+        """Ends the group's backends. Idempotent; pending calls end with an error."""
+        destroyed = RingwayError(f"the group {self._name} was destroyed; make a new one with new_group")
+        self.poison(destroyed)
+        self.closed = True
+        self._pending_end_with = self._pending_end_with or self.fault
+        self._devices.close(wait)
+        self._paths.clear()
+        for work in list(self._pending):
+            if not work.has_ended():
+                work.fail(self.fault or destroyed)
