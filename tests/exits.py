@@ -36,6 +36,7 @@ def _to_the_end(context: RankContext, code: str, backend: str | None) -> None:
 
 def run_alone(pool: RankPool, code: str, backend: str = "gloo") -> Outcome:
     """How a program of one rank ended."""
+    pool.replace()  # its process is in no group yet
     return pool.try_run(_to_the_end, _ALONE.format(backend=backend) + code, None, world_size=1)[0]
 
 

@@ -78,7 +78,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Starts the programs of all selected tests, each in a folder of its own."""
     selected = [item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")]
     jobs = []
-    for program in filter(None, selected):
+    for program in (found for found in selected if isinstance(found, Program)):
         folder = tmp_path_factory.mktemp(program.name.removesuffix(".py"))
         (folder / program.name).write_text(program.text)
         jobs.append(

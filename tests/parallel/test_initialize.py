@@ -197,7 +197,7 @@ def alone(context: RankContext) -> None:
         assert ringway.get_world_size() == 1
         assert runtime.mesh is None
         assert runtime.data_group is None
-        with pytest.raises(UsageError, match="no model"):
+        with pytest.raises(UsageError, match="without a model"):
             runtime.full_state_dict()
     assert not ringway.is_initialized()
     model = nn.Linear(2, 2)
