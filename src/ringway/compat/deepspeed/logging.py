@@ -19,9 +19,13 @@ from ringway.observe.log.timed import timed_op as _timed_op
 from ringway.work import Work
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 # For these ops, the tensor argument is one rank's part of the message size that nccl-tests counts.
 _PARTS = ("all_gather", "all_gather_into_tensor", "gather", "scatter")
+
+# deepspeed logs these ops under another op's name.
+_LOGGED_AS = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
 
 
 class CommsLogger:
@@ -153,39 +157,53 @@ def timed_op(func: F) -> F:
     return _timed_op(func)
 
 
-def profiled(function: F) -> F:
-    """Add deepspeed's `prof=True`, which logs this one call even if its op is not selected."""
-    signature = inspect.signature(function)
+def profiled(function: Callable[..., R]) -> Callable[..., R]:
+    """Add deepspeed's last three parameters. `prof=True` logs this one call even if its op is not selected, and
+    `log_name` is its label, which `function` receives as `label` (None if it only repeats the default)."""
+    own = inspect.signature(function)
+    parameters = [parameter for parameter in own.parameters.values() if parameter.name != "label"]
+    count, takes_label = len(parameters), "label" in own.parameters
+    default = _LOGGED_AS.get(function.__name__, function.__name__)
+    for name, value, kind in (("prof", False, "bool"), ("log_name", default, "str"), ("debug", None, "Any")):
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value, annotation=kind)
+        )
+    signature = own.replace(parameters=parameters)
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, prof: bool = False, log_name: str = default, debug: Any = None, **kwargs: Any) -> R:
+        if len(args) > count:  # some of the three are given by position
+            return call(**signature.bind(*args, **kwargs).arguments)
+        label = {"label": None if log_name == default else log_name} if takes_label else {}
         settings = log.logger.settings
-        if not settings.enabled or settings.prof_all or _core.is_quiet():
-            return function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        name = str(given["log_name"])
-        if not given["prof"] or name in settings.prof_ops or function.__name__ in settings.prof_ops:
-            return function(*args, **kwargs)
+        if (
+            not prof
+            or not settings.enabled
+            or settings.prof_all
+            or _core.is_quiet()
+            or log_name in settings.prof_ops
+            or function.__name__ in settings.prof_ops
+        ):
+            return function(*args, **label, **kwargs)
         op = OP_BY_NAME.get(function.__name__)
-        size = max(get_world_size(given.get("group")), 1)
+        size = max(get_world_size(signature.bind(*args, **kwargs).arguments.get("group")), 1)
         nbytes = get_msg_size_from_args(function, *args, **kwargs) * (size if function.__name__ in _PARTS else 1)
         began = _core.monotonic_ns()
 
         def ended(error: BaseException | None = None) -> None:
             if error is None:
                 code = USER_OP if op is None else op.code
-                log.logger.add(code, name, size, nbytes, _core.monotonic_ns() - began)
+                log.logger.add(code, str(log_name), size, nbytes, _core.monotonic_ns() - began)
 
-        result = function(*args, **kwargs)
+        result = function(*args, **label, **kwargs)
         if isinstance(result, Work):
             result.on_complete(ended)
         else:
             ended()
         return result
 
-    return call  # type: ignore[return-value]
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
 class Timer:

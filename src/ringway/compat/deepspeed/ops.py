@@ -1,12 +1,12 @@
 """deepspeed.comm's collectives: its parameters, ringway's functions.
 
-`prof=True` logs one call, `log_name` is its label, and `debug` is accepted as in deepspeed (the logger's own `debug`
-setting adds the callers).
+`profiled` adds the last three: `prof=True` logs one call, `log_name` is its label, and `debug` is accepted as in
+deepspeed (the logger's own `debug` setting adds the callers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,59 +20,25 @@ from ringway.compat.deepspeed.logging import profiled
 from ringway.errors import UsageError
 
 
-def _label(function: Callable[..., Any], log_name: str) -> str | None:
-    """The label, unless it only repeats the op's name."""
-    return None if log_name == function.__name__ else log_name
+@profiled
+def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False, *, label: str | None) -> Any:
+    return api.broadcast(tensor, src, group, async_op, log_name=label)
 
 
 @profiled
-def broadcast(
-    tensor: Tensor,
-    src: int,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "broadcast",
-    debug: Any = None,
-) -> Any:
-    return api.broadcast(tensor, src, group, async_op, log_name=_label(broadcast, log_name))
-
-
-@profiled
-def broadcast_object_list(
-    object_list: list[Any],
-    src: int,
-    group: Any = None,
-    device: Any = None,
-    prof: bool = False,
-    log_name: str = "broadcast_object_list",
-    debug: Any = None,
-) -> None:
+def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
     api_objects.broadcast_object_list(object_list, src, group, device)
 
 
 @profiled
 def all_gather(
-    tensor_list: Sequence[Tensor],
-    tensor: Tensor,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_gather",
-    debug: Any = None,
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False, *, label: str | None
 ) -> Any:
-    return api.all_gather(tensor_list, tensor, group, async_op, log_name=_label(all_gather, log_name))
+    return api.all_gather(tensor_list, tensor, group, async_op, log_name=label)
 
 
 @profiled
-def all_gather_object(
-    object_list: list[Any],
-    obj: Any,
-    group: Any = None,
-    prof: bool = False,
-    log_name: str = "all_gather_object",
-    debug: Any = None,
-) -> None:
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     api_objects.all_gather_object(object_list, obj, group)
 
 
@@ -83,11 +49,9 @@ def reduce_scatter_tensor(
     op: Any = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter_tensor",
-    debug: Any = None,
+    *,
+    label: str | None,
 ) -> Any:
-    label = _label(reduce_scatter_tensor, log_name)
     return api.reduce_scatter_tensor(output_tensor, tensor, torch_op(op), group, async_op, log_name=label)
 
 
@@ -100,20 +64,13 @@ def reduce_scatter_fn(
     prof: bool = False,
     debug: Any = None,
 ) -> Any:
-    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof, debug=debug)
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof=prof, debug=debug)
 
 
 @profiled
 def all_gather_into_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_gather_into_tensor",
-    debug: Any = None,
+    output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False, *, label: str | None
 ) -> Any:
-    label = _label(all_gather_into_tensor, log_name)
     return api.all_gather_into_tensor(output_tensor, tensor, group, async_op, log_name=label)
 
 
@@ -131,11 +88,9 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_to_all_single",
-    debug: Any = None,
+    *,
+    label: str | None,
 ) -> Any:
-    label = _label(all_to_all_single, log_name)
     return api.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op, log_name=label)
 
 
@@ -145,64 +100,30 @@ def all_to_all(
     input_tensor_list: Sequence[Tensor],
     group: Any = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_to_all",
-    debug: Any = None,
+    *,
+    label: str | None,
 ) -> Any:
-    label = _label(all_to_all, log_name)
     return api.all_to_all(output_tensor_list, input_tensor_list, group, async_op, log_name=label)
 
 
 @profiled
-def send(
-    tensor: Tensor,
-    dst: int,
-    group: Any = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "send",
-    debug: Any = None,
-) -> None:
-    api.send(tensor, dst, group, tag, log_name=_label(send, log_name))
+def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, *, label: str | None) -> None:
+    api.send(tensor, dst, group, tag, log_name=label)
 
 
 @profiled
-def recv(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "recv",
-    debug: Any = None,
-) -> int:
-    return api.recv(tensor, src, group, tag, log_name=_label(recv, log_name))
+def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, *, label: str | None) -> int:
+    return api.recv(tensor, src, group, tag, log_name=label)
 
 
 @profiled
-def isend(
-    tensor: Tensor,
-    dst: int,
-    group: Any = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "isend",
-    debug: Any = None,
-) -> Any:
-    return api.isend(tensor, dst, group, tag, log_name=_label(isend, log_name))
+def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, *, label: str | None) -> Any:
+    return api.isend(tensor, dst, group, tag, log_name=label)
 
 
 @profiled
-def irecv(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "irecv",
-    debug: Any = None,
-) -> Any:
-    return api.irecv(tensor, src, group, tag, log_name=_label(irecv, log_name))
+def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, *, label: str | None) -> Any:
+    return api.irecv(tensor, src, group, tag, log_name=label)
 
 
 class P2POp:
@@ -219,9 +140,7 @@ class P2POp:
 
 
 @profiled
-def batch_isend_irecv(
-    p2p_op_list: list[P2POp], prof: bool = False, log_name: str = "batch_isend_irecv", debug: Any = None
-) -> Any:
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> Any:
     starts = {"isend": api.isend, "irecv": api.irecv}
     return api.batch_isend_irecv(
         [api.P2POp(starts[entry.op], entry.tensor, entry.peer, entry.group, entry.tag) for entry in p2p_op_list]
@@ -235,11 +154,10 @@ def gather(
     dst: int = 0,
     group: Any = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "gather",
-    debug: Any = None,
+    *,
+    label: str | None,
 ) -> Any:
-    return api.gather(tensor, gather_list, dst, group, async_op, log_name=_label(gather, log_name))
+    return api.gather(tensor, gather_list, dst, group, async_op, log_name=label)
 
 
 @profiled
@@ -249,49 +167,29 @@ def scatter(
     src: int = 0,
     group: Any = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "scatter",
-    debug: Any = None,
+    *,
+    label: str | None,
 ) -> Any:
-    return api.scatter(tensor, scatter_list, src, group, async_op, log_name=_label(scatter, log_name))
+    return api.scatter(tensor, scatter_list, src, group, async_op, log_name=label)
 
 
 @profiled
-def barrier(
-    group: Any = None,
-    async_op: bool = False,
-    device_ids: Any = None,
-    prof: bool = False,
-    log_name: str = "barrier",
-    debug: Any = None,
-) -> Any:
-    return api.barrier(group, async_op, device_ids, log_name=_label(barrier, log_name))
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, label: str | None) -> Any:
+    return api.barrier(group, async_op, device_ids, log_name=label)
 
 
 @profiled
 def monitored_barrier(
-    group: Any = None,
-    timeout: Any = None,
-    wait_all_ranks: bool = False,
-    prof: bool = False,
-    log_name: str = "monitored_barrier",
-    debug: Any = None,
+    group: Any = None, timeout: Any = None, wait_all_ranks: bool = False, *, label: str | None
 ) -> None:
-    api.monitored_barrier(group, timeout, wait_all_ranks, log_name=_label(monitored_barrier, log_name))
+    api.monitored_barrier(group, timeout, wait_all_ranks, log_name=label)
 
 
 @profiled
 def reduce(
-    tensor: Tensor,
-    dst: int,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce",
-    debug: Any = None,
+    tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *, label: str | None
 ) -> Any:
-    return api.reduce(tensor, dst, torch_op(op), group, async_op, log_name=_label(reduce, log_name))
+    return api.reduce(tensor, dst, torch_op(op), group, async_op, log_name=label)
 
 
 @profiled
@@ -301,37 +199,21 @@ def reduce_scatter(
     op: Any = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter",
-    debug: Any = None,
+    *,
+    label: str | None,
 ) -> Any:
-    label = _label(reduce_scatter, log_name)
     return api.reduce_scatter(output, input_list, torch_op(op), group, async_op, log_name=label)
 
 
 @profiled
 def all_reduce(
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: Any = None,
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *, label: str | None
 ) -> Any:
-    return api.all_reduce(tensor, torch_op(op), group, async_op, log_name=_label(all_reduce, log_name))
+    return api.all_reduce(tensor, torch_op(op), group, async_op, log_name=label)
 
 
 @profiled
-def inference_all_reduce(
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: Any = None,
-) -> Tensor:
+def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Tensor:
     """Reduce in place with the lowest latency, and return the tensor. Never asynchronous."""
     api.inference_all_reduce(tensor, torch_op(op), group)
     return tensor
@@ -339,15 +221,8 @@ def inference_all_reduce(
 
 @profiled
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor],
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: Any = None,
+    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *, label: str | None
 ) -> Any:
-    label = None if log_name == "all_reduce" else log_name
     return api.all_reduce_coalesced(tensors, torch_op(op), group, async_op, log_name=label)
 
 
