@@ -170,8 +170,6 @@ SHORT_PATH = re.compile(r"`([\w.*-]+/[\w./*-]+\.(?:py|cpp|h|md|json|svg|sh|toml)
 
 @pytest.mark.parametrize("page", PAGES + MORE_PAGES, ids=lambda page: page.name)
 def test_files_exist(page: Path) -> None:
-    if page.name == "architecture.md":
-        pytest.skip("it still describes the layout before the modules moved")
     text = page.read_text()
     missing = [path for path in PATH.findall(text) if not any(ROOT.glob(path.rstrip("/")))]
     short = [path for path in SHORT_PATH.findall(text) if not PATH.match(path)]

@@ -1,26 +1,27 @@
-"""The house: imports point down, and nowhere in a circle. docs/architecture.md draws the floors."""
+"""The layers: imports point down, and never in a circle. docs/architecture.md lists them."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "ringway"
 
-FLOORS = (
+LAYERS = (
     ("tools", {"cli", "bench", "testing"}),
     ("compatibility", {"compat"}),
-    ("face", {"__init__"}),
+    ("package", {"__init__"}),
     ("job", {"job"}),
     ("api", {"api"}),
     ("features", {"parallel", "compress", "observe"}),
     ("groups", {"groups"}),
-    ("compare", {"compare"}),
+    ("comparison", {"compare"}),
     ("backends", {"backends"}),
     ("launch", {"launch"}),
     ("vocabulary", {"call", "work", "errors", "config", "threads", "references", "store", "torch_versions", "_core"}),
 )
-HEIGHT = {room: len(FLOORS) - level for level, (_, rooms) in enumerate(FLOORS) for room in rooms}
+HEIGHT = {folder: len(LAYERS) - level for level, (_, folders) in enumerate(LAYERS) for folder in folders}
 
 
 def _modules() -> dict[str, Path]:
@@ -31,7 +32,7 @@ def _modules() -> dict[str, Path]:
     return modules
 
 
-def _room(module: str) -> str:
+def _folder(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -55,11 +56,23 @@ def test_imports_point_down() -> None:
     modules = _modules()
     wrong = []
     for module, path in modules.items():
-        assert _room(module) in HEIGHT, f"{module} has no floor: add its room to FLOORS and to docs/architecture.md"
+        assert _folder(module) in HEIGHT, f"{module} has no layer: add it to LAYERS and to docs/architecture.md"
         for imported in _imports(path, modules):
-            if HEIGHT[_room(imported)] > HEIGHT[_room(module)]:
-                wrong.append(f"{module} imports {imported}, which lives above it")
+            if HEIGHT[_folder(imported)] > HEIGHT[_folder(module)]:
+                wrong.append(f"{module} imports {imported}, which is in a layer above it")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_the_page_lists_the_layers() -> None:
+    page = (SOURCE.parent.parent / "docs" / "architecture.md").read_text()
+    table = re.search(r"^## Layers$.*?\n\|---\|---\|\n(.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    listed = []
+    for row in table[1].splitlines():
+        _, name, folders, _ = (cell.strip() for cell in row.split("|"))
+        names = re.findall(r"`([^`]+)`", folders.partition(":")[0])
+        listed.append((name, {Path(each).stem for each in names}))
+    assert listed == list(LAYERS)
 
 
 def test_no_circle() -> None:
@@ -81,7 +94,7 @@ def test_no_circle() -> None:
 
 
 def test_files_stay_small() -> None:
-    """A room that has grown past this holds more than one thing."""
+    """A file longer than this holds more than one thing."""
     native = SOURCE.parent.parent / "csrc"
     files = [*SOURCE.rglob("*.py"), *native.rglob("*.cpp"), *native.rglob("*.h")]
     long = {str(f.relative_to(SOURCE.parent.parent)): n for f in files if (n := len(f.read_text().splitlines())) > 600}
