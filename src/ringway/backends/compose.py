@@ -13,24 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringway import call as ops
 from ringway.backends.base import Backend, supports
 from ringway.backends.staging import BOOL_AS_BYTES, SMALL_INTEGERS, Runner, divide, native
-from ringway.call import (
-    ALL_GATHER,
-    ALL_GATHER_COALESCED,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    OPS,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_COALESCED,
-    REDUCE_SCATTER_SINGLE,
-    Call,
-    Op,
-    Reduce,
-)
+from ringway.call import Call, Op, Reduce
 from ringway.errors import BackendUnavailable
 from ringway.work import DONE, Handle, Together
 
@@ -51,7 +37,7 @@ def plan(backend: Backend) -> Plan:
         return backend.own_plan
     runners: dict[str, Runner] = {}
     origins: dict[str, str] = {}
-    for op in OPS:
+    for op in ops.OPS:
         if supports(backend, op.name):
             runners[op.name] = native(backend, getattr(backend, op.name))
             origins[op.name] = backend.origins.get(op.name, "native")
@@ -64,12 +50,12 @@ def plan(backend: Backend) -> Plan:
             )
         runners[op.name] = compose(backend, runners[needs.name])
         origins[op.name] = f"composed of {needs.name}"
-    missing = [op.name for op in OPS if op.name not in runners]
+    missing = [op.name for op in ops.OPS if op.name not in runners]
     if missing:
         raise BackendUnavailable(backend.name, f"it lacks {', '.join(missing)}")
-    exchange = runners[ALL_TO_ALL.name]
-    runners[ALL_GATHER.name] = _even_or(runners[ALL_GATHER.name], _uneven_all_gather(exchange))
-    runners[REDUCE_SCATTER.name] = _even_or(runners[REDUCE_SCATTER.name], _uneven_reduce_scatter(exchange))
+    exchange = runners[ops.ALL_TO_ALL.name]
+    runners[ops.ALL_GATHER.name] = _even_or(runners[ops.ALL_GATHER.name], _uneven_all_gather(exchange))
+    runners[ops.REDUCE_SCATTER.name] = _even_or(runners[ops.REDUCE_SCATTER.name], _uneven_reduce_scatter(exchange))
     return Plan(runners, origins)
 
 
@@ -162,7 +148,7 @@ def _all_to_all(backend: Backend, single: Runner) -> Runner:
         handle = single(
             replace(
                 call,
-                op=ALL_TO_ALL_SINGLE,
+                op=ops.ALL_TO_ALL_SINGLE,
                 inputs=[_flat(call.inputs)],
                 outputs=[received],
                 input_splits=[t.numel() for t in call.inputs],
@@ -185,7 +171,7 @@ def _all_to_all_single(backend: Backend, lists: Runner) -> Runner:
         return lists(
             replace(
                 call,
-                op=ALL_TO_ALL,
+                op=ops.ALL_TO_ALL,
                 inputs=pieces(call.inputs[0], call.input_splits),
                 outputs=pieces(call.outputs[0], call.output_splits),
                 input_splits=None,
@@ -202,7 +188,7 @@ def _reduce_scatter_single(backend: Backend, single: Runner) -> Runner:
     def run(call: Call) -> Handle:
         source, output = call.inputs[0].contiguous().view(-1), call.outputs[0]
         received = torch.empty_like(source)
-        handle = single(replace(call, op=ALL_TO_ALL_SINGLE, inputs=[source], outputs=[received]))
+        handle = single(replace(call, op=ops.ALL_TO_ALL_SINGLE, inputs=[source], outputs=[received]))
 
         def finish() -> None:
             rows = list(received.view(call.size, -1))
@@ -215,7 +201,7 @@ def _reduce_scatter_single(backend: Backend, single: Runner) -> Runner:
 
 def _reduce_scatter(backend: Backend, single: Runner) -> Runner:
     def run(call: Call) -> Handle:
-        return single(replace(call, op=REDUCE_SCATTER_SINGLE, inputs=[_flat(call.inputs)]))
+        return single(replace(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[_flat(call.inputs)]))
 
     return run
 
@@ -224,7 +210,7 @@ def _all_gather(backend: Backend, single: Runner) -> Runner:
     def run(call: Call) -> Handle:
         source = call.inputs[0].contiguous().view(-1)
         gathered = source.new_empty(source.numel() * call.size)
-        handle = single(replace(call, op=ALL_GATHER_SINGLE, inputs=[source], outputs=[gathered]))
+        handle = single(replace(call, op=ops.ALL_GATHER_SINGLE, inputs=[source], outputs=[gathered]))
         return handle.then(lambda: _scatter_back(gathered, call.outputs))
 
     return run
@@ -235,7 +221,7 @@ def _all_gather_single(backend: Backend, lists: Runner) -> Runner:
         output = call.outputs[0]
         gathered = output if output.is_contiguous() else output.new_empty(output.shape)
         parts = list(gathered.view(-1).chunk(call.size)) if output.numel() else [gathered.view(-1)] * call.size
-        handle = lists(replace(call, op=ALL_GATHER, inputs=[call.inputs[0].reshape(-1)], outputs=parts))
+        handle = lists(replace(call, op=ops.ALL_GATHER, inputs=[call.inputs[0].reshape(-1)], outputs=parts))
         return handle if gathered is output else handle.then(lambda: _discard(output.copy_(gathered)))
 
     return run
@@ -259,9 +245,9 @@ def _all_reduce_coalesced(backend: Backend, one: Runner) -> Runner:
 
 def _joined(call: Call, tensors: list[Tensor], one: Runner) -> Handle:
     if len(tensors) == 1:
-        return one(replace(call, op=ALL_REDUCE, inputs=tensors, outputs=tensors))
+        return one(replace(call, op=ops.ALL_REDUCE, inputs=tensors, outputs=tensors))
     flat = _flat(tensors)
-    handle = one(replace(call, op=ALL_REDUCE, inputs=[flat], outputs=[flat]))
+    handle = one(replace(call, op=ops.ALL_REDUCE, inputs=[flat], outputs=[flat]))
     return handle.then(lambda: _scatter_back(flat, tensors))
 
 
@@ -299,7 +285,7 @@ def _uneven_all_gather(exchange: Runner) -> Runner:
     """An all_to_all that sends the same to every rank."""
 
     def run(call: Call) -> Handle:
-        return exchange(replace(call, op=ALL_TO_ALL, inputs=[call.inputs[0]] * call.size))
+        return exchange(replace(call, op=ops.ALL_TO_ALL, inputs=[call.inputs[0]] * call.size))
 
     return run
 
@@ -310,20 +296,20 @@ def _uneven_reduce_scatter(exchange: Runner) -> Runner:
     def run(call: Call) -> Handle:
         output = call.outputs[0]
         rows = [output.new_empty(output.shape) for _ in range(call.size)]
-        handle = exchange(replace(call, op=ALL_TO_ALL, outputs=rows))
+        handle = exchange(replace(call, op=ops.ALL_TO_ALL, outputs=rows))
         return handle.then(lambda: _discard(output.copy_(reduce_rows(rows, call.reduce, call.factor))))
 
     return run
 
 
 _COMPOSITIONS: tuple[tuple[Op, Op, Callable[[Backend, Runner], Runner]], ...] = (
-    (ALL_TO_ALL_SINGLE, ALL_TO_ALL, _all_to_all_single),
-    (ALL_TO_ALL, ALL_TO_ALL_SINGLE, _all_to_all),
-    (ALL_GATHER_SINGLE, ALL_GATHER, _all_gather_single),
-    (ALL_GATHER, ALL_GATHER_SINGLE, _all_gather),
-    (REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, _reduce_scatter_single),
-    (REDUCE_SCATTER, REDUCE_SCATTER_SINGLE, _reduce_scatter),
-    (ALL_REDUCE_COALESCED, ALL_REDUCE, _all_reduce_coalesced),
-    (ALL_GATHER_COALESCED, ALL_GATHER, _one_by_one(ALL_GATHER)),
-    (REDUCE_SCATTER_COALESCED, REDUCE_SCATTER_SINGLE, _one_by_one(REDUCE_SCATTER_SINGLE)),
+    (ops.ALL_TO_ALL_SINGLE, ops.ALL_TO_ALL, _all_to_all_single),
+    (ops.ALL_TO_ALL, ops.ALL_TO_ALL_SINGLE, _all_to_all),
+    (ops.ALL_GATHER_SINGLE, ops.ALL_GATHER, _all_gather_single),
+    (ops.ALL_GATHER, ops.ALL_GATHER_SINGLE, _all_gather),
+    (ops.REDUCE_SCATTER_SINGLE, ops.ALL_TO_ALL_SINGLE, _reduce_scatter_single),
+    (ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_SINGLE, _reduce_scatter),
+    (ops.ALL_REDUCE_COALESCED, ops.ALL_REDUCE, _all_reduce_coalesced),
+    (ops.ALL_GATHER_COALESCED, ops.ALL_GATHER, _one_by_one(ops.ALL_GATHER)),
+    (ops.REDUCE_SCATTER_COALESCED, ops.REDUCE_SCATTER_SINGLE, _one_by_one(ops.REDUCE_SCATTER_SINGLE)),
 )

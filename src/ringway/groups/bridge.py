@@ -15,30 +15,9 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway import call as ops
 from ringway.backends.torch.gloo import Gloo
-from ringway.call import (
-    ALL_GATHER,
-    ALL_GATHER_COALESCED,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    ALL_REDUCE_COALESCED,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    ANY_SOURCE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_COALESCED,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    SEND,
-    Call,
-    Reduce,
-    parse_reduce,
-)
+from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Reduce, parse_reduce
 from ringway.groups.communicator import Communicator
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.references import weak_method
@@ -103,62 +82,62 @@ class Bridge(c10d.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:  # type: ignore[override]
         reduce, factor = self._reduction(opts)
         members = list(tensors)
-        return self._issue(Call(ALL_REDUCE_COALESCED, members, members, reduce, factor), opts)
+        return self._issue(Call(ops.ALL_REDUCE_COALESCED, members, members, reduce, factor), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        return self._issue(Call(BROADCAST, members, members, peer=root), opts)
+        return self._issue(Call(ops.BROADCAST, members, members, peer=root), opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduce, factor = self._reduction(opts)
-        return self._issue(Call(REDUCE, members, members, reduce, factor, getattr(opts, "rootRank", 0)), opts)
+        return self._issue(Call(ops.REDUCE, members, members, reduce, factor, getattr(opts, "rootRank", 0)), opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         if len(inputs) > 1:
             return self.allgather_coalesced(outputs, inputs, opts)
-        return self._issue(Call(ALL_GATHER, list(inputs), list(outputs[0])), opts)
+        return self._issue(Call(ops.ALL_GATHER, list(inputs), list(outputs[0])), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         """torch hands the outputs over rank by rank; a call has them input by input."""
         inputs = list(inputs)
         by_input = [row[i] for i in range(len(inputs)) for row in outputs]
-        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input), opts)
+        return self._issue(Call(ops.ALL_GATHER_COALESCED, inputs, by_input), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(ALL_GATHER_SINGLE, [input], [output]), opts)
+        return self._issue(Call(ops.ALL_GATHER_SINGLE, [input], [output]), opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         parts = [part for output in outputs for part in _chunks(output, self.size())]
-        return self._issue(Call(ALL_GATHER_COALESCED, list(inputs), parts), opts)
+        return self._issue(Call(ops.ALL_GATHER_COALESCED, list(inputs), parts), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         gathered = list(outputs[0]) if outputs else []
-        return self._issue(Call(GATHER, list(inputs), gathered, peer=opts.rootRank), opts)
+        return self._issue(Call(ops.GATHER, list(inputs), gathered, peer=opts.rootRank), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         scattered = list(inputs[0]) if inputs else []
-        return self._issue(Call(SCATTER, scattered, list(outputs), peer=opts.rootRank), opts)
+        return self._issue(Call(ops.SCATTER, scattered, list(outputs), peer=opts.rootRank), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         reduce, factor = self._reduction(opts)
-        return self._issue(Call(REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), opts)
+        return self._issue(Call(ops.REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
         reduce, factor = self._reduction(opts)
-        return self._issue(Call(REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
+        return self._issue(Call(ops.REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         reduce, factor = self._reduction(opts)
-        return self._issue(Call(REDUCE_SCATTER_COALESCED, list(inputs), list(outputs), reduce, factor), opts)
+        return self._issue(Call(ops.REDUCE_SCATTER_COALESCED, list(inputs), list(outputs), reduce, factor), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(ALL_TO_ALL, list(inputs), list(outputs)), opts)
+        return self._issue(Call(ops.ALL_TO_ALL, list(inputs), list(outputs)), opts)
 
     def all_to_all_single(  # type: ignore[override]
         self,
@@ -169,20 +148,20 @@ class Bridge(c10d.ProcessGroup):
         opts: Any = None,
     ) -> Work | None:
         splits = (list(input_splits) or None, list(output_splits) or None)
-        call = Call(ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
+        call = Call(ops.ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
         return self._issue(call, opts)
 
     def barrier(self, opts: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(BARRIER), opts)
+        return self._issue(Call(ops.BARRIER), opts)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(SEND, list(tensors), (), peer=peer, tag=tag), None)
+        return self._issue(Call(ops.SEND, list(tensors), (), peer=peer, tag=tag), None)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(RECV, (), list(tensors), peer=peer, tag=tag), None)
+        return self._issue(Call(ops.RECV, (), list(tensors), peer=peer, tag=tag), None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(RECV, (), list(tensors), peer=ANY_SOURCE, tag=tag), None)
+        return self._issue(Call(ops.RECV, (), list(tensors), peer=ANY_SOURCE, tag=tag), None)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._collecting = []

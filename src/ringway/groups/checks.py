@@ -10,22 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from ringway.call import (
-    ALL_GATHER,
-    ALL_GATHER_COALESCED,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE_COALESCED,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    GATHER,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_COALESCED,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    Call,
-    Op,
-    reduces,
-)
+from ringway import call as ops
+from ringway.call import Call, Op, reduces
 from ringway.errors import UsageError
 
 T = TypeVar("T")
@@ -100,7 +86,11 @@ def check(call: Call, rank: int) -> None:
 
 
 def _check_tensors(call: Call) -> None:
-    several = call.op is ALL_REDUCE_COALESCED or call.op is ALL_GATHER_COALESCED or call.op is REDUCE_SCATTER_COALESCED
+    several = (
+        call.op is ops.ALL_REDUCE_COALESCED
+        or call.op is ops.ALL_GATHER_COALESCED
+        or call.op is ops.REDUCE_SCATTER_COALESCED
+    )
     expected = call.dtype
     for tensor in (*call.inputs, *call.outputs):
         if tensor.layout is not torch.strided:
@@ -150,23 +140,25 @@ def _reduce_scatter_single(call: Call, rank: int) -> None:
 
 
 def _gather(call: Call, rank: int) -> None:
-    if rank != call.peer:
-        if call.outputs:
-            raise UsageError(f"gather: only the destination (rank {call.peer} of the group) passes gather_list")
-        return
-    _count(call, "gather_list", call.outputs, call.size)
-    for i, tensor in enumerate(call.outputs):
-        _numel(call, f"gather_list[{i}]", tensor, call.inputs[0].numel(), "every rank sends as much")
+    expected = call.inputs[0].numel()
+    _list_of_root(call, rank, "destination", "gather_list", call.outputs, expected, "every rank sends as much")
 
 
 def _scatter(call: Call, rank: int) -> None:
+    expected = call.outputs[0].numel()
+    _list_of_root(call, rank, "source", "scatter_list", call.inputs, expected, "every rank receives as much")
+
+
+def _list_of_root(
+    call: Call, rank: int, root: str, name: str, tensors: Sequence[Tensor], expected: int, reason: str
+) -> None:
     if rank != call.peer:
-        if call.inputs:
-            raise UsageError(f"scatter: only the source (rank {call.peer} of the group) passes scatter_list")
+        if tensors:
+            raise UsageError(f"{call.op.name}: only the {root} (rank {call.peer} of the group) passes {name}")
         return
-    _count(call, "scatter_list", call.inputs, call.size)
-    for i, tensor in enumerate(call.inputs):
-        _numel(call, f"scatter_list[{i}]", tensor, call.outputs[0].numel(), "every rank receives as much")
+    _count(call, name, tensors, call.size)
+    for i, tensor in enumerate(tensors):
+        _numel(call, f"{name}[{i}]", tensor, expected, reason)
 
 
 def _all_to_all(call: Call, rank: int) -> None:
@@ -222,14 +214,14 @@ def _reduce_scatter_coalesced(call: Call, rank: int) -> None:
 
 
 _RULES: dict[str, Callable[[Call, int], None]] = {
-    ALL_GATHER.name: _all_gather,
-    ALL_GATHER_SINGLE.name: _all_gather_single,
-    REDUCE_SCATTER.name: _reduce_scatter,
-    REDUCE_SCATTER_SINGLE.name: _reduce_scatter_single,
-    GATHER.name: _gather,
-    SCATTER.name: _scatter,
-    ALL_TO_ALL.name: _all_to_all,
-    ALL_TO_ALL_SINGLE.name: _all_to_all_single,
-    ALL_GATHER_COALESCED.name: _all_gather_coalesced,
-    REDUCE_SCATTER_COALESCED.name: _reduce_scatter_coalesced,
+    ops.ALL_GATHER.name: _all_gather,
+    ops.ALL_GATHER_SINGLE.name: _all_gather_single,
+    ops.REDUCE_SCATTER.name: _reduce_scatter,
+    ops.REDUCE_SCATTER_SINGLE.name: _reduce_scatter_single,
+    ops.GATHER.name: _gather,
+    ops.SCATTER.name: _scatter,
+    ops.ALL_TO_ALL.name: _all_to_all,
+    ops.ALL_TO_ALL_SINGLE.name: _all_to_all_single,
+    ops.ALL_GATHER_COALESCED.name: _all_gather_coalesced,
+    ops.REDUCE_SCATTER_COALESCED.name: _reduce_scatter_coalesced,
 }

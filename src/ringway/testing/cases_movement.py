@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ringway.call import DTYPES
-from ringway.testing.conformance import case
+from ringway.testing.conformance import case, large_case
 from ringway.testing.probe import LARGE, SIZES, Probe
 from ringway.testing.reference import any_bits
 
 _KINDS = [(dtype, count) for dtype in DTYPES for count in SIZES]
 _LARGE_KINDS = [(torch.float32, LARGE), (torch.uint8, LARGE)]
-
-
-def _large_parts(probe: Probe) -> list[tuple[torch.dtype, int]]:
-    """Parts that make up a large whole."""
-    return [(dtype, count // probe.size) for dtype, count in _LARGE_KINDS]
+_Kinds = Sequence[tuple[torch.dtype, int]]
 
 
 def _blank(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -24,7 +22,8 @@ def _blank(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def _broadcast(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+@case()
+def broadcast(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for number, (dtype, count) in enumerate(kinds):
         root = number % probe.size
         probe.at(dtype=dtype, count=count, root=root)
@@ -34,17 +33,11 @@ def _broadcast(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
         probe.same_bits(tensor, expected)
 
 
-@case()
-def broadcast(probe: Probe) -> None:
-    _broadcast(probe, _KINDS)
+broadcast_large = large_case(broadcast, _LARGE_KINDS)
 
 
 @case()
-def broadcast_large(probe: Probe) -> None:
-    _broadcast(probe, _LARGE_KINDS)
-
-
-def _all_gather(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+def all_gather(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for dtype, count in kinds:
         probe.at(dtype=dtype, count=count)
         outputs = [_blank(count, dtype) for _ in range(probe.size)]
@@ -53,17 +46,11 @@ def _all_gather(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
             probe.same_bits(output, any_bits(count, dtype, rank), f"output {rank}")
 
 
-@case()
-def all_gather(probe: Probe) -> None:
-    _all_gather(probe, _KINDS)
+all_gather_large = large_case(all_gather, _LARGE_KINDS, parts=True)
 
 
 @case()
-def all_gather_large(probe: Probe) -> None:
-    _all_gather(probe, _large_parts(probe))
-
-
-def _all_gather_into_tensor(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+def all_gather_into_tensor(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for dtype, count in kinds:
         parts = [any_bits((count, 2), dtype, rank) for rank in range(probe.size)]
         for form, expected in (("joined", torch.cat(parts)), ("stacked", torch.stack(parts))):
@@ -73,14 +60,7 @@ def _all_gather_into_tensor(probe: Probe, kinds: list[tuple[torch.dtype, int]]) 
             probe.same_bits(output, expected)
 
 
-@case()
-def all_gather_into_tensor(probe: Probe) -> None:
-    _all_gather_into_tensor(probe, _KINDS)
-
-
-@case()
-def all_gather_into_tensor_large(probe: Probe) -> None:
-    _all_gather_into_tensor(probe, _large_parts(probe))
+all_gather_into_tensor_large = large_case(all_gather_into_tensor, _LARGE_KINDS, parts=True)
 
 
 @case()
@@ -97,7 +77,8 @@ def all_gather_coalesced(probe: Probe) -> None:
                     probe.same_bits(tensor, expected, f"output {rank}, {place}")
 
 
-def _gather(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+@case()
+def gather(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for number, (dtype, count) in enumerate(kinds):
         root = number % probe.size
         probe.at(dtype=dtype, count=count, root=root)
@@ -108,17 +89,11 @@ def _gather(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
             probe.same_bits(output, any_bits(count, dtype, rank), f"output {rank}")
 
 
-@case()
-def gather(probe: Probe) -> None:
-    _gather(probe, _KINDS)
+gather_large = large_case(gather, _LARGE_KINDS, parts=True)
 
 
 @case()
-def gather_large(probe: Probe) -> None:
-    _gather(probe, _large_parts(probe))
-
-
-def _scatter(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+def scatter(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for number, (dtype, count) in enumerate(kinds):
         root = number % probe.size
         probe.at(dtype=dtype, count=count, root=root)
@@ -129,17 +104,11 @@ def _scatter(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
         probe.same_bits(tensor, parts[probe.rank])
 
 
-@case()
-def scatter(probe: Probe) -> None:
-    _scatter(probe, _KINDS)
+scatter_large = large_case(scatter, _LARGE_KINDS, parts=True)
 
 
 @case()
-def scatter_large(probe: Probe) -> None:
-    _scatter(probe, _large_parts(probe))
-
-
-def _all_to_all(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+def all_to_all(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for dtype, count in kinds:
         probe.at(dtype=dtype, count=count)
         inputs = [any_bits(count, dtype, probe.rank, target) for target in range(probe.size)]
@@ -149,14 +118,7 @@ def _all_to_all(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
             probe.same_bits(output, any_bits(count, dtype, source, probe.rank), f"output {source}")
 
 
-@case()
-def all_to_all(probe: Probe) -> None:
-    _all_to_all(probe, _KINDS)
-
-
-@case()
-def all_to_all_large(probe: Probe) -> None:
-    _all_to_all(probe, _large_parts(probe))
+all_to_all_large = large_case(all_to_all, _LARGE_KINDS, parts=True)
 
 
 def _share(source: int, target: int, variant: int) -> int:
@@ -190,7 +152,8 @@ def all_to_all_of_different_shapes(probe: Probe) -> None:
         probe.same_bits(output, expected, f"output {source}")
 
 
-def _all_to_all_single(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> None:
+@case()
+def all_to_all_single(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for dtype, count in kinds:
         probe.at(dtype=dtype, count=count)
         inputs = [any_bits((count, 2), dtype, probe.rank, target) for target in range(probe.size)]
@@ -200,14 +163,7 @@ def _all_to_all_single(probe: Probe, kinds: list[tuple[torch.dtype, int]]) -> No
         probe.same_bits(output, torch.cat(expected))
 
 
-@case()
-def all_to_all_single(probe: Probe) -> None:
-    _all_to_all_single(probe, _KINDS)
-
-
-@case()
-def all_to_all_single_large(probe: Probe) -> None:
-    _all_to_all_single(probe, _large_parts(probe))
+all_to_all_single_large = large_case(all_to_all_single, _LARGE_KINDS, parts=True)
 
 
 @case()

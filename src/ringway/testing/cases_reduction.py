@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringway.call import Reduce
-from ringway.testing.conformance import case
+from ringway.testing.conformance import case, large_case
 from ringway.testing.probe import LARGE, SIZES, Probe, reductions, torch_op
 from ringway.testing.reference import reduced, relative_tolerance, small_values
 
@@ -18,17 +18,13 @@ _LARGE_KINDS = [(torch.float32, Reduce.SUM, LARGE), (torch.bfloat16, Reduce.MAX,
 _Kinds = Sequence[tuple[torch.dtype, Reduce, int]]
 
 
-def _large_parts(probe: Probe) -> _Kinds:
-    """Parts that make up a large whole."""
-    return [(dtype, reduce, count // probe.size) for dtype, reduce, count in _LARGE_KINDS]
-
-
 def _inputs(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
     """Each rank's input."""
     return [small_values(count, dtype, rank, reduce) for rank in range(probe.size)]
 
 
-def _all_reduce(probe: Probe, kinds: _Kinds) -> None:
+@case()
+def all_reduce(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for dtype, reduce, count in kinds:
         probe.at(dtype=dtype, op=reduce.name, count=count)
         inputs = _inputs(probe, count, dtype, reduce)
@@ -38,14 +34,7 @@ def _all_reduce(probe: Probe, kinds: _Kinds) -> None:
         probe.same(tensor, expected, rtol=relative_tolerance(dtype, reduce, probe.size))
 
 
-@case()
-def all_reduce(probe: Probe) -> None:
-    _all_reduce(probe, _KINDS)
-
-
-@case()
-def all_reduce_large(probe: Probe) -> None:
-    _all_reduce(probe, _LARGE_KINDS)
+all_reduce_large = large_case(all_reduce, _LARGE_KINDS)
 
 
 @case()
@@ -97,7 +86,8 @@ def all_reduce_gives_the_same_bits_everywhere(probe: Probe) -> None:
                 probe.same_bits(output, tensor, f"the sum on rank {rank}")
 
 
-def _reduce(probe: Probe, kinds: _Kinds) -> None:
+@case()
+def reduce(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for number, (dtype, reduce, count) in enumerate(kinds):
         root = number % probe.size
         probe.at(dtype=dtype, op=reduce.name, count=count, root=root)
@@ -110,17 +100,11 @@ def _reduce(probe: Probe, kinds: _Kinds) -> None:
             probe.same(tensor, expected, rtol=relative_tolerance(dtype, reduce, probe.size))
 
 
-@case()
-def reduce(probe: Probe) -> None:
-    _reduce(probe, _KINDS)
+reduce_large = large_case(reduce, _LARGE_KINDS)
 
 
 @case()
-def reduce_large(probe: Probe) -> None:
-    _reduce(probe, _LARGE_KINDS)
-
-
-def _reduce_scatter(probe: Probe, kinds: _Kinds) -> None:
+def reduce_scatter(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     size = probe.size
     for dtype, reduce, count in kinds:
         probe.at(dtype=dtype, op=reduce.name, count=count)
@@ -133,14 +117,7 @@ def _reduce_scatter(probe: Probe, kinds: _Kinds) -> None:
         probe.same(output, expected, rtol=rtol)
 
 
-@case()
-def reduce_scatter(probe: Probe) -> None:
-    _reduce_scatter(probe, _KINDS)
-
-
-@case()
-def reduce_scatter_large(probe: Probe) -> None:
-    _reduce_scatter(probe, _large_parts(probe))
+reduce_scatter_large = large_case(reduce_scatter, _LARGE_KINDS, parts=True)
 
 
 @case()
@@ -156,7 +133,8 @@ def reduce_scatter_of_different_sizes(probe: Probe) -> None:
     probe.same(output, expected)
 
 
-def _reduce_scatter_tensor(probe: Probe, kinds: _Kinds) -> None:
+@case()
+def reduce_scatter_tensor(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     size = probe.size
     for dtype, reduce, count in kinds:
         inputs = _inputs(probe, count * size, dtype, reduce)
@@ -173,14 +151,7 @@ def _reduce_scatter_tensor(probe: Probe, kinds: _Kinds) -> None:
             probe.same(output, expected, rtol=rtol)
 
 
-@case()
-def reduce_scatter_tensor(probe: Probe) -> None:
-    _reduce_scatter_tensor(probe, _KINDS)
-
-
-@case()
-def reduce_scatter_tensor_large(probe: Probe) -> None:
-    _reduce_scatter_tensor(probe, _large_parts(probe))
+reduce_scatter_tensor_large = large_case(reduce_scatter_tensor, _LARGE_KINDS, parts=True)
 
 
 @case()

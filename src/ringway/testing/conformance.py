@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as c10d
 
 from ringway.testing.pool import Outcome, RankContext, RankPool
 from ringway.testing.probe import Finding, Probe
 from ringway.testing.rank import FunctionRef
+
+F = TypeVar("F", bound=Callable[..., None])
 
 _CASE_MODULES = (
     "cases_movement",
@@ -54,12 +56,10 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(
-    *, min_size: int = 1, own_names: bool = False, whole_world: bool = False
-) -> Callable[[Callable[[Probe], None]], Callable[[Probe], None]]:
+def case(*, min_size: int = 1, own_names: bool = False, whole_world: bool = False) -> Callable[[F], F]:
     """Add a function to the table of cases, under its name."""
 
-    def register(function: Callable[[Probe], None]) -> Callable[[Probe], None]:
+    def register(function: F) -> F:
         name = function.__name__
         if name in CASES and CASES[name].run.__module__ != function.__module__:
             raise ValueError(f"two conformance cases are called {name!r}")
@@ -67,6 +67,21 @@ def case(
         return function
 
     return register
+
+
+def large_case(function: Callable[..., None], kinds: Sequence[Any], parts: bool = False) -> Callable[[Probe], None]:
+    """Add NAME_large: the case `function` with these large kinds. Its module must hold it under that name.
+
+    A kind is a tuple that ends with an element count. `parts`: the counts are of the whole, which the ranks share.
+    """
+
+    def run(probe: Probe) -> None:
+        divisor = probe.size if parts else 1
+        function(probe, [(*kind, count // divisor) for *kind, count in kinds])
+
+    run.__name__ = run.__qualname__ = f"{function.__name__}_large"
+    run.__module__ = function.__module__
+    return case()(run)
 
 
 def all_cases() -> dict[str, Case]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway import call as ops
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, padded, plan
 from ringway.backends.exchange import exchange
@@ -24,16 +25,7 @@ from ringway.backends.several.hosts import HostLayout, host_identity
 from ringway.backends.several.parts import BackendOfParts
 from ringway.backends.shm.backend import ShmBackend
 from ringway.backends.torch.gloo import GlooBackend
-from ringway.call import (
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    BROADCAST,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    Call,
-    Reduce,
-    reduces,
-)
+from ringway.call import Call, Reduce, reduces
 from ringway.errors import BackendUnavailable
 from ringway.work import Handle
 
@@ -139,6 +131,14 @@ class HierarchicalBackend(BackendOfParts):
             pieces.append((whole, None if whole is piece else piece))
         return pieces
 
+    def _join_slices(self, call: Call, under_way: list[tuple[Tensor, Tensor | None, Tensor, Handle]]) -> None:
+        """Ends chunks: waits for the hosts' exchange of each rank's own slice, then gathers the slices in the host."""
+        for piece, pads, own, handle in under_way:
+            handle.wait()
+            self._inside(call, op=ops.ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
+            if pads is not None:
+                pads.copy_(piece[: pads.numel()])
+
     @queued
     def all_reduce(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
@@ -147,13 +147,9 @@ class HierarchicalBackend(BackendOfParts):
         under_way = []
         for piece, pads in self._chunks(target):
             own = piece.new_empty(piece.numel() // self._layout.width)
-            self._inside(call, op=REDUCE_SCATTER_SINGLE, inputs=[piece], outputs=[own]).wait()
-            under_way.append((piece, pads, own, self._between(call, op=ALL_REDUCE, inputs=[own], outputs=[own])))
-        for piece, pads, own, handle in under_way:
-            handle.wait()
-            self._inside(call, op=ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
-            if pads is not None:
-                pads.copy_(piece[: pads.numel()])
+            self._inside(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[piece], outputs=[own]).wait()
+            under_way.append((piece, pads, own, self._between(call, op=ops.ALL_REDUCE, inputs=[own], outputs=[own])))
+        self._join_slices(call, under_way)
 
     @queued
     def broadcast(self, call: Call) -> None:
@@ -165,14 +161,10 @@ class HierarchicalBackend(BackendOfParts):
             if layout.host == root_host:
                 root = layout.neighbours.index(call.peer)
                 slices = list(piece.chunk(layout.width)) if layout.place == root else []
-                self._inside(call, op=SCATTER, inputs=slices, outputs=[own], peer=root).wait()
-            step = self._between(call, op=BROADCAST, inputs=[own], outputs=[own], peer=root_host)
+                self._inside(call, op=ops.SCATTER, inputs=slices, outputs=[own], peer=root).wait()
+            step = self._between(call, op=ops.BROADCAST, inputs=[own], outputs=[own], peer=root_host)
             under_way.append((piece, pads, own, step))
-        for piece, pads, own, handle in under_way:
-            handle.wait()
-            self._inside(call, op=ALL_GATHER_SINGLE, inputs=[own], outputs=[piece]).wait()
-            if pads is not None:
-                pads.copy_(piece[: pads.numel()])
+        self._join_slices(call, under_way)
 
     @queued
     def all_gather_into_tensor(self, call: Call) -> None:
@@ -180,9 +172,9 @@ class HierarchicalBackend(BackendOfParts):
         if not source.numel():
             return
         counterparts = source.new_empty(len(layout.hosts) * source.numel())
-        self._between(call, op=ALL_GATHER_SINGLE, inputs=[source], outputs=[counterparts]).wait()
+        self._between(call, op=ops.ALL_GATHER_SINGLE, inputs=[source], outputs=[counterparts]).wait()
         everybody = source.new_empty(self.size * source.numel())
-        self._inside(call, op=ALL_GATHER_SINGLE, inputs=[counterparts], outputs=[everybody]).wait()
+        self._inside(call, op=ops.ALL_GATHER_SINGLE, inputs=[counterparts], outputs=[everybody]).wait()
         rows = target.view(self.size, -1)
         for rank, row in zip(layout.by_place(), everybody.view(self.size, -1), strict=True):
             rows[rank].copy_(row)
@@ -195,9 +187,9 @@ class HierarchicalBackend(BackendOfParts):
         rows = source.view(self.size, -1)
         by_place = rows[torch.tensor(layout.by_place())].view(-1)
         counterparts = by_place.new_empty(by_place.numel() // layout.width)
-        self._inside(call, op=REDUCE_SCATTER_SINGLE, inputs=[by_place], outputs=[counterparts]).wait()
+        self._inside(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[by_place], outputs=[counterparts]).wait()
         share = counterparts.new_empty(target.numel())
-        self._between(call, op=REDUCE_SCATTER_SINGLE, inputs=[counterparts], outputs=[share]).wait()
+        self._between(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[counterparts], outputs=[share]).wait()
         target.copy_(share.view(target.shape))
 
     # Through the flat backend
