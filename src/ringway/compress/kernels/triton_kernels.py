@@ -138,6 +138,8 @@ def _block_scales(total, mask, KIND: tl.constexpr, LARGEST_INVERSE: tl.constexpr
 @triton.jit
 def _encode_tile(
     total,
+    residual,
+    where,
     mask,
     blocks,
     count,
@@ -149,9 +151,13 @@ def _encode_tile(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     LARGEST_INVERSE: tl.constexpr,
 ):
-    """Write a tile's scales and payload into its frame; return the encoding error and which blocks are finite."""
+    """Write the scales and payload of a tile plus its residual into its frame, and the encoding error of finite blocks
+    into the residual. Return whether any block is not finite."""
+    if HAS_RESIDUAL:
+        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
     if SHARED:
         scales = tl.load(scale) + tl.zeros([GROUPS], tl.float32)
         finite = tl.abs(scales) <= 3.4028234663852886e38
@@ -166,7 +172,10 @@ def _encode_tile(
     codes, values = _encoded(total, scales, KIND)
     payload = frame_offset + _payload(count, BLOCK, SHARED)
     _store_codes(frames, payload, codes, mask, count, KIND, GROUPS, BLOCK)
-    return total - values * scales[:, None], finite
+    if HAS_RESIDUAL:
+        lost = total - values * scales[:, None]
+        tl.store(residual + where, lost.to(residual.dtype.element_ty), mask=mask & finite[:, None])
+    return tl.max((finite == 0).to(tl.int32), axis=0) != 0
 
 
 @triton.jit
@@ -178,18 +187,14 @@ def _mean(
     factor,
     stride,
     count,
-    offsets,
-    mask,
-    blocks,
     KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):
-    """The mean of the frames over a tile, and 1 + the number of the first frame with a status; 0 if there is none.
-
-    If there is one, the mean is NaN.
-    """
+    """This program's tile, the mean of the frames over it, and 1 + the number of the first frame with a status; 0 if
+    there is none. If there is one, the mean is NaN."""
+    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
     total = tl.zeros([GROUPS, BLOCK], tl.float32)
     guilty = tl.program_id(0) * 0
     payload = _payload(count, BLOCK, SHARED)
@@ -204,7 +209,7 @@ def _mean(
             scales = tl.load(frames_f32 + where, mask=blocks * BLOCK < count, other=0.0)
         total += _codes(frames, frame + payload, offsets, mask, KIND) * (scales * factor)[:, None]
         frame += stride
-    return tl.where(guilty == 0, total, float("nan")), guilty
+    return offsets, mask, blocks, tl.where(guilty == 0, total, float("nan")), guilty
 
 
 @triton.jit
@@ -232,10 +237,10 @@ def encode(
     offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
     where = row * shard + start + offsets
     total = tl.load(values + where, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
-    lost, finite = _encode_tile(
+    bad = _encode_tile(
         total,
+        residual,
+        where,
         mask,
         blocks,
         count,
@@ -247,13 +252,10 @@ def encode(
         GROUPS,
         BLOCK,
         SHARED,
+        HAS_RESIDUAL,
         LARGEST_INVERSE,
     )
-    if HAS_RESIDUAL:
-        keep = mask & finite[:, None]
-        tl.store(residual + where, lost.to(residual.dtype.element_ty), mask=keep)
-    bad = tl.max((finite == 0).to(tl.int32), axis=0)
-    tl.store(frames_i32 + row * stride // 4, 1, mask=(bad != 0) & (count > 0))
+    tl.store(frames_i32 + row * stride // 4, 1, mask=bad & (count > 0))
 
 
 @triton.jit
@@ -277,28 +279,14 @@ def encode_mean(
     HAS_RESIDUAL: tl.constexpr,
     LARGEST_INVERSE: tl.constexpr,
 ):
-    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
-    total, guilty = _mean(
-        frames,
-        frames_f32,
-        frames_i32,
-        ROWS,
-        factor,
-        stride,
-        count,
-        offsets,
-        mask,
-        blocks,
-        KIND,
-        BLOCK,
-        SHARED,
-        GROUPS,
+    offsets, mask, blocks, total, guilty = _mean(
+        frames, frames_f32, frames_i32, ROWS, factor, stride, count, KIND, GROUPS, BLOCK, SHARED
     )
-    if HAS_RESIDUAL:
-        total += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     total = tl.where(mask, total, 0.0)
-    lost, finite = _encode_tile(
+    bad = _encode_tile(
         total,
+        residual,
+        offsets,
         mask,
         blocks,
         count,
@@ -310,14 +298,11 @@ def encode_mean(
         GROUPS,
         BLOCK,
         SHARED,
+        HAS_RESIDUAL,
         LARGEST_INVERSE,
     )
-    if HAS_RESIDUAL:
-        keep = mask & finite[:, None]
-        tl.store(residual + offsets, lost.to(residual.dtype.element_ty), mask=keep)
-    bad = tl.max((finite == 0).to(tl.int32), axis=0)
     status = tl.where(guilty != 0, guilty, ROWS + 1)
-    tl.store(out_i32, status, mask=bad != 0)
+    tl.store(out_i32, status, mask=bad)
 
 
 @triton.jit
@@ -367,21 +352,7 @@ def decode_mean(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
-    total, _ = _mean(
-        frames,
-        frames_f32,
-        frames_i32,
-        ROWS,
-        factor,
-        stride,
-        count,
-        offsets,
-        mask,
-        blocks,
-        KIND,
-        BLOCK,
-        SHARED,
-        GROUPS,
+    offsets, mask, _, total, _ = _mean(
+        frames, frames_f32, frames_i32, ROWS, factor, stride, count, KIND, GROUPS, BLOCK, SHARED
     )
     tl.store(values + offsets, total.to(values.dtype.element_ty), mask=mask)

@@ -52,22 +52,8 @@ def measure_mean(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    offsets, mask, blocks = _tile(count, GROUPS, BLOCK)
-    total, _ = _mean(
-        frames,
-        frames_f32,
-        frames_i32,
-        ROWS,
-        factor,
-        stride,
-        count,
-        offsets,
-        mask,
-        blocks,
-        KIND,
-        BLOCK,
-        True,
-        GROUPS,
+    offsets, mask, _, total, _ = _mean(
+        frames, frames_f32, frames_i32, ROWS, factor, stride, count, KIND, GROUPS, BLOCK, True
     )
     if HAS_RESIDUAL:
         total += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
