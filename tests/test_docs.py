@@ -199,6 +199,7 @@ def _exists(name: str) -> bool:
         except AttributeError:
             try:
                 found = importlib.import_module(".".join(parts[:index]))
-            except ImportError:
-                return False
+            except ModuleNotFoundError as error:
+                # It exists if what it lacks is an optional library.
+                return not (error.name or "").startswith("ringway")
     return True

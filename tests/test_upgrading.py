@@ -1,0 +1,66 @@
+"""docs/upgrading.md names modules and names that exist, and old ones that do not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "upgrading.md").read_text()
+OPTIONAL = ("mpi4py", "triton")
+
+
+def _rows(heading: str) -> list[tuple[str, str]]:
+    """The two columns of the table under a heading."""
+    section = PAGE.split(f"\n### {heading}\n")[1].split("\n### ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, re.MULTILINE)
+    return rows[1:]
+
+
+def _names(cell: str) -> list[str]:
+    return re.findall(r"`(ringway[\w.]*)`", cell)
+
+
+def _found(name: str) -> bool:
+    """Whether the module, or the name in a module, can be imported."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError as error:
+            if error.name in OPTIONAL:
+                pytest.skip(f"{error.name} is not installed")
+            continue
+        for attribute in parts[end:]:
+            found = getattr(found, attribute, None)
+        return found is not None
+    return False
+
+
+MOVED = _rows("Modules that moved")
+NEW_NAMES = sorted({name for _, new in [*MOVED, *_rows("Names that changed")] for name in _names(new)})
+STAY = [name for names, _ in _rows("What stays") for name in _names(names)]
+
+
+@pytest.mark.parametrize("name", NEW_NAMES)
+def test_new_names_exist(name: str) -> None:
+    assert _found(name)
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_names_that_stay_exist(name: str) -> None:
+    assert _found(name)
+
+
+def test_old_modules_are_gone() -> None:
+    """A module that moved must not be found under its old name, except as the package that replaced it."""
+    assert len(MOVED) > 60
+    for cell, _ in MOVED:
+        old = "ringway." + cell.split("`")[1]
+        parent = importlib.import_module(old.rpartition(".")[0])
+        spec = importlib.util.find_spec(old) if hasattr(parent, "__path__") else None
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        assert is_package if cell.endswith("*") else spec is None, old
