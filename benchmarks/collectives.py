@@ -28,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+DEEPSPEED = ROOT / ".cache" / "deepspeed"
 RANK_PROGRAM = Path(__file__).resolve().parent / "collectives_rank.py"
 OURS, COPY = "ringway", "copy"
 PEERS = (OURS, "gloo", "mpich", "openmpi", "deepspeed", "ccl")
@@ -93,27 +94,38 @@ def signalled(processes: list[int], number: signal.Signals) -> None:
 
 
 @contextmanager
-def team(peer: str, ranks: int, folder: Path, deepspeed: Path) -> Iterator[Team]:
-    """Start the ranks of a peer. Raises Absent if it cannot take part."""
-    address = str(folder / f"{peer}.socket")
-    environment = {
+def team(
+    peer: str,
+    ranks: int,
+    folder: Path,
+    deepspeed: Path = DEEPSPEED,
+    *,
+    name: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Team]:
+    """Start the ranks of a peer, under another `name` if one peer has several teams. Raises Absent if it cannot take
+    part."""
+    name = name or peer
+    address = str(folder / f"{name}.socket")
+    variables = {
         **os.environ,
+        **(environment or {}),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "BENCH_RANKS": str(ranks),
-        "BENCH_STORE": str(folder / f"{peer}.store"),
+        "BENCH_STORE": str(folder / f"{name}.store"),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as ends:
         if peer == "deepspeed":
-            environment |= ends.enter_context(_deepspeed_op(deepspeed, ranks))
+            variables |= ends.enter_context(_deepspeed_op(deepspeed, ranks))
         listener.bind(address)
         listener.listen(ranks)
         listener.settimeout(0.5)
         processes = []
         for number, command in enumerate(_commands(peer, ranks, address)):
-            variables = environment if peer in MPIS else {**environment, "RANK": str(number)}
-            log = ends.enter_context(open(folder / f"{peer}.{number}.log", "w+"))
-            process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            own = variables if peer in MPIS else {**variables, "RANK": str(number)}
+            log = ends.enter_context(open(folder / f"{name}.{number}.log", "w+"))
+            process = subprocess.Popen(command, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             ends.callback(_ended, process)
             processes.append((process, log))
         links: dict[int, Any] = {}
@@ -283,7 +295,7 @@ def main() -> int:
     parser.add_argument("--ops", nargs="+", choices=OPS + MORE_OPS, default=list(OPS + MORE_OPS))
     parser.add_argument("--sizes", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=15, help="for all_reduce; the other ops get half of them")
-    parser.add_argument("--deepspeed", type=Path, default=ROOT / ".cache" / "deepspeed", help="a folder with deepspeed")
+    parser.add_argument("--deepspeed", type=Path, default=DEEPSPEED, help="a folder with deepspeed")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     absent = []

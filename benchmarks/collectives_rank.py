@@ -61,6 +61,8 @@ def _torch_calls(dist: Any, size: int) -> Prepare:
         if op in ("all_reduce", "broadcast"):
             whole = torch.zeros(count)
             return (lambda: dist.all_reduce(whole)) if op == "all_reduce" else (lambda: dist.broadcast(whole, 0))
+        if op in ("all_reduce_max", "all_reduce_async"):
+            return _general_path(dist, op, torch.zeros(count))
         if op in ("reduce", "send_recv"):
             return _reduce_or_send(dist, op, torch.zeros(count), torch.zeros(count), size)
         own, fitting = torch.zeros(part), torch.zeros(part * size)
@@ -74,6 +76,13 @@ def _torch_calls(dist: Any, size: int) -> Prepare:
         return _with_lists(dist, op, own, list(fitting.chunk(size)))
 
     return prepare
+
+
+def _general_path(dist: Any, op: str, whole: Any) -> Action:
+    """Calls that are not plain sums, and so not for a fast path."""
+    if op == "all_reduce_max":
+        return lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)
+    return lambda: dist.all_reduce(whole, async_op=True).wait()
 
 
 def _reduce_or_send(dist: Any, op: str, whole: Any, other: Any, size: int) -> Action:
@@ -105,12 +114,14 @@ def _store(size: int) -> Any:
     return c10d.FileStore(os.environ["BENCH_STORE"], size)
 
 
-def _of_ringway(backend: str) -> Callable[[int, int, ExitStack], tuple[Prepare, Action]]:
+def _of_ringway(backend: str, logged: bool = False) -> Callable[[int, int, ExitStack], tuple[Prepare, Action]]:
     def make(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
         import ringway
 
         ringway.init_process_group(backend, store=_store(size), rank=rank, world_size=size)
         ends.callback(ringway.destroy_process_group)
+        if logged:
+            ringway.configure(enabled=True, prof_all=True)
         return _torch_calls(ringway, size), ringway.barrier
 
     return make
@@ -204,6 +215,8 @@ def _copy(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
 
 _MAKERS: dict[str, Callable[[int, int, ExitStack], tuple[Prepare, Action]]] = {
     "ringway": _of_ringway("shm"),
+    "ringway-gloo": _of_ringway("gloo"),
+    "ringway-logged": _of_ringway("shm", logged=True),
     "gloo": _gloo,
     "mpich": _mpi,
     "openmpi": _mpi,

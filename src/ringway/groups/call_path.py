@@ -11,6 +11,7 @@ from typing import Any
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
+from ringway.backends.compose import Plan
 from ringway.call import ANY_SOURCE, RECV, Call, Op
 from ringway.compare.across_hosts import HostComparison
 from ringway.errors import CollectiveMismatch, UsageError
@@ -82,8 +83,8 @@ class CallPath:
     def run_fast(self, op: int, outputs: Any, inputs: Any, peer: int = -1, tag: int = 0, wait: bool = True) -> bool:
         """Whether a fast path has done the call. If not, nothing has happened, and `issue` must."""
         try:
-            for path in self._paths.by_op[op]:
-                if path.run(op, outputs, inputs, peer, tag, wait):
+            for run in self._paths.by_op[op]:
+                if run(op, outputs, inputs, peer, tag, wait):
                     return True
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
@@ -91,12 +92,14 @@ class CallPath:
 
     def issue(self, call: Call) -> Work | None:
         """Checks, numbers, records and starts a call. Returns a Work if the call is asynchronous."""
-        self._health.require()
+        if self._health.fault is not None:
+            self._health.require()
         call.size = self._info.size
         call.group = self._info.name
         call.ranks = self._info.ranks
         call.timeout = call.timeout or self._timeout
-        runner = self._runner(call, admit(call) or self._devices.default)
+        device = admit(call) or self._devices.default
+        plan = self._devices.plans.get(device) or self._first_call_on(device)
         check(call, self._info.rank)
         call.check = self._health.check
         token = self._begin(call)
@@ -106,7 +109,7 @@ class CallPath:
             for listener in self._watchers:
                 listener.issued(call)
         try:
-            handle = runner(call)
+            handle = plan.runners[call.op.name](call)
             if not call.async_op:
                 handle.wait()
         except BaseException as error:
@@ -128,12 +131,10 @@ class CallPath:
         """A block that is recorded as one call though no backend runs it."""
         return Recorded(self, Call(op, label=label, size=self._info.size, group=self._info.name))
 
-    def _runner(self, call: Call, device: str) -> Any:
-        known = len(self._devices.made())
-        runner = self._devices.plan(device).runners[call.op.name]
-        if len(self._devices.made()) != known:
-            self.refresh()  # the new backend may have fast paths
-        return runner
+    def _first_call_on(self, device: str) -> Plan:
+        plan = self._devices.plan(device)
+        self.refresh()  # the new backend may have fast paths
+        return plan
 
     def _begin(self, call: Call) -> int:
         """Numbers and records a call, and compares it with the other ranks' calls."""

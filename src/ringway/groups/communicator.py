@@ -76,9 +76,6 @@ class Communicator:
         paths = FastPaths(self.record)
         self.health = Health(self, info.name, self.record, self.devices, paths, listeners)
         self.calls = CallPath(info, recorder, self.record, self.health, self.devices, paths, listeners)
-        self._fast = self.calls.run_fast
-        self._issue = self.calls.issue
-        self._place = self.members.place
         self._barriers = 0
         self.spans_hosts = False
 
@@ -118,20 +115,22 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self._place("src", src, group_src)
-        if not (async_op or log_name) and self._fast(BROADCAST.code, tensor, tensor, root):
+        root = self.members.place("src", src, group_src)
+        if not (async_op or log_name) and self.calls.run_fast(BROADCAST.code, tensor, tensor, root):
             return None
-        return self._issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
+        return self.calls.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
         self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if op is _SUM and not (async_op or log_name) and self._fast(_ALL_REDUCE, tensor, tensor):
+        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(_ALL_REDUCE, tensor, tensor):
             return None
         reduce, factor = parse_reduce(op)
         if getattr(tensor, "layout", None) is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, reduce, async_op)
-        return self._issue(Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name))
+        return self.calls.issue(
+            Call(ALL_REDUCE, (tensor,), (tensor,), reduce, factor, async_op=async_op, label=log_name)
+        )
 
     def inference_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> None:
         """The lowest latency there is: nothing to hold, nothing to wait for afterwards."""
@@ -147,11 +146,11 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self._place("dst", dst, group_dst)
-        if op is _SUM and not (async_op or log_name) and self._fast(REDUCE.code, tensor, tensor, root):
+        root = self.members.place("dst", dst, group_dst)
+        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(REDUCE.code, tensor, tensor, root):
             return None
         reduce, factor = parse_reduce(op)
-        return self._issue(
+        return self.calls.issue(
             Call(REDUCE, (tensor,), (tensor,), reduce, factor, peer=root, async_op=async_op, label=log_name)
         )
 
@@ -163,9 +162,9 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if not (async_op or log_name) and self._fast(ALL_GATHER.code, tensor_list, tensor):
+        if not (async_op or log_name) and self.calls.run_fast(ALL_GATHER.code, tensor_list, tensor):
             return None
-        return self._issue(
+        return self.calls.issue(
             Call(
                 ALL_GATHER, (tensor,), listed(ALL_GATHER, "tensor_list", tensor_list), async_op=async_op, label=log_name
             )
@@ -174,9 +173,9 @@ class Communicator:
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if not (async_op or log_name) and self._fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
+        if not (async_op or log_name) and self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
             return None
-        return self._issue(
+        return self.calls.issue(
             Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name)
         )
 
@@ -190,11 +189,11 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self._place("dst", dst, group_dst, default=0)
-        if not (async_op or log_name) and self._fast(GATHER.code, gather_list, tensor, root):
+        root = self.members.place("dst", dst, group_dst, default=0)
+        if not (async_op or log_name) and self.calls.run_fast(GATHER.code, gather_list, tensor, root):
             return None
         outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
-        return self._issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
+        return self.calls.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
 
     def scatter(
         self,
@@ -206,11 +205,11 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        root = self._place("src", src, group_src, default=0)
-        if not (async_op or log_name) and self._fast(SCATTER.code, tensor, scatter_list, root):
+        root = self.members.place("src", src, group_src, default=0)
+        if not (async_op or log_name) and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root):
             return None
         inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
-        return self._issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
+        return self.calls.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def reduce_scatter(
         self,
@@ -221,11 +220,13 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if op is _SUM and not (async_op or log_name) and self._fast(REDUCE_SCATTER.code, output, input_list):
+        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list):
             return None
         reduce, factor = parse_reduce(op)
         inputs = listed(REDUCE_SCATTER, "input_list", input_list)
-        return self._issue(Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name))
+        return self.calls.issue(
+            Call(REDUCE_SCATTER, inputs, (output,), reduce, factor, async_op=async_op, label=log_name)
+        )
 
     def reduce_scatter_tensor(
         self,
@@ -236,10 +237,10 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if op is _SUM and not (async_op or log_name) and self._fast(REDUCE_SCATTER_SINGLE.code, output, input):
+        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input):
             return None
         reduce, factor = parse_reduce(op)
-        return self._issue(
+        return self.calls.issue(
             Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
         )
 
@@ -253,7 +254,7 @@ class Communicator:
     ) -> Work | None:
         outputs = listed(ALL_TO_ALL, "output_tensor_list", output_tensor_list)
         inputs = listed(ALL_TO_ALL, "input_tensor_list", input_tensor_list)
-        return self._issue(Call(ALL_TO_ALL, inputs, outputs, async_op=async_op, label=log_name))
+        return self.calls.issue(Call(ALL_TO_ALL, inputs, outputs, async_op=async_op, label=log_name))
 
     def all_to_all_single(
         self,
@@ -266,9 +267,9 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         even = not (output_split_sizes or input_split_sizes)
-        if even and not (async_op or log_name) and self._fast(ALL_TO_ALL_SINGLE.code, output, input):
+        if even and not (async_op or log_name) and self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input):
             return None
-        return self._issue(
+        return self.calls.issue(
             Call(
                 ALL_TO_ALL_SINGLE,
                 (input,),
@@ -292,7 +293,7 @@ class Communicator:
     ) -> Work | None:
         reduce, factor = parse_reduce(op)
         members = listed(ALL_REDUCE_COALESCED, "tensors", tensors)
-        return self._issue(
+        return self.calls.issue(
             Call(ALL_REDUCE_COALESCED, members, members, reduce, factor, async_op=async_op, label=log_name)
         )
 
@@ -321,7 +322,7 @@ class Communicator:
                     f"all_gather_coalesced: output_tensor_lists[{rank}] has {len(row)} tensors for {len(inputs)} inputs"
                 )
         by_input = [row[i] for i in range(len(inputs)) for row in rows]
-        return self._issue(Call(ALL_GATHER_COALESCED, inputs, by_input, async_op=async_op, label=log_name))
+        return self.calls.issue(Call(ALL_GATHER_COALESCED, inputs, by_input, async_op=async_op, label=log_name))
 
     def reduce_scatter_coalesced(
         self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, *, log_name: str | None = None
@@ -332,7 +333,7 @@ class Communicator:
         members = listed(REDUCE_SCATTER_COALESCED, "tensors", tensors)
         padded = [_padded(tensor, self.size) for tensor in members]
         shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in padded]
-        self._issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
+        self.calls.issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
         return [
             share[: max(0, min(share.numel(), tensor.numel() - self.rank * share.numel()))]
             for tensor, share in zip(members, shares, strict=True)
@@ -365,13 +366,13 @@ class Communicator:
     def _send(
         self, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None, label: str | None, async_op: bool
     ) -> Work | None:
-        peer = self._place("dst", dst, group_dst)
+        peer = self.members.place("dst", dst, group_dst)
         if peer == self.rank:
             raise UsageError("a rank cannot send to itself")
         tag = _tag(tag)
-        if not label and self._fast(SEND.code, (), tensor, peer, tag, not async_op):
+        if not label and self.calls.run_fast(SEND.code, (), tensor, peer, tag, not async_op):
             return Sent() if async_op else None
-        return self._issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
+        return self.calls.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
         self,
@@ -384,10 +385,10 @@ class Communicator:
     ) -> int:
         """Returns the global rank that the message came from."""
         peer, tag = self._source(src, group_src), _tag(tag)
-        if not log_name and self._fast(RECV.code, tensor, (), peer, tag):
+        if not log_name and self.calls.run_fast(RECV.code, tensor, (), peer, tag):
             return self.ranks[peer]
         call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
-        self._issue(call)
+        self.calls.issue(call)
         return self.ranks[call.peer]
 
     def irecv(
@@ -400,10 +401,10 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         peer = self._source(src, group_src)
-        return self._issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
+        return self.calls.issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
 
     def _source(self, src: int | None, group_src: int | None) -> int:
-        peer = ANY_SOURCE if src is None and group_src is None else self._place("src", src, group_src)
+        peer = ANY_SOURCE if src is None and group_src is None else self.members.place("src", src, group_src)
         if peer == self.rank:
             raise UsageError("a rank cannot receive from itself")
         return peer
@@ -418,9 +419,9 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if timeout is None and not (async_op or log_name) and self._fast(BARRIER.code, (), ()):
+        if timeout is None and not (async_op or log_name) and self.calls.run_fast(BARRIER.code, (), ()):
             return None
-        return self._issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
+        return self.calls.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False, *, log_name: str | None = None

@@ -19,13 +19,13 @@ class Devices:
     def __init__(self, group: str, backends: Mapping[str, Backend | Callable[[], Backend]]) -> None:
         self._group = group
         self._backends = dict(backends)
-        self._plans: dict[str, Plan] = {}
+        self.plans: dict[str, Plan] = {}
         self._timeout: float | None = None
         self.default = next(iter(self._backends))
         """The device of calls without tensors."""
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
-                self._plans[device] = plan(backend)
+                self.plans[device] = plan(backend)
 
     def made(self) -> list[Backend]:
         """The backends that exist by now, the default device's first, each once."""
@@ -45,7 +45,7 @@ class Devices:
 
     def plan(self, device: str) -> Plan:
         """How each op runs on a device; makes the device's backend if this is its first call."""
-        made = self._plans.get(device)
+        made = self.plans.get(device)
         if made is None:
             backend = self._backends.get(device)
             if backend is None:
@@ -57,12 +57,12 @@ class Devices:
                 backend = self._backends[device] = backend()
                 if self._timeout is not None:
                     backend.set_timeout(self._timeout)
-            made = self._plans[device] = plan(backend)
+            made = self.plans[device] = plan(backend)
         return made
 
     def origins(self) -> dict[str, dict[str, str]]:
         """Where each op comes from, by device: native, or composed of another op."""
-        return {device: dict(made.origins) for device, made in self._plans.items()}
+        return {device: dict(made.origins) for device, made in self.plans.items()}
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout = seconds
@@ -80,4 +80,4 @@ class Devices:
                 backend.close()
             else:
                 backend.abort()
-        self._plans.clear()
+        self.plans.clear()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import ringway._core as _core
 from ringway.backends.base import Backend, Health
 from ringway.call import BARRIER, OPS
 
-_NONE: tuple[tuple[_core.FastPath, ...], ...] = ((),) * len(OPS)
+Run = Callable[[int, Any, Any, int, int, bool], bool]
+_NONE: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
 
 
 class FastPaths:
@@ -19,12 +21,12 @@ class FastPaths:
         self._record = record
         self._offered: dict[Backend, list[_core.FastPath]] = {}
         self.by_op = _NONE
-        """By the op's code: the paths to try, in order. The first device's come first, so they cost nothing more in a
-        group of several devices."""
+        """By the op's code: the `run` of each path to try, in order. The first device's come first, so a group of
+        several devices costs them nothing more."""
 
     def open(self, backends: Iterable[Backend], health: Health) -> None:
         """Opens the paths of these backends, the first device's first. A barrier has no device: it is the first's."""
-        by_op: list[list[_core.FastPath]] = [[] for _ in OPS]
+        by_op: list[list[Run]] = [[] for _ in OPS]
         for number, backend in enumerate(backends):
             if backend not in self._offered:
                 # Weakly: the group's health holds its paths.
@@ -32,7 +34,7 @@ class FastPaths:
             for path in self._offered[backend]:
                 for op in OPS:
                     if path.has(op.code) and not (op is BARRIER and number):
-                        by_op[op.code].append(path)
+                        by_op[op.code].append(path.run)
         self.by_op = tuple(tuple(paths) for paths in by_op)
 
     def close(self) -> None:
