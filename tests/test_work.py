@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 import ringway as dist
 from ringway.errors import CommTimeout, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool
-from ringway.work import Completion, Finishing, Handle, Together, Work, WorkHandle, seconds
+from ringway.work import Completion, Finishing, Handle, PendingHandle, Together, Work, WorkHandle, seconds
 
 
 class Scripted(Handle):
@@ -58,6 +60,25 @@ def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -
     work.on_complete(told.append)
     assert [str(error) for error in told] == ["nothing came"]
     assert caplog.text.count("ZeroDivisionError") == 1
+
+
+def test_a_future_keeps_its_work_until_the_end() -> None:
+    """DDP holds only the future. A group that fails ends its pending works, so it must still find this one."""
+
+    class Endless(PendingHandle):
+        def wait(self, timeout: float | None = None) -> None:
+            raise AssertionError("nobody waits for it")
+
+    handle = Endless()
+    work = Work(handle, (), lambda error: error)
+    future, pending = work.get_future(), weakref.ref(work)
+    del work
+    gc.collect()
+    found = pending()
+    assert found is not None
+    found.fail(RingwayError("the group failed"))
+    with pytest.raises(RuntimeError, match="the group failed"):
+        future.wait()
 
 
 class OnDevice(Handle):

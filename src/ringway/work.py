@@ -291,7 +291,7 @@ class Work(c10d.Work):
     """What an asynchronous call returns; its methods mean what torch's do.
 
     `settle` gets the error or None exactly once, before anybody learns that the work is done. Its result replaces the
-    error. The communicator uses it to record the end and to inform the observers.
+    error. The communicator uses it to record the end and to inform the listeners.
     """
 
     def __init__(self, handle: Handle, result: Sequence[Tensor], settle: Settle) -> None:
@@ -361,13 +361,14 @@ class Work(c10d.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the result. Its callbacks run on the thread that completes the work."""
-        cell, result = self._cell, self._result
         future: torch.futures.Future[Any] = torch.futures.Future()
-        self.on_complete(lambda _: future.set_result(result))
+        # The callback keeps this Work alive until it ends: DDP keeps only the future, and a group that fails must still
+        # find the Work to end it.
+        self.on_complete(lambda _: future.set_result(self._result))
 
         # `then` must raise the error: a future that itself holds an exception takes DDP's process down.
         def deliver(done: torch.futures.Future[Any]) -> list[Tensor]:
-            cell.raise_error()
+            self._cell.raise_error()
             return list(done.value())
 
         return future.then(deliver)
