@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ringway.errors import DiscoveryError
 from ringway.launch.info import LaunchInfo, Variables
@@ -31,6 +32,13 @@ class Source:
 def _given_address(found: Variables) -> tuple[str | None, int | None]:
     """The store's address according to the user or the launcher."""
     return found.text("MASTER_ADDR"), found.port("MASTER_PORT")
+
+
+def _place(found: Variables, *, size: int, local_size: int | None, first_host: str | None, **place: Any) -> LaunchInfo:
+    """The place with the given address, or else with this host's if all ranks are on it, or else with `first_host`."""
+    address, port = _given_address(found)
+    address = address or (LOOPBACK if local_size == size else first_host)
+    return found.info(size=size, local_size=local_size, address=address, port=port, **place)
 
 
 def from_ringway_run(environ: Environ) -> LaunchInfo | None:
@@ -96,21 +104,18 @@ def _require(found: Variables, name: str, value: object, size: int) -> None:
         raise found.error(f"{name} is not set, so {size} ranks cannot meet")
 
 
-def _read_open_mpi(found: Variables, address: str | None, port: int | None) -> LaunchInfo | None:
+def _read_open_mpi(found: Variables, first_host: str | None = None) -> LaunchInfo | None:
     rank = found.number("OMPI_COMM_WORLD_RANK")
     size = found.number("OMPI_COMM_WORLD_SIZE", least=1)
     if rank is None and size is None:
         return None
-    size = found.needed(size, "OMPI_COMM_WORLD_SIZE")
-    local_size = found.number("OMPI_COMM_WORLD_LOCAL_SIZE", least=1)
-    given, given_port = _given_address(found)
-    return found.info(
+    return _place(
+        found,
+        size=found.needed(size, "OMPI_COMM_WORLD_SIZE"),
         rank=found.needed(rank, "OMPI_COMM_WORLD_RANK"),
-        size=size,
         local_rank=found.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=local_size,
-        address=given or (LOOPBACK if local_size == size else address),
-        port=given_port or port,
+        local_size=found.number("OMPI_COMM_WORLD_LOCAL_SIZE", least=1),
+        first_host=first_host,
         job=found.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or "",
     )
 
@@ -125,7 +130,7 @@ def from_azureml(environ: Environ) -> LaunchInfo | None:
     if colon and not (port.isascii() and port.isdigit()):
         raise found.error(f"'{node}' is not an address with a port")
     # The port in this variable belongs to another service of the node, so do not use it.
-    return _read_open_mpi(found, (host if colon else node) or None, None)
+    return _read_open_mpi(found, (host if colon else node) or None)
 
 
 def from_sagemaker(environ: Environ) -> LaunchInfo | None:
@@ -140,7 +145,7 @@ def from_sagemaker(environ: Environ) -> LaunchInfo | None:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) and h for h in hosts):
         raise found.error("SM_HOSTS is not a list of host names")
-    by_mpi = _read_open_mpi(found, hosts[0], None)
+    by_mpi = _read_open_mpi(found, hosts[0])
     if by_mpi is not None:
         return by_mpi
     current = found.text("SM_CURRENT_HOST")
@@ -161,7 +166,7 @@ def from_sagemaker(environ: Environ) -> LaunchInfo | None:
 
 
 def from_open_mpi(environ: Environ) -> LaunchInfo | None:
-    return _read_open_mpi(Variables(environ, "Open MPI"), None, None)
+    return _read_open_mpi(Variables(environ, "Open MPI"))
 
 
 def from_pmi(environ: Environ) -> LaunchInfo | None:
@@ -170,16 +175,13 @@ def from_pmi(environ: Environ) -> LaunchInfo | None:
     rank, size = found.number("PMI_RANK"), found.number("PMI_SIZE", least=1)
     if rank is None and size is None:
         return None
-    size = found.needed(size, "PMI_SIZE")
-    local_size = found.number("MPI_LOCALNRANKS", least=1)
-    address, port = _given_address(found)
-    return found.info(
+    return _place(
+        found,
+        size=found.needed(size, "PMI_SIZE"),
         rank=found.needed(rank, "PMI_RANK"),
-        size=size,
         local_rank=found.number("MPI_LOCALRANKID"),
-        local_size=local_size,
-        address=address or (LOOPBACK if local_size == size else None),
-        port=port,
+        local_size=found.number("MPI_LOCALNRANKS", least=1),
+        first_host=None,
     )
 
 
@@ -196,17 +198,16 @@ def from_slurm(environ: Environ) -> LaunchInfo | None:
     node = found.number("SLURM_NODEID")
     hosts = _slurm_hosts(found)
     local_size = _slurm_local_size(found, node, size, hosts)
-    address, port = _given_address(found)
     job = ".".join(filter(None, (found.text("SLURM_JOB_ID", "SLURM_JOBID"), step)))
     restarts = found.text("SLURM_RESTART_COUNT")
-    return found.info(
-        rank=rank,
+    return _place(
+        found,
         size=size,
+        rank=rank,
         local_rank=local_rank,
         local_size=local_size,
         node_rank=node,
-        address=address or (LOOPBACK if local_size == size else hosts[0] if hosts else None),
-        port=port,
+        first_host=hosts[0] if hosts else None,
         job=f"slurm {job}" + (f" #{restarts}" if restarts else ""),
     )
 
@@ -243,15 +244,13 @@ def from_pmix(environ: Environ) -> LaunchInfo | None:
     size = found.number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
     if size is None:
         raise found.error("PMIx gives the rank but not the number of ranks; set WORLD_SIZE")
-    address, port = _given_address(found)
-    local_size = found.number("LOCAL_WORLD_SIZE", least=1)
-    return found.info(
-        rank=rank,
+    return _place(
+        found,
         size=size,
+        rank=rank,
         local_rank=found.number("LOCAL_RANK", "SLURM_LOCALID"),
-        local_size=local_size,
-        address=address or (LOOPBACK if local_size == size else None),
-        port=port,
+        local_size=found.number("LOCAL_WORLD_SIZE", least=1),
+        first_host=None,
         job=found.text("PMIX_NAMESPACE") or "",
     )
 

@@ -50,6 +50,11 @@ def _views(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return frames, frames.view(torch.float32), frames.view(torch.int32)
 
 
+def _rows(frames: Tensor) -> tuple[int, float, int]:
+    """What a kernel needs to average the frames: their number, its reciprocal, and the distance between them."""
+    return frames.shape[0], 1.0 / frames.shape[0], frames.stride(0)
+
+
 def _tiled(block: int | None, least: int) -> tuple[int, dict[str, Any]]:
     """Number of elements per program, at least `least`, and how they are split into blocks."""
     length = block or least
@@ -89,20 +94,8 @@ class TritonKernels(Kernels):
         return None
 
     def measure(self, values: Tensor, residual: Tensor | None) -> Tensor:
-        programs = -(-values.numel() // MEASURE_TILE)
-        statistics = torch.empty(programs, dtype=torch.float32, device=values.device)
-        _statistics_code().measure[(programs,)](
-            values,
-            residual,
-            statistics,
-            values.numel(),
-            **self._kind,
-            GROUPS=1,
-            BLOCK=MEASURE_TILE,
-            HAS_RESIDUAL=residual is not None,
-            num_warps=8,
-        )
-        return self._merged(statistics)
+        count = values.numel()
+        return self._statistic(_statistics_code().measure, (values,), residual, (count,), count)
 
     def encode(
         self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, scale: Tensor | None
@@ -122,23 +115,8 @@ class TritonKernels(Kernels):
         )
 
     def measure_mean(self, frames: Tensor, residual: Tensor | None, count: int) -> Tensor:
-        programs = -(-count // MEASURE_TILE)
-        statistics = torch.empty(programs, dtype=torch.float32, device=frames.device)
-        _statistics_code().measure_mean[(programs,)](
-            *_views(frames),
-            residual,
-            statistics,
-            frames.shape[0],
-            1.0 / frames.shape[0],
-            frames.stride(0),
-            count,
-            **self._kind,
-            GROUPS=1,
-            BLOCK=MEASURE_TILE,
-            HAS_RESIDUAL=residual is not None,
-            num_warps=8,
-        )
-        return self._merged(statistics)
+        sizes = (*_rows(frames), count)
+        return self._statistic(_statistics_code().measure_mean, _views(frames), residual, sizes, count)
 
     def encode_mean(
         self, frames: Tensor, residual: Tensor | None, count: int, frame: Tensor, scale: Tensor | None
@@ -150,9 +128,7 @@ class TritonKernels(Kernels):
             residual,
             *_views(frame),
             scale,
-            frames.shape[0],
-            1.0 / frames.shape[0],
-            frames.stride(0),
+            *_rows(frames),
             count,
             **self._lossy_mean,
             HAS_RESIDUAL=residual is not None,
@@ -173,20 +149,19 @@ class TritonKernels(Kernels):
     def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
         if count == 0:
             return
-        _device_code().decode_mean[self._grid(count)](
-            *_views(frames),
-            values,
-            frames.shape[0],
-            1.0 / frames.shape[0],
-            frames.stride(0),
-            count,
-            **self._shape,
-        )
+        _device_code().decode_mean[self._grid(count)](*_views(frames), values, *_rows(frames), count, **self._shape)
 
     def _grid(self, columns: int, rows: int = 1) -> tuple[int, int]:
         return -(-columns // self._tile), rows
 
-    def _merged(self, statistics: Tensor) -> Tensor:
+    def _statistic(
+        self, kernel: Any, sources: tuple[Tensor, ...], residual: Tensor | None, sizes: tuple[float, ...], count: int
+    ) -> Tensor:
+        """The statistic of `count` elements of the sources plus the residual."""
+        programs = -(-count // MEASURE_TILE)
+        statistics = torch.empty(programs, dtype=torch.float32, device=sources[0].device)
+        shape = {"GROUPS": 1, "BLOCK": MEASURE_TILE, "HAS_RESIDUAL": residual is not None, "num_warps": 8}
+        kernel[(programs,)](*sources, residual, statistics, *sizes, **self._kind, **shape)
         if isinstance(self.codec, RoundingCodec):
             # Compared as bits: NaN and infinity are above every number, so they are not lost.
             peak = statistics.view(torch.int32).amax()
