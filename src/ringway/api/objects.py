@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ringway.api.collectives import Group, find, member_of
+from ringway.api.collectives import Group, member_of
 from ringway.call import ReduceOp
 from ringway.errors import UsageError
 from ringway.groups.objects import ObjectChannel, reduce_objects
@@ -28,7 +28,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     channel = _channel(group, "all_gather_object")
     if channel is None:
         return
-    size = find(group).size
+    size = channel.communicator.size
     if len(_places("all_gather_object", "object_list", object_list)) < size:
         raise UsageError(f"all_gather_object: object_list has {len(object_list)} places for {size} ranks")
     for place, value in enumerate(channel.all_gather(obj)):
@@ -45,7 +45,7 @@ def gather_object(
     channel = _channel(group, "gather_object")
     if channel is None:
         return
-    member = find(group)
+    member = channel.communicator
     root = member.members.place("dst", dst, group_dst, default=0)
     if member.rank == root and (object_gather_list is None or len(object_gather_list) < member.size):
         raise UsageError(f"gather_object: the destination needs an object_gather_list of {member.size} places")
@@ -67,7 +67,7 @@ def broadcast_object_list(
     channel = _channel(group, "broadcast_object_list")
     if channel is None:
         return
-    root = find(group).members.place("src", src, group_src, default=0)
+    root = channel.communicator.members.place("src", src, group_src, default=0)
     _places("broadcast_object_list", "object_list", object_list)
     _fill("broadcast_object_list", object_list, channel.broadcast(object_list, root))
 
@@ -88,7 +88,7 @@ def scatter_object_list(
     channel = _channel(group, "scatter_object_list")
     if channel is None:
         return
-    member = find(group)
+    member = channel.communicator
     root = member.members.place("src", src, group_src, default=0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise UsageError("scatter_object_list: scatter_object_output_list must be a list with at least one place")
@@ -108,9 +108,8 @@ def send_object_list(
     """`device` and `use_batch` are accepted for compatibility with torch; objects always travel on the CPU."""
     channel = _channel(group, "send_object_list")
     if channel is not None:
-        channel.send(
-            _places("send_object_list", "object_list", object_list), find(group).members.place("dst", dst, group_dst)
-        )
+        objects = _places("send_object_list", "object_list", object_list)
+        channel.send(objects, channel.communicator.members.place("dst", dst, group_dst))
 
 
 def recv_object_list(
@@ -125,7 +124,7 @@ def recv_object_list(
     channel = _channel(group, "recv_object_list")
     if channel is None:
         return -1
-    member = find(group)
+    member = channel.communicator
     anyone = src is None and group_src is None
     _places("recv_object_list", "object_list", object_list)
     values, sender = channel.recv(None if anyone else member.members.place("src", src, group_src))
@@ -142,7 +141,7 @@ def allgather_object(obj: Any, group: Group = None) -> list[Any]:
 def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
     """The object of rank `src` (a global rank)."""
     channel = _channel(group, "broadcast_object")
-    return obj if channel is None else channel.broadcast(obj, find(group).members.place("src", src, None))
+    return obj if channel is None else channel.broadcast(obj, channel.communicator.members.place("src", src, None))
 
 
 def reduce_object(obj: Any, op: Any = ReduceOp.SUM, group: Group = None) -> Any:

@@ -112,22 +112,22 @@ class ObjectChannel:
     """The object collectives of one communicator. Ranks here are the group's own."""
 
     def __init__(self, communicator: Communicator, limit: int) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._limit = limit
 
     def _global(self, rank: int) -> int:
-        return self._communicator.ranks[rank]
+        return self.communicator.ranks[rank]
 
     def _headers(self, mine: _Header, cause: BaseException | None) -> list[_Header]:
         """Everybody's header. All ranks see the same ones and go by the smallest limit, so all raise, or none, and the
         group stays usable."""
-        size = self._communicator.size
+        size = self.communicator.size
         gathered = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
-        self._communicator.all_gather_into_tensor(gathered, mine.pack(), log_name="object header")
+        self.communicator.all_gather_into_tensor(gathered, mine.pack(), log_name="object header")
         headers = [_Header.unpack(row, self._global(i)) for i, row in enumerate(gathered.view(size, -1))]
         limit = min(header.limit for header in headers)
         for i, header in enumerate(headers):
-            _check(header, self._global(i), limit, cause if i == self._communicator.rank else None)
+            _check(header, self._global(i), limit, cause if i == self.communicator.rank else None)
         return headers
 
     def _decoded(self, headers: list[_Header], bodies: list[Tensor]) -> list[Any]:
@@ -138,7 +138,7 @@ class ObjectChannel:
         header, body, cause = _encode(obj, self._limit)
         headers = self._headers(header, cause)
         bodies = [torch.empty(h.nbytes, dtype=torch.uint8) for h in headers]
-        self._communicator.all_gather(bodies, body, log_name="object")
+        self.communicator.all_gather(bodies, body, log_name="object")
         return self._decoded(headers, bodies)
 
     def gather(self, obj: Any, root: int) -> list[Any] | None:
@@ -146,9 +146,9 @@ class ObjectChannel:
         headers = self._headers(header, cause)
         longest = max(h.nbytes for h in headers)
         bodies = None
-        if self._communicator.rank == root:
+        if self.communicator.rank == root:
             bodies = [torch.empty(longest, dtype=torch.uint8) for _ in headers]
-        self._communicator.gather(_stretched(body, longest), bodies, group_dst=root, log_name="object")
+        self.communicator.gather(_stretched(body, longest), bodies, group_dst=root, log_name="object")
         if bodies is None:
             return None
         return [
@@ -156,33 +156,33 @@ class ObjectChannel:
         ]
 
     def broadcast(self, obj: Any, root: int) -> Any:
-        if self._communicator.rank == root:
+        if self.communicator.rank == root:
             header, body, cause = _encode(obj, self._limit)
-            self._communicator.broadcast(header.pack(), group_src=root, log_name="object header")
+            self.communicator.broadcast(header.pack(), group_src=root, log_name="object header")
             _check(header, self._global(root), self._limit, cause)
             self._in_chunks(header, body, lambda piece: self._broadcast_piece(piece, root))
             return obj
         received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        self._communicator.broadcast(received, group_src=root, log_name="object header")
+        self.communicator.broadcast(received, group_src=root, log_name="object header")
         return self._take(received, root, lambda piece: self._broadcast_piece(piece, root))
 
     def _broadcast_piece(self, piece: Tensor, root: int) -> None:
-        self._communicator.broadcast(piece, group_src=root, log_name="object")
+        self.communicator.broadcast(piece, group_src=root, log_name="object")
 
     def send(self, obj: Any, peer: int) -> None:
         header, body, cause = _encode(obj, self._limit)
-        self._communicator.send(header.pack(), group_dst=peer, log_name="object header")
-        _check(header, self._global(self._communicator.rank), self._limit, cause)
-        self._in_chunks(header, body, lambda piece: self._communicator.send(piece, group_dst=peer, log_name="object"))
+        self.communicator.send(header.pack(), group_dst=peer, log_name="object header")
+        _check(header, self._global(self.communicator.rank), self._limit, cause)
+        self._in_chunks(header, body, lambda piece: self.communicator.send(piece, group_dst=peer, log_name="object"))
 
     def recv(self, peer: int | None) -> tuple[Any, int]:
         """The object and the group's rank that sent it."""
         received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        source = self._communicator.recv(received, group_src=peer, log_name="object header")
-        sender = self._communicator.ranks.index(source)
+        source = self.communicator.recv(received, group_src=peer, log_name="object header")
+        sender = self.communicator.ranks.index(source)
 
         def piece_from(piece: Tensor) -> None:
-            self._communicator.recv(piece, group_src=sender, log_name="object")
+            self.communicator.recv(piece, group_src=sender, log_name="object")
 
         return self._take(received, sender, piece_from), sender
 
@@ -205,11 +205,11 @@ class ObjectChannel:
             move(body[start:stop] if body.numel() else scrap[: stop - start])
 
     def scatter(self, objects: Sequence[Any] | None, root: int) -> Any:
-        size = self._communicator.size
+        size = self.communicator.size
         headers = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
         bodies: list[Tensor] = []
         cause: BaseException | None = None
-        if self._communicator.rank == root:
+        if self.communicator.rank == root:
             assert objects is not None
             packed = []
             for obj in objects:
@@ -218,7 +218,7 @@ class ObjectChannel:
                 packed.append(header.pack())
                 bodies.append(body)
             headers = torch.cat(packed)
-        self._communicator.broadcast(headers, group_src=root, log_name="object header")
+        self.communicator.broadcast(headers, group_src=root, log_name="object header")
         rows = [
             _Header.unpack(headers[i * _HEADER_BYTES : (i + 1) * _HEADER_BYTES], self._global(root))
             for i in range(size)
@@ -228,8 +228,8 @@ class ObjectChannel:
         longest = max(row.nbytes for row in rows)
         mine = torch.empty(longest, dtype=torch.uint8)
         stretched = [_stretched(body, longest) for body in bodies]
-        self._communicator.scatter(mine, stretched, group_src=root, log_name="object")
-        header = rows[self._communicator.rank]
+        self.communicator.scatter(mine, stretched, group_src=root, log_name="object")
+        header = rows[self.communicator.rank]
         _check(header, self._global(root), self._limit)  # after the others were served, who may accept more
         return _decode(header, mine[: header.nbytes], self._global(root))
 
