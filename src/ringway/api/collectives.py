@@ -119,11 +119,9 @@ def all_gather_into_tensor(
     if _compiling():
         return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     member = member_of(group, "all_gather_into_tensor")
-    return (
-        None
-        if member is None
-        else member.all_gather_into_tensor(output_tensor, input_tensor, async_op, log_name=log_name)
-    )
+    if member is None:
+        return None
+    return member.all_gather_into_tensor(output_tensor, input_tensor, async_op, log_name=log_name)
 
 
 def gather(
@@ -199,11 +197,9 @@ def all_to_all(
     if _compiling():
         return c10d.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     member = member_of(group, "all_to_all")
-    return (
-        None
-        if member is None
-        else member.all_to_all(output_tensor_list, input_tensor_list, async_op, log_name=log_name)
-    )
+    if member is None:
+        return None
+    return member.all_to_all(output_tensor_list, input_tensor_list, async_op, log_name=log_name)
 
 
 def all_to_all_single(
@@ -219,11 +215,9 @@ def all_to_all_single(
     if _compiling():
         return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     member = member_of(group, "all_to_all_single")
-    return (
-        None
-        if member is None
-        else member.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op, log_name=log_name)
-    )
+    if member is None:
+        return None
+    return member.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op, log_name=log_name)
 
 
 def all_reduce_coalesced(

@@ -25,6 +25,10 @@ def _sum(size: int, count: int = 33) -> Tensor:
     return reduced([_values(rank, count) for rank in range(size)], Reduce.SUM)
 
 
+def _by_name(*functions: Callable[[], _Checked]) -> dict[str, Callable[[], _Checked]]:
+    return {function.__name__: function for function in functions}
+
+
 def _list_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
     """Functions that issue each op over lists, and return the work and the check to run once it is done."""
     dist, group, size, rank = probe.dist, probe.group, probe.size, probe.rank
@@ -78,18 +82,7 @@ def _list_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
         work = dist.all_gather_coalesced(outputs, [_values(rank)], group=group, async_op=True)
         return work, check_each("all_gather_coalesced", [row[0] for row in outputs])
 
-    return {
-        function.__name__: function
-        for function in (
-            all_gather,
-            gather,
-            scatter,
-            reduce_scatter,
-            all_to_all,
-            all_reduce_coalesced,
-            all_gather_coalesced,
-        )
-    }
+    return _by_name(all_gather, gather, scatter, reduce_scatter, all_to_all, all_reduce_coalesced, all_gather_coalesced)
 
 
 def _single_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
@@ -136,18 +129,9 @@ def _single_forms(probe: Probe) -> dict[str, Callable[[], _Checked]]:
     def barrier() -> _Checked:
         return dist.barrier(group=group, async_op=True), lambda: None
 
-    return {
-        function.__name__: function
-        for function in (
-            broadcast,
-            all_reduce,
-            reduce,
-            all_gather_into_tensor,
-            reduce_scatter_tensor,
-            all_to_all_single,
-            barrier,
-        )
-    }
+    return _by_name(
+        broadcast, all_reduce, reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, barrier
+    )
 
 
 @case()

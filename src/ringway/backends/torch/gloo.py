@@ -62,19 +62,8 @@ class GlooBackend(C10dBackend):
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     messages_have_futures = False
 
-    _REDUCED = frozenset(
-        {
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.int8,
-            torch.uint8,
-            torch.int32,
-            torch.int64,
-        }
-    )
     _MOVED = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64})
+    _REDUCED = _MOVED | {torch.bfloat16}
 
     def __init__(self, info: GroupInfo, group: Any = None) -> None:
         if group is None:

@@ -136,10 +136,7 @@ class TorchBackend(Backend):
     ) -> Any:
         return api.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
-    def all_gather_base(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        return api.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    all_gather_base = all_gather_into_tensor
 
     def all_gather_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], group: Any = None, async_op: bool = False
