@@ -1,12 +1,14 @@
 """This checkout compared with an earlier one, in one run: what a change costs, or gains, call by call.
 
     git worktree add /tmp/before COMMIT && sh /tmp/before/scripts/build_in_place.sh
-    python benchmarks/before_after.py /tmp/before [--ranks 2] [--rounds 41] [--json FILE]
+    python benchmarks/before_after.py /tmp/before [--ranks 2] [--starts 5] [--rounds 9] [--json FILE]
 
 Both checkouts have ranks of their own and take turns, sample by sample; which goes first alternates. A sample's time
 is that of its slowest rank. Measured are all ops on shm, the paths that a plain call does not take (another reduction,
 an asynchronous call), what ringway adds to gloo (overhead.py's call), and a call that the comms logger counts
-(observe_cost.py's). The table shows how many times longer this checkout takes, with the interval of the median.
+(observe_cost.py's). All ranks are started anew several times, because where a process finds its memory
+changes the time of large calls by up to a fifth, for as long as it lives. The table shows how many times longer this
+checkout takes, with the interval of the median over all rounds of all starts.
 
 Exits with 0 if the geometric mean of all ratios is at most 1.01 and no interval lies wholly above 1.05, else with 1.
 """
@@ -24,14 +26,17 @@ from typing import Any
 
 from collectives import MORE_OPS, OPS, ROOT, Absent, Team, team
 
-from ringway.bench.runner import Estimate, median_interval
+from ringway.bench.runner import median_interval
 from ringway.bench.table import machine
+
+Cell = tuple[str, str, int]
+"""Peer, op and bytes."""
 
 BEFORE, AFTER = "before", "after"
 SHM, GLOO, LOGGED = "ringway", "ringway-gloo", "ringway-logged"
 ALL_REDUCE_SIZES = (8, 1 << 10, 64 << 10, 4 << 20, 64 << 20)
 OTHER_SIZES = (8, 64 << 10, 4 << 20)
-CELLS = [
+CELLS: list[Cell] = [
     *((SHM, "all_reduce", nbytes) for nbytes in ALL_REDUCE_SIZES),
     *((SHM, op, nbytes) for op in (*OPS[1:], *MORE_OPS) for nbytes in (OTHER_SIZES if op != "barrier" else [0])),
     *((SHM, op, nbytes) for op in ("all_reduce_max", "all_reduce_async") for nbytes in (8, 64 << 10)),
@@ -41,43 +46,53 @@ CELLS = [
 MOST_MEAN, MOST_CELL = 1.01, 1.05
 
 
-def ratio(teams: dict[str, Team], op: str, nbytes: int, rounds: int) -> Estimate:
+def ratios(teams: dict[str, Team], op: str, nbytes: int, rounds: int) -> list[float]:
     """How many times longer the later checkout takes, round by round."""
     found = []
     for number in range(rounds):
         order = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)
         seconds = {name: teams[name].sample(op, nbytes) for name in order}
         found.append(seconds[AFTER] / seconds[BEFORE])
-    return median_interval(found)
+    return found
+
+
+def one_start(peer: str, arguments: argparse.Namespace) -> dict[Cell, list[float]]:
+    """All cells of one peer, on ranks of both checkouts that are started for it."""
+    sources = {BEFORE: arguments.before / "src", AFTER: ROOT / "src"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        try:
+            teams = {
+                name: ends.enter_context(
+                    team(peer, arguments.ranks, Path(folder), name=name, environment={"PYTHONPATH": str(source)})
+                )
+                for name, source in sources.items()
+            }
+        except Absent as reason:
+            raise SystemExit(f"a checkout cannot take part: {reason}") from None
+        return {cell: ratios(teams, cell[1], cell[2], arguments.rounds) for cell in CELLS if cell[0] == peer}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of the earlier commit, its core built in place")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=41, help="samples per cell and checkout (41)")
+    parser.add_argument("--starts", type=int, default=5, help="how often all ranks are started anew (5)")
+    parser.add_argument("--rounds", type=int, default=9, help="samples per cell, checkout and start (9)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    sources = {BEFORE: arguments.before / "src", AFTER: ROOT / "src"}
+    found: dict[Cell, list[float]] = {cell: [] for cell in CELLS}
+    for start in range(arguments.starts):
+        print(f"start {start + 1} of {arguments.starts}", file=sys.stderr, flush=True)
+        for peer in (SHM, GLOO, LOGGED):
+            for cell, samples in one_start(peer, arguments).items():
+                found[cell] += samples
     rows: list[dict[str, Any]] = []
-    print(f"{'through':<16}{'op':<24}{'bytes':>10}{'after / before':>16}{'interval':>20}", flush=True)
-    for peer in (SHM, GLOO, LOGGED):
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
-            try:
-                teams = {
-                    name: ends.enter_context(
-                        team(peer, arguments.ranks, Path(folder), name=name, environment={"PYTHONPATH": str(source)})
-                    )
-                    for name, source in sources.items()
-                }
-            except Absent as reason:
-                raise SystemExit(f"a checkout cannot take part: {reason}") from None
-            for through, op, nbytes in CELLS:
-                if through == peer:
-                    found = ratio(teams, op, nbytes, arguments.rounds)
-                    rows.append({"through": peer, "op": op, "bytes": nbytes, **vars(found)})
-                    interval = f"{found.low:.3f} to {found.high:.3f}"
-                    print(f"{peer:<16}{op:<24}{nbytes:>10}{found.median:>16.3f}{interval:>20}", flush=True)
+    print(f"{'through':<16}{'op':<24}{'bytes':>10}{'after / before':>16}{'interval':>20}")
+    for (peer, op, nbytes), samples in found.items():
+        estimate = median_interval(samples)
+        rows.append({"through": peer, "op": op, "bytes": nbytes, **vars(estimate)})
+        interval = f"{estimate.low:.3f} to {estimate.high:.3f}"
+        print(f"{peer:<16}{op:<24}{nbytes:>10}{estimate.median:>16.3f}{interval:>20}")
     mean = math.exp(sum(math.log(row["median"]) for row in rows) / len(rows))
     slower = [f"{row['through']} {row['op']} of {row['bytes']} bytes" for row in rows if row["low"] > MOST_CELL]
     print(f"geometric mean of {len(rows)} cells: {mean:.4f}; wholly above {MOST_CELL}: {', '.join(slower) or 'none'}")

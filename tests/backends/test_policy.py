@@ -176,6 +176,7 @@ def test_tune_refuses_unknown_names(arguments: list[str]) -> None:
 def test_tune_says_first_that_it_cannot_write(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "ringway.cli", "tune", "-o", str(tmp_path)],
+        env=dict(os.environ),  # not what an MPI that another test has loaded has added behind Python's back
         capture_output=True,
         text=True,
         timeout=200,

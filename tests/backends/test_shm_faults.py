@@ -270,7 +270,7 @@ def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, 
     info = dist.communicator().info
     try:
         call = Call(ALL_REDUCE, (torch.ones(4),), (torch.ones(4),), async_op=asynchronous, timeout=3.0)
-        work = dist.communicator().issue(call)
+        work = dist.communicator().calls.issue(call)
         if work is not None:
             work.wait()
     except CommTimeout as error:
@@ -301,7 +301,7 @@ def _nobody_sends(context: RankContext) -> tuple[str, list[int]]:
     from ringway.call import RECV
 
     try:
-        dist.communicator().issue(Call(RECV, (), (torch.ones(4),), peer=1, timeout=0.3))
+        dist.communicator().calls.issue(Call(RECV, (), (torch.ones(4),), peer=1, timeout=0.3))
     except CommTimeout as error:
         return str(error.op), error.missing
     return "none", []

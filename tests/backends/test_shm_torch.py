@@ -22,6 +22,8 @@ from ringway.testing import RankContext, RankPool
 LISTENS = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 # The gloo inside
 
@@ -251,7 +253,8 @@ def _events(context: RankContext) -> list[tuple[str, bool, list[int]]]:
 
 def test_calls_are_events_of_the_profiler(pool: RankPool) -> None:
     told = pool.run(_events, world_size=2)
-    assert ("shm:all_reduce", True, [5]) in told[0]  # it ended on another thread
+    if TORCH >= (2, 13):  # earlier profilers drop an event that ends on another thread
+        assert ("shm:all_reduce", True, [5]) in told[0]
     for found in told:
         names = [name for name, _, _ in found]
         assert names[:3] == ["shm:all_reduce", "shm:all_reduce", "shm:barrier"]

@@ -42,7 +42,7 @@ class FailureExplainer(Listener):
         """Writes the error to the store and wakes the other ranks to read it: some may wait for data that will never
         come, on connections that are still open."""
         fault_board.write(job, group, error)
-        start("ringway-tell", self._watch.ask, group.name)
+        start("ringway-wake", self._watch.wake, group.name)
 
     def _explained(self, job: Job, group: Group, error: PeerLost | CommTimeout) -> BaseException:
         published = fault_board.read(job, group)

@@ -179,6 +179,11 @@ class StallWatch(Listener):
             if "interpreter shutdown" not in str(error):  # threads can no longer be started
                 self.trouble(what, error)
 
+    def wake(self, group: str) -> None:
+        """Asks the other ranks of a group, so that those who wait look at the store for what has happened."""
+        with self._carrying_on("other ranks could not be told of a failure"):
+            self.ask(group)  # for stacks: only that question wakes the rank
+
     def trouble(self, what: str, error: Exception) -> None:
         """Reports a failure of the watch itself once, in one line: it must neither disturb training nor stay hidden."""
         if what not in self._troubles:
