@@ -8,6 +8,7 @@ import resource
 import secrets
 import socket
 import statistics
+import sys
 import threading
 import time
 import weakref
@@ -127,6 +128,24 @@ def test_fast_calls_do_what_the_calls_do(pool: RankPool) -> None:
             "listed": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
             "dealt": [float(rank)] * 2,
         }
+
+
+def _python_functions(context: RankContext) -> list[str]:
+    context.start("shm")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    called: list[Any] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code) if event == "call" else None)
+    try:
+        dist.all_reduce(tensor)
+    finally:
+        sys.setprofile(None)
+    return [code.co_name for code in called if "ringway" in code.co_filename]
+
+
+def test_a_small_all_reduce_is_four_python_functions(pool: RankPool) -> None:
+    for called in pool.run(_python_functions, world_size=2):
+        assert called == ["all_reduce", "communicator", "all_reduce", "run_fast"]
 
 
 def _fast_messages(context: RankContext) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
@@ -38,10 +39,6 @@ _RECORDER_CAPACITY = 4096
 L = TypeVar("L", bound=Listener)
 
 
-def _default_group() -> c10d.ProcessGroup | None:
-    return c10d_module._world._default_pg
-
-
 class World:
     """The registry: communicators by group, the listeners, the recorder, and the settings that new groups use."""
 
@@ -50,6 +47,8 @@ class World:
         self.listeners: list[Listener] = []
         self.process = Process()
         self.group_counts = GroupCounts()
+        self.clock_comparisons: Counter[str] = Counter()
+        """How often the ranks have compared their clocks, by purpose; it names the keys that they use."""
         self.next_backend: str | None = None
         self.backend_reason: str | None = None
         self.local_rank: int | None = None
@@ -78,7 +77,7 @@ class World:
     def communicator(self, group: c10d.ProcessGroup | None) -> Communicator:
         """The communicator of a group; None means the default group."""
         if group is None:
-            group = _default_group()
+            group = c10d_module._world._default_pg
             if group is None:
                 self._default = None
                 raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as c10d
-import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.groups.objects import ObjectChannel
 from ringway.groups.world import world
 from ringway.observe.log.summary import printable, record_name, size_text
 from ringway.observe.recorder import unlogged
-from ringway.observe.trace.clock import offset_from_rank_0
+from ringway.observe.trace.clock import offset_in_world
 
 Site = tuple[str, int, str] | None
 Arrival = tuple[str, int, int, int, int, int, Site, str, int]
@@ -143,22 +142,14 @@ def _count_late(late: Late, row: Arrival, waited: int) -> None:
         late.worst = f"{record_name(row[2], row[7], None)} #{row[1]} (group {row[0]}) at {place}"
 
 
-_analyses = 0
-
-
 def analyse() -> Analysis:
     """Gather every rank's arrivals; all ranks of the job call this. If they cannot be gathered, a note says so."""
-    global _analyses
     own = world.recorder.arrivals()
     if not c10d.is_initialized() or c10d.get_world_size() == 1:
         return compare({0: own}, {}, 0)
-    rank, size = c10d.get_rank(), c10d.get_world_size()
-    _analyses += 1
+    rank = c10d.get_rank()
     try:
-        group = c10d.group.WORLD
-        assert group is not None
-        store = c10d_module._world.pg_map[group][1]
-        offset = offset_from_rank_0(store, rank, size, f"straggler/{_analyses}")
+        offset = offset_in_world("straggler")
         with unlogged():
             everyone = ObjectChannel(world.communicator(None), world.max_object_bytes).all_gather((offset, own))
     except Exception as error:  # a summary must not stop a job whose group is broken

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as c10d
-import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.call import OP_BY_NAME
 from ringway.errors import UsageError
@@ -26,7 +25,7 @@ from ringway.groups.world import world
 from ringway.observe.files import write_whole
 from ringway.observe.log.summary import bus_factor
 from ringway.observe.recorder import recorded, unlogged
-from ringway.observe.trace.clock import offset_from_rank_0
+from ringway.observe.trace.clock import offset_in_world
 
 LIMIT = 200_000
 HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -46,7 +45,6 @@ class Part:
     rows: Sequence[Sequence[Any]]
 
 
-_traces = 0
 _one_at_a_time = threading.Lock()
 
 
@@ -79,16 +77,11 @@ def _own_part(rows: Sequence[Any], dropped: int, offset: int) -> Part:
 
 
 def _finish(path: str | os.PathLike[str], rows: Sequence[Any], dropped: int) -> None:
-    global _traces
-    _traces += 1
     if not c10d.is_initialized() or c10d.get_world_size() == 1:
         write_whole(path, encoded([_own_part(rows, dropped, 0)]))
         return
     try:
-        group = c10d.group.WORLD
-        assert group is not None
-        store = c10d_module._world.pg_map[group][1]
-        offset = offset_from_rank_0(store, c10d.get_rank(), c10d.get_world_size(), f"trace/{_traces}")
+        offset = offset_in_world("trace")
         with unlogged():
             channel = ObjectChannel(world.communicator(None), world.max_object_bytes)
             parts = channel.gather(_own_part(rows, dropped, offset), 0)
