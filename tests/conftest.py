@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # These tests are about CPU tensors. A GPU that torch sees changes its defaults: FSDP2 moves shards to it, and ringway
-# chooses nccl beside shm. What needs a GPU is proven by scripts/nccl_proof.py.
+# chooses nccl in addition to shm. scripts/nccl_proof.py tests what needs a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from ringway.testing import RankPool
 
-# A slow machine is no failure.
+# A slow machine must not fail a test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
@@ -28,9 +28,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 TESTS = Path(__file__).parent
 TIMING = (
-    "backends/test_in_turn.py",
+    "backends/test_call_order.py",
     "backends/test_mixed.py",
-    "backends/test_ordered.py",
+    "backends/test_queue.py",
     "backends/test_shm_faults.py",
     "launch/test_rendezvous.py",
     "launch/test_run.py",
@@ -44,7 +44,11 @@ TIMING = (
     "test_work.py",
     "testing/test_pool.py",
 )
-"""Tests that wait for a timeout, for a peer's death or for somebody who is late."""
+"""Tests that wait for a timeout, for a peer's death or for a late rank."""
+
+for _file in TIMING:
+    if not (TESTS / _file).is_file():
+        raise FileNotFoundError(f"TIMING in tests/conftest.py lists {_file}, which does not exist in tests/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

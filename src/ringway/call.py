@@ -305,7 +305,7 @@ def describe_call(
     broadcast #3 (float32, 4096 bytes, root 2, group 0) at train.py:90
     recv #0 (float32[4], peer any, tag 7, group 0)
 
-    `counts` are the elements of each tensor; where only the size of the message is known, `nbytes` stands for them.
+    `counts` are the elements of each tensor. `nbytes` replaces them if only the size of the message is known.
     `peer` is a global rank: the root, the destination or the source.
     """
     facts = []

@@ -127,7 +127,7 @@ def test_unknown_backend_suggests_the_nearest() -> None:
 def test_ranks_that_were_told_different_things_are_named() -> None:
     told = {0: RankFacts(True, {}, "gloo"), 1: RankFacts(True, {}, "gloo"), 2: RankFacts(True, {})}
     info = LaunchInfo(rank=0, size=3, source="torchrun")
-    with pytest.raises(UsageError, match="rank 0 was told to use backend 'gloo', rank 2 no backend"):
+    with pytest.raises(UsageError, match="rank 0 is configured to use backend 'gloo', rank 2 no backend"):
         decide("gloo", "argument", info, told)
 
 

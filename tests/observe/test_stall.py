@@ -75,7 +75,7 @@ def tell_when_explained(context: RankContext, after: float = 1.0, pipe: str | No
 def explained() -> bool:
     """Whether the watch has said whom an all_reduce waits for. It is to ask anew where a rank was slow to answer."""
     said = [text for text in list(watch.verdicts) if "all_reduce #" in text and "for this rank" not in text]
-    if any("does not answer" in text or "is not to be had" in text for text in said):
+    if any("does not answer" in text or "is unavailable" in text for text in said):
         watch.verdicts.clear()
         watch._reported.clear()
         return False
@@ -274,7 +274,7 @@ def in_another_group(context: RankContext) -> Any:
 def test_a_rank_that_waits_in_another_group_is_described_by_that_call(pool: RankPool) -> None:
     outcomes = pool.try_run(in_another_group, world_size=WORLD)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    assert "is in all_reduce #0 (float32, 8 bytes, SUM, group " in outcomes[0].output
+    assert "has been in all_reduce #0 (float32, 8 bytes, SUM, group " in outcomes[0].output
     assert "rank 2 (host" in outcomes[1].output
 
 

@@ -15,7 +15,7 @@ Contract:
 - Methods and handles raise only errors of `ringway.errors`; the backend maps foreign errors.
 - Methods release the GIL while they wait, and every wait ends by `call.timeout` (seconds) at the latest.
 - `close` is idempotent, bounded, and safe while calls are in flight: those end with an error. `abort` is a `close`
-  that waits for nobody.
+  that does not wait.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class GroupInfo:
 
 
 class Health(Protocol):
-    """What a backend may ask of, and say to, the health of its group."""
+    """What a backend sees of its group's health."""
 
     def check(self) -> None:
-        """Raise if the group has failed, so that no wait of it can succeed."""
+        """Raise if the group has failed, so that its waits can no longer succeed."""
 
     def failed(self, error: BaseException) -> None:
         """A call failed after it had returned to its caller."""
@@ -85,13 +85,13 @@ class Backend(metaclass=_LikeTorch):
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     needs_contiguous: ClassVar[bool] = True
     origins: ClassVar[Mapping[str, str]] = {}
-    """In words, where an op comes from that has a method here but is not the library's own."""
+    """Describes ops that have a method here but are not native to the library, by name."""
     torch_group: Any = None
-    """A backend object of torch's that serves the same group, if there is one."""
+    """torch's backend object for the same group, if there is one."""
     own_plan: Any = None
     """How each op runs (a `compose.Plan`), if the backend decides that itself instead of by its methods."""
     abandoned = False
-    """Whether calls were given up that the backend still runs: `close` must not wait for them."""
+    """Whether the backend still runs calls that were given up: `close` must not wait for them."""
 
     def __init__(self, group: GroupInfo) -> None:
         self.group = group
@@ -126,7 +126,7 @@ class Backend(metaclass=_LikeTorch):
         """End the backend. Idempotent and bounded."""
 
     def abort(self) -> None:
-        """End the backend without waiting for anybody."""
+        """End the backend without waiting."""
         self.close()
 
 

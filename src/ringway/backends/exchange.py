@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other through its store while a backend is made."""
+"""Exchanges values between the ranks of a group through its store, while a backend is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringway.store import Deadline, absent
 
 
 def exchange(info: GroupInfo, topic: str, mine: bytes) -> list[bytes]:
-    """What every rank of the group says, in rank order. At the group's timeout the error names the silent ranks."""
+    """The values of all ranks, in rank order. At the group's timeout, raises an error that names the missing ranks."""
     keys = [f"ringway/{topic}/{rank}" for rank in range(info.size)]
     info.store.set(keys[info.rank], mine)  # type: ignore[arg-type] # the store accepts bytes
     _await(info, topic, keys)
@@ -18,7 +18,7 @@ def exchange(info: GroupInfo, topic: str, mine: bytes) -> list[bytes]:
 
 
 def from_rank_0(info: GroupInfo, topic: str, mine: bytes | None) -> bytes:
-    """What rank 0 of the group says. Only rank 0 passes a value."""
+    """The value of the group's rank 0. Only rank 0 passes one."""
     key = f"ringway/{topic}"
     if mine is not None:
         info.store.set(key, mine)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank tells the others: whether it shares rank 0's host (proven), its host (as it says itself), the
+    """What one rank reports to the others: whether it shares rank 0's host (proven), its host (by its own account), the
     backends it lacks, the backend it was configured to use, and the digest of its policy or the error in it."""
 
     with_rank_0: bool
@@ -176,13 +176,13 @@ def _agreed(facts: Mapping[int, RankFacts]) -> None:
             raise ConfigError(f"rank {rank}: {said.policy_error}", key="policy")
         if said.policy != facts[0].policy:
             ours, theirs = ("a policy" if digest else "none" for digest in (facts[0].policy, said.policy))
-            told = "another policy than rank 0" if ours == theirs else f"{theirs}, and rank 0 {ours}"
-            raise ConfigError(f"rank {rank} loaded {told}; all ranks must decide alike", key="policy")
+            loaded = "another policy than rank 0" if ours == theirs else f"{theirs}, and rank 0 {ours}"
+            raise ConfigError(f"rank {rank} loaded {loaded}; all ranks must decide alike", key="policy")
     first = facts[0].wanted
     for rank, said in facts.items():
         if said.wanted != first:
             ours, theirs = (f"backend '{name}'" if name else "no backend" for name in (first, said.wanted))
-            raise UsageError(f"rank 0 was told to use {ours}, rank {rank} {theirs}; give all ranks the same")
+            raise UsageError(f"rank 0 is configured to use {ours}, rank {rank} {theirs}; configure all ranks alike")
 
 
 def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: list[int], size: int) -> None:
@@ -245,7 +245,7 @@ def _tell_each_other(mine: RankFacts, info: LaunchInfo, store: Store, timeout: f
         store.set(f"facts/{info.rank}", json.dumps(asdict(mine)))
         found = {rank: _parsed(_said(store, f"facts/{rank}", rank, deadline)) for rank in range(info.size)}
         store.add("facts/read", 1)
-        if info.rank == 0:  # it may host the store, and be about to raise an error: it stays until all have read
+        if info.rank == 0:  # it may host the store and be about to raise an error, so it stays until all have read
             deadline.poll(lambda: store.add("facts/read", 0) >= info.size or None)
         return found
 

@@ -123,7 +123,7 @@ def _unwritable(output: Path) -> str | None:
 
 
 def _write(policy: Policy, output: Path) -> None:
-    """Write atomically: a run that starts meanwhile never reads half a table."""
+    """Write atomically, so that a run that starts at the same time never reads half a table."""
     unfinished = output.with_name(output.name + f".{os.getpid()}")
     try:
         unfinished.write_text(json.dumps(policy.document(), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The barrier that names the absent: it goes through the job's store, so every backend has it."""
+"""The barrier that names missing ranks. It goes through the job's store, so it works on every backend."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ringway.store import Deadline, absent
 
 
 def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ranks: bool) -> None:
-    """Waits until every rank of the group has come to its barrier `number`.
+    """Waits until every rank of the group has arrived at its barrier `number`.
 
-    At the deadline every rank that came raises, naming the first rank that is missing, or all of them with
-    `wait_all_ranks`. Whoever comes after another gave up raises too: it would go on alone.
+    At the deadline, every rank that arrived raises an error that names the first missing rank, or all of them with
+    `wait_all_ranks`. A rank that arrives after another gave up raises too: otherwise it would continue alone.
     """
     gave_up = f"ringway/barrier/{number}/gave up"
     keys = [f"ringway/barrier/{number}/{rank}" for rank in range(info.size)]
     try:
         info.store.set(keys[info.rank], "here")
         if number > 2:
-            # All have come to the barrier before this one, so nobody looks at the one before that any more.
+            # Every rank has arrived at the previous barrier, so the one before that is no longer read.
             info.store.delete_key(f"ringway/barrier/{number - 2}/{info.rank}")
         missing = absent(info.store, keys, Deadline(timeout))
         if missing:
@@ -26,7 +26,7 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
         elif info.store.check([gave_up]):
             first = info.store.get(gave_up).decode()
             raise CommTimeout(
-                f"monitored_barrier of group {info.name}: all have come, but rank {first} had given up waiting before",
+                f"monitored_barrier of group {info.name}: all ranks arrived, but rank {first} had already given up",
                 op="monitored_barrier",
                 sequence=number,
             )
@@ -42,7 +42,7 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
         ranks = ", ".join(str(info.ranks[place]) for place in named)
         who = f"Rank{'s' if len(named) > 1 else ''} {ranks}"
         me = info.ranks[info.rank]
-        # torch's own words, so that whoever looks for them finds them. There only rank 0 knows who is missing.
+        # torch's wording, because programs search for it. In torch, only rank 0 knows which ranks are missing.
         reached = (
             f"Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
             f"from rank {info.ranks[0]}: "

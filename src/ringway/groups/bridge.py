@@ -1,8 +1,8 @@
 """The bridge: a communicator shown to torch as a ProcessGroup.
 
-So `torch.distributed`'s functions, DDP, FSDP, DTensor and functional collectives on a group of ringway's pass
-through the same room as the user's own calls. Old and new names of torch's methods are both here: which of a
-pair torch calls depends on its version.
+So `torch.distributed`'s functions, DDP, FSDP, DTensor and functional collectives on one of ringway's groups take the
+same path as the user's own calls. Some methods have an old and a new name here: which one torch calls depends on its
+version.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 
 class Bridge(c10d.ProcessGroup):
-    """One group of ringway's, for torch."""
+    """One of ringway's groups, as torch sees it."""
 
     def __init__(self, name: str, communicator: Communicator, inner: Any, devices: dict[str, Any]) -> None:
-        """`name` is torch's name for the backend; `inner` is a backend of torch's own, for calls that torch makes in
-        C++ past this class; `devices` are backends of torch's own for other devices, such as nccl for cuda."""
+        """`name` is torch's name for the backend. `inner` is a torch backend, for calls that torch makes in C++ and
+        that bypass this class. `devices` are torch backends for other devices, such as nccl for cuda."""
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self.communicator = communicator
         self._name = name
@@ -37,14 +37,15 @@ class Bridge(c10d.ProcessGroup):
         custom = c10d.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(custom)
         self._register_backend(torch.device("cpu"), custom, inner)
-        self._torchs = (inner, *devices.values())  # torch would give out another object for `inner`, that tells nobody
+        # The objects themselves: torch would return another one for `inner`, which does not report timeout changes.
+        self._torchs = (inner, *devices.values())
         if isinstance(inner, Gloo):
             inner.timeout_changed = weak_method(communicator.set_timeout)
         for device, backend in devices.items():
             self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        # Not the backend's own name: torch takes a group named gloo or nccl for its own and looks inside.
+        # Not the backend's own name: torch assumes that a group named gloo or nccl is its own class.
         return self._name
 
     def _issue(self, call: Call, opts: Any) -> Work | None:
@@ -102,7 +103,7 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_GATHER, list(inputs), list(outputs[0])), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
-        """torch hands the outputs over rank by rank; a call has them input by input."""
+        """torch passes the outputs rank by rank; a call has them input by input."""
         inputs = list(inputs)
         by_input = [row[i] for i in range(len(inputs)) for row in outputs]
         return self._issue(Call(ops.ALL_GATHER_COALESCED, inputs, by_input), opts)
@@ -174,7 +175,7 @@ class Bridge(c10d.ProcessGroup):
         self.communicator.monitored_barrier(timeout, wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """From 2.15 on torch tells the group, before that its backends."""
+        """torch calls this from 2.15 on. Before, it calls the method of the backends."""
         for backend in self._torchs:
             backend._set_default_timeout(timeout)
         self.communicator.set_timeout(timeout.total_seconds())

@@ -1,4 +1,4 @@
-"""The way of every call: checked, numbered, recorded, compared, started, and its end reported.
+"""The path of every call: it is checked, numbered, recorded, compared and started, and its end is reported.
 
 The user's calls, torch's own functions and DDP all come through `CallPath.issue`, or, if they are plain, through
 `CallPath.run_fast`.
@@ -55,13 +55,13 @@ class CallPath:
         self.refresh()
 
     def compare(self, board: _core.CallBoard, created: Any) -> None:
-        """From now on each call is compared with the other ranks' on this host before anything is sent. `created` is
+        """Compares every later call with those of the other ranks on this host, before anything is sent. `created` is
         the board if this rank created it: it must live as long as the group."""
         self._record.compare(board)
         self._created = created
 
     def compare_across_hosts(self, comparison: HostComparison) -> None:
-        """From now on each call is also compared with those of other hosts' ranks, through the store."""
+        """Also compares every later call with those of ranks on other hosts, through the store."""
         self._across_hosts = comparison
         self.refresh()
 
@@ -128,7 +128,7 @@ class CallPath:
         return None
 
     def recorded(self, op: Op, label: str) -> Recorded:
-        """A block that is recorded as one call though no backend runs it."""
+        """A block that is recorded as one call although no backend runs it."""
         return Recorded(self, Call(op, label=label, size=self._info.size, group=self._info.name))
 
     def _first_call_on(self, device: str) -> Plan:
@@ -153,7 +153,7 @@ class CallPath:
         return token
 
     def _ended(self, token: int, error: BaseException | None, watched: Call | None) -> BaseException | None:
-        """Records the end of a call and tells those who watch it. Returns the error to raise."""
+        """Records the end of a call and informs the listeners. Returns the error to raise."""
         self._record.end(token, error is None)
         if error is not None:
             error = self._health.fail(error)

@@ -1,4 +1,4 @@
-"""What makes a call wrong before anything is sent. Each refusal names the values and what would be right."""
+"""Rejects invalid calls before anything is sent. Each error names the wrong values and the right ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ringway.errors import UsageError
 T = TypeVar("T")
 
 _PLAIN = frozenset({Tensor, Parameter})
-_OVERLAPS = 1  # torch's answer for "yes"; it also knows "too hard to tell"
+_OVERLAPS = 1  # torch's code for "yes"; it also has one for "too hard to determine"
 
 
 def admit(call: Call) -> str | None:
-    """Takes the call's tensors in, and returns the device type that all of them are on; None for a call without
-    tensors. Tensors that autograd watches are passed on without it: a collective writes as data, not as a step
-    of the graph. The result of a functional collective is waited for and stands for what it holds."""
+    """Prepares the call's tensors, and returns the device type that all of them are on; None for a call without
+    tensors. Tensors that require a gradient are detached, because a collective writes data and is not part of the
+    graph. The result of a functional collective is awaited and replaced by the tensor it holds."""
     device: torch.device | None = None
     strange = False
     for tensor in (*call.inputs, *call.outputs):
@@ -45,10 +45,10 @@ def admit(call: Call) -> str | None:
 
 
 def _with_memory(call: Call, tensor: Tensor) -> Tensor:
-    """A subclass may only wrap other tensors, or pretend to be one: a backend that read its memory would crash."""
+    """Rejects tensor subclasses without memory, such as wrappers: a backend that read their memory would crash."""
     if type(tensor) in _PLAIN or tensor.device.type == "meta":
         return tensor
-    # Imported late: whoever holds one has imported it, and `import ringway` stays quick.
+    # Imported here to keep `import ringway` fast; a program that has such a tensor has already imported it.
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -66,7 +66,7 @@ def _with_memory(call: Call, tensor: Tensor) -> Tensor:
 
 
 def listed(op: Op, name: str, tensors: Iterable[T]) -> list[T]:
-    """The argument as a list of its own, which the caller may change while the call is under way."""
+    """A copy of the list: the caller may change the original while the call is in flight."""
     try:
         return list(tensors)
     except TypeError:
@@ -74,7 +74,7 @@ def listed(op: Op, name: str, tensors: Iterable[T]) -> list[T]:
 
 
 def check(call: Call, rank: int) -> None:
-    """Raises a UsageError where the call cannot be right on this rank of its group."""
+    """Raises a UsageError if the call is invalid on this rank of its group."""
     _check_tensors(call)
     if "reduce" in call.op.agree and call.inputs:
         for dtype in {t.dtype for t in call.inputs}:

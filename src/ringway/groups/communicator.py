@@ -133,7 +133,7 @@ class Communicator:
         )
 
     def inference_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> None:
-        """The lowest latency there is: nothing to hold, nothing to wait for afterwards."""
+        """The all_reduce with the lowest latency: always synchronous."""
         self.all_reduce(tensor, op)
 
     def reduce(
@@ -327,8 +327,8 @@ class Communicator:
     def reduce_scatter_coalesced(
         self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, *, log_name: str | None = None
     ) -> list[Tensor]:
-        """Reduces each tensor and returns this rank's share of each, flat; the last share is shorter, or
-        empty, where a tensor's size does not divide by the group's."""
+        """Reduces each tensor and returns this rank's flat share of each. The last share is shorter, or empty, if a
+        tensor's size does not divide by the group's."""
         reduce, factor = parse_reduce(op)
         members = listed(REDUCE_SCATTER_COALESCED, "tensors", tensors)
         padded = [_padded(tensor, self.size) for tensor in members]
@@ -409,7 +409,7 @@ class Communicator:
             raise UsageError("a rank cannot receive from itself")
         return peer
 
-    # Meeting
+    # Barriers
 
     def barrier(
         self,
@@ -426,7 +426,7 @@ class Communicator:
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False, *, log_name: str | None = None
     ) -> None:
-        """A barrier through the store, on any backend, whose error names the ranks that did not come."""
+        """A barrier through the store, on any backend, whose error names the missing ranks."""
         self.health.require()
         at_once = timeout in (0, timedelta(0))
         limit = 0.0 if at_once else seconds(timeout) or self.info.timeout
@@ -436,7 +436,7 @@ class Communicator:
 
 
 def _splits(what: str, sizes: Sequence[int] | None) -> list[int] | None:
-    """None, or nothing, for equal shares, as torch has it."""
+    """None or an empty list means equal shares, as in torch."""
     try:
         return None if sizes is None else [index(size) for size in sizes] or None
     except TypeError:

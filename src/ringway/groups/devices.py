@@ -12,8 +12,8 @@ from ringway.errors import UsageError
 class Devices:
     """The backends of one group and how each op runs on them.
 
-    A backend may be given as a function, which is called when the first tensor on its device comes: the same call on
-    every rank.
+    A backend may be given as a function. It is called at the first call with a tensor on its device, which is the same
+    call on every rank.
     """
 
     def __init__(self, group: str, backends: Mapping[str, Backend | Callable[[], Backend]]) -> None:
@@ -28,7 +28,7 @@ class Devices:
                 self.plans[device] = plan(backend)
 
     def made(self) -> list[Backend]:
-        """The backends that exist by now, the default device's first, each once."""
+        """The backends that exist so far, each once, the default device's first."""
         return list(dict.fromkeys(backend for backend in self._backends.values() if isinstance(backend, Backend)))
 
     @property

@@ -34,8 +34,8 @@ def leave_at_exit() -> None:
 
 
 def leave_in_child() -> None:
-    """A forked child is no member of its parent's groups: its calls on them are refused, and its exit must not disturb
-    them."""
+    """A forked child is not a member of its parent's groups: its calls on them are refused, and its exit must not
+    disturb them."""
     # Destroying a group joins its threads, which do not exist in the child: never destroy the parent's groups here.
     for group in c10d_module._world.pg_map:
         never_destroy(group)

@@ -33,7 +33,7 @@ def register_with_torch(registration: registry.Registration) -> None:
 
 
 def _make_bridge(registration: registry.Registration, options: Any, extra: Any) -> Bridge:
-    """Makes a group of ringway's. torch calls this on every rank of the group."""
+    """Makes one of ringway's groups. torch calls this on every rank of the group."""
     size = options.group_size
     info = GroupInfo(
         rank=options.group_rank,

@@ -69,7 +69,7 @@ class Health:
         if not isinstance(error, ENDS_THE_GROUP):
             return error
         known = self._pending_end_with or self._mismatch()
-        if isinstance(known, ENDS_THE_GROUP):  # better than the backend's own words
+        if isinstance(known, ENDS_THE_GROUP):  # it says more than the backend's error
             error = known
         first = self.fault is None
         group = self._group()
@@ -79,7 +79,7 @@ class Health:
         if isinstance(error, CollectiveMismatch):
             self._devices.abandon()
         self.poison(error)
-        # Another rank's report may have come meanwhile; later calls raise that one, so this call does too.
+        # Another rank's report may have arrived by now. Later calls raise that one, so this call does too.
         return self.fault if first and self.fault is not None else error
 
     def failed(self, error: BaseException) -> None:
@@ -99,7 +99,7 @@ class Health:
             work.fail(error)
 
     def end_if_calls_differ(self) -> None:
-        """Ends pending calls if ranks were found to call different things: their backend would wait for ever."""
+        """Ends pending calls if ranks were found to call different things: their backend would wait forever."""
         if self.closed or self.fault is not None:
             return
         error = self._mismatch()

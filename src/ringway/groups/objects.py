@@ -1,10 +1,10 @@
 """Python objects between ranks.
 
-An object travels on the CPU as a header and a body. The header says how long the body is and what its checksum
-must be, and it can also say that the sender could not send: so a sender's failure is an error on every rank
-instead of a hang. Bodies are pickles (protocol 5) with the large buffers behind them, copied once.
+An object travels on the CPU as a header and a body. The header has the length and the checksum of the body. It can
+also say that the sender failed, so that a sender's failure is an error on every rank instead of a hang. A body is a
+pickle (protocol 5) followed by its large buffers, which are copied once.
 
-Whoever may join the job may run code in it, because objects are pickled; joining is what is guarded.
+Any process that can join the job can run code in it, because objects are pickled. The security boundary is joining.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Header:
     nbytes: int
     checksum: int
     limit: int
-    """What the sender accepts from others."""
+    """The largest body that the sender accepts from other ranks."""
 
     def pack(self) -> Tensor:
         plain = _HEADER.pack(_MAGIC, self.state, self.nbytes, self.checksum, self.limit, 0)[:-4]
@@ -50,12 +50,12 @@ class _Header:
         raw = tensor.numpy().tobytes()
         magic, state, nbytes, checksum, limit, own = _HEADER.unpack(raw)
         if magic != _MAGIC or own != _core.crc32c(raw[:-4]) or nbytes > _FOREIGN_LIMIT:
-            raise ObjectError(f"the object message of rank {sender} is corrupt: its header is not one", sender=sender)
+            raise ObjectError(f"the object message of rank {sender} is corrupt: its header is invalid", sender=sender)
         return _Header(state, nbytes, checksum, limit)
 
 
 def _encode(obj: Any, limit: int) -> tuple[_Header, Tensor, BaseException | None]:
-    """The object's header and body; a body that cannot be sent is empty, and the reason comes along."""
+    """The object's header and body. If the body cannot be sent, it is empty, and the error is returned too."""
     nothing = torch.empty(0, dtype=torch.uint8)
     buffers: list[pickle.PickleBuffer] = []
     try:
@@ -119,8 +119,8 @@ class ObjectChannel:
         return self.communicator.ranks[rank]
 
     def _headers(self, mine: _Header, cause: BaseException | None) -> list[_Header]:
-        """Everybody's header. All ranks see the same ones and go by the smallest limit, so all raise, or none, and the
-        group stays usable."""
+        """The headers of all ranks. Every rank sees the same headers and applies the smallest limit, so either all
+        raise or none, and the group stays usable."""
         size = self.communicator.size
         gathered = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
         self.communicator.all_gather_into_tensor(gathered, mine.pack(), log_name="object header")
@@ -176,7 +176,7 @@ class ObjectChannel:
         self._in_chunks(header, body, lambda piece: self.communicator.send(piece, group_dst=peer, log_name="object"))
 
     def recv(self, peer: int | None) -> tuple[Any, int]:
-        """The object and the group's rank that sent it."""
+        """The object, and the sender's rank in the group."""
         received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         source = self.communicator.recv(received, group_src=peer, log_name="object header")
         sender = self.communicator.ranks.index(source)
@@ -187,8 +187,8 @@ class ObjectChannel:
         return self._take(received, sender, piece_from), sender
 
     def _take(self, received: Tensor, sender: int, receive: Callable[[Tensor], None]) -> Any:
-        """A body that is larger than this rank's limit is still received, piece by piece into nothing, so that
-        the group stays in step; then it is refused."""
+        """A body larger than this rank's limit is received piece by piece and discarded, so that the group stays in
+        step. Then it is refused."""
         header = _Header.unpack(received, self._global(sender))
         if header.state != _SENT:
             _check(header, self._global(sender), self._limit)
@@ -230,7 +230,7 @@ class ObjectChannel:
         stretched = [_stretched(body, longest) for body in bodies]
         self.communicator.scatter(mine, stretched, group_src=root, log_name="object")
         header = rows[self.communicator.rank]
-        _check(header, self._global(root), self._limit)  # after the others were served, who may accept more
+        _check(header, self._global(root), self._limit)  # last, because other ranks may accept more
         return _decode(header, mine[: header.nbytes], self._global(root))
 
 

@@ -30,7 +30,7 @@ from ringway.torch_versions import GroupCounts
 
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
 FORKED = (
-    "this process was forked from a rank and is no member of its groups; make collective calls in "
+    "this process was forked from a rank and is not a member of its groups; make collective calls in "
     "the rank itself, or start workers with the 'spawn' method and init_process_group of their own"
 )
 
@@ -92,7 +92,7 @@ class World:
         if isinstance(group, Bridge):
             return group.communicator
         if group == NON_MEMBER:
-            raise UsageError("this rank is no member of the group, so it has no communicator for it")
+            raise UsageError("this rank is not a member of the group, so it has no communicator for it")
         if not isinstance(group, c10d.ProcessGroup):
             raise UsageError(f"group= takes a ProcessGroup, not {type(group).__name__}")
         known = self._adopted.get(group)

@@ -83,7 +83,7 @@ def _adopt(verbose: bool) -> None:
     adopted = world.communicator(None)
     if verbose and adopted.rank == 0:
         ranks = _ranks(adopted.size)
-        _say(f"torch.distributed is initialized ({ranks}, {groups.get_backend()}); using it as it is")
+        _say(f"torch.distributed is initialized ({ranks}, {groups.get_backend()}); using the existing group")
 
 
 def _limit(timeout: timedelta | float | None, settings: Config) -> tuple[float, str]:

@@ -87,7 +87,7 @@ class _End:
 
 
 def _nothing() -> None:
-    """Stands for a dead weak reference."""
+    """Used instead of a dead weak reference."""
 
 
 class DataParallel:

@@ -35,7 +35,7 @@ _LEAVE_SECONDS = 10.0
 
 
 class NcclBackend(TorchBackend):
-    """One group of torch's ProcessGroupNCCL."""
+    """One group on torch's ProcessGroupNCCL."""
 
     name = "nccl"
     devices: ClassVar[tuple[str, ...]] = ("cuda",)

@@ -47,7 +47,7 @@ class _Stream:
 
 
 class _Pending(OnStream):
-    """A call on the fast path. Nobody else has its event, so the event is used again."""
+    """A call on the fast path. It owns its event, so the event can be reused."""
 
     def __init__(self, path: NcclFastPath, call: Call, token: int, number: int, on: _Stream) -> None:
         event = on.spare.pop() if on.spare else torch.cuda.Event()

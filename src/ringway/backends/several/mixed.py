@@ -152,7 +152,7 @@ class MixedBackend(BackendOfParts):
         return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
-        """Each backend's own, for the ops and sizes that go to it, while nothing is under way on another backend."""
+        """Each backend's own, for the ops and sizes that go to it, while nothing is in flight on another backend."""
         found = []
         for name, backend in self._backends.items():
             for path in backend.fast_paths(record, health):

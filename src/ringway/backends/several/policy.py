@@ -89,7 +89,7 @@ class Policy:
 
 
 def consult(given: str | os.PathLike[str] | Mapping[str, Any] | None, world_size: int) -> Policy | ConfigError | None:
-    """What a rank tells the others: its policy, the error in it, or None."""
+    """What a rank reports to the others: its policy, the error in it, or None."""
     try:
         return None if given is None else load(given, world_size)
     except ConfigError as error:

@@ -55,7 +55,7 @@ class SharedSegment:
 def share_segment(
     store: c10d.Store, rank: int, size: int, timeout: float, attach: Callable[[SharedSegment], Group]
 ) -> Group:
-    """Every rank of the group calls it. All get what their `attach` makes of the same segment, or all raise."""
+    """Every rank of the group calls this. All get what their `attach` makes of the same segment, or all raise."""
     if size > _core.SHM_MAX_RANKS:
         raise BackendUnavailable("shm", f"a group of {size} ranks is larger than its limit of {_core.SHM_MAX_RANKS}")
     deadline = Deadline(min(timeout, _PATIENCE))
@@ -258,7 +258,7 @@ def _receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[st
         room = socket.CMSG_LEN((_FDS_A_MESSAGE + 1) * fds.itemsize)
         data, extra, _, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
-        raise RendezvousError(f"{who} connected to share memory, and then fell silent") from None
+        raise RendezvousError(f"{who} connected to share memory, but then stopped responding") from None
     except OSError as error:
         raise RendezvousError(f"{who} ended while the group met ({error})") from None
     for _, _, part in extra:

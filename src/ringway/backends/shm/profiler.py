@@ -1,4 +1,4 @@
-"""Calls as events of torch's profiler: `shm:all_reduce`, like torch's own `gloo:all_reduce`."""
+"""Calls as events in torch's profiler: `shm:all_reduce`, like torch's own `gloo:all_reduce`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of torch's, called through their own methods.
+"""torch's process groups, called through their own methods.
 
 Options are made once and the methods of the process group are called directly: torch's Python wrappers cost more than
 the rest of a small call.
@@ -42,7 +42,7 @@ REDUCE_OPS: dict[Reduce, Any] = {
 class C10dBackend(Backend):
     """The ops that every process group of torch has, through the group's own methods.
 
-    `group` may be a ProcessGroup or one of torch's backend objects: both spell the collectives alike.
+    `group` may be a ProcessGroup or one of torch's backend objects: both have the same methods.
     """
 
     name = "c10d"
@@ -121,7 +121,7 @@ class C10dBackend(Backend):
 
 
 class TorchBackend(C10dBackend):
-    """Any other group of torch's (nccl, ucc, torch's own mpi, a third party's). It has every op."""
+    """Any other torch group (nccl, ucc, torch's own mpi, a third party's). It has every op."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 

@@ -56,7 +56,7 @@ class GlooFastPath(_core.FastPath):
 
 
 class GlooBackend(C10dBackend):
-    """gloo. It takes some dtypes only, has no list all_to_all, and its reduce_scatter is an allreduce a rank."""
+    """gloo. It takes only some dtypes, has no list all_to_all, and its reduce_scatter is one allreduce per rank."""
 
     name = "gloo"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

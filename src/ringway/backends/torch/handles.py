@@ -129,7 +129,7 @@ def wait_in_slices(work: Any, call: Call, began: float, timeout: float | None = 
 
 
 class C10dHandle(Handle):
-    """A collective of torch's, whose future reports the end."""
+    """A torch collective, whose future reports the end."""
 
     def __init__(self, work: Any, call: Call, process: Process) -> None:
         self._work = work

@@ -25,7 +25,7 @@ class FailureExplainer(Listener):
 
     def failed(self, group: Group, error: BaseException) -> BaseException:
         job = self._watch.job
-        # After `ended` this rank is leaving, and has told the others so.
+        # After `ended` this rank is leaving, and the others know.
         if group.fault is not None or job is None or group.size == 1 or self._watch.ended:
             return error
         explained = error

@@ -1,7 +1,7 @@
-"""Asking other ranks where they are.
+"""Asks other ranks what they are doing.
 
-Each rank has a responder (csrc/record/responder.h) and leaves its address in the job's store. To ask it takes one short
-connection and neither the GIL nor any help of the rank that is asked.
+Each rank has a responder (csrc/record/responder.h) and publishes its address in the job's store. Asking takes one short
+connection. The responder needs neither the GIL nor the rank's own threads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Address:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
     def seems_gone(self) -> bool:
-        """Whether this host's table of processes says so: nothing is sent."""
+        """Whether the process is gone, according to this host's process table. Nothing is sent."""
         return _process_state(self)[0] in ("Z", "X", "gone")
 
     @property
@@ -66,7 +66,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of asking a rank: it is 'here', it is 'leaving', its process is 'gone', or it is 'silent'."""
+    """A rank's answer. Its `state` is 'here', 'leaving', 'gone' (the process is) or 'silent' (no answer)."""
 
     rank: int
     state: str
@@ -91,7 +91,7 @@ class Answer:
 
 
 def request(connection: socket.socket, token: str, kind: str, group: str) -> dict[str, Any] | None:
-    """One question on a connection; None where the other side closed it without an answer."""
+    """Sends one request and returns the reply; None if the other side closed the connection without one."""
     name = group.encode()[:65535]
     connection.sendall(token.encode() + kind.encode() + len(name).to_bytes(2, "little") + name)
     parts: list[bytes] = []
@@ -108,7 +108,7 @@ def request(connection: socket.socket, token: str, kind: str, group: str) -> dic
 
 
 def ask(address: Address, group: str = "", *, stacks: bool = True, timeout: float = ASK_SECONDS) -> Answer:
-    """Where the rank at `address` is. Never raises, and ends within about twice `timeout`."""
+    """Asks the rank at `address` where it is. Never raises, and returns within about twice `timeout`."""
     for attempt in range(2):
         try:
             with socket.create_connection((address.ip, address.port), timeout) as connection:
@@ -163,8 +163,8 @@ def _signal_name(number: int) -> str:
 
 
 def _process_state(address: Address) -> tuple[str, int | None]:
-    """The letter of /proc/PID/stat, 'gone', or '' where it cannot be known; and the signal that ended a process
-    which nobody has reaped yet: the only ones of which the kernel tells."""
+    """The state letter of /proc/PID/stat, 'gone', or '' if unknown; and the signal that killed the process. The kernel
+    reports the signal only until the process is reaped."""
     if not address.is_neighbour:
         return "", None
     try:
@@ -177,7 +177,7 @@ def _process_state(address: Address) -> tuple[str, int | None]:
 
 
 def ask_all(addresses: Iterable[Address], group: str, *, stacks: bool = True) -> dict[int, Answer]:
-    """All at once, so that one silent rank does not delay the others."""
+    """Asks all ranks in parallel, so that a silent one does not delay the others."""
     targets = list(addresses)
     if not targets:
         return {}

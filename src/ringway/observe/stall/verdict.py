@@ -1,6 +1,6 @@
-"""Who is to blame for a call that waits: out of what each rank says of itself, one verdict in words.
+"""Why a call waits: turns the answers of all ranks into one verdict in words.
 
-Nothing here communicates; `stall.py` asks, this judges.
+Nothing here communicates: `watch.py` asks the ranks, this module judges their answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_THE_PROGRAMS = ("ringway-", "pytest_timeout")
 
 @dataclass(frozen=True)
 class Verdict:
-    """`missing` are the global ranks that the call waits for, `gone` those of them whose process is no more;
+    """`missing` are the global ranks that the call waits for, `gone` those of them whose process is gone;
     `mismatch` is the error to raise if the ranks called different things."""
 
     text: str
@@ -32,8 +32,8 @@ class Verdict:
 def judge(
     call: RecordedCall, waited: float, own: Answer, ranks: Sequence[int], answers: Mapping[int, Answer]
 ) -> Verdict:
-    """The verdict on this rank's `call`, which has waited so many seconds. `ranks` are the group's members by
-    global rank; `answers` are those of the others, as far as they have an address."""
+    """The verdict on this rank's `call`, which has waited `waited` seconds. `ranks` are the global ranks of the group's
+    members. `answers` has an answer for each other rank whose address is known."""
     difference = _first_difference(call, own, answers)
     if difference is not None:
         return difference
@@ -48,7 +48,7 @@ def judge(
         if surrender is not None:
             gave_up.append(surrender)
             continue
-        story = f"rank {rank} never said where it answers" if answer is None else _story(call, answer)
+        story = f"rank {rank} has not published its address" if answer is None else _story(call, answer)
         if story is not None:
             missing.append(rank)
             stories.append(story)
@@ -59,19 +59,19 @@ def judge(
         text = f"{call.describe()} came too late: {'; '.join(gave_up)}, waiting for this rank {own.rank}"
         return Verdict(text, (own.rank,))
     if not missing:
-        return Verdict(f"{head}; every rank has come to it, so the data itself is slow or stuck on its way")
+        return Verdict(f"{head}; every rank has arrived, so the data itself is slow or stuck in transit")
     return Verdict(f"{head} for {named(missing)}; " + "; ".join(stories), tuple(missing), tuple(gone))
 
 
 def _awaited(call: RecordedCall, rank: int, ranks: Sequence[int]) -> list[int]:
-    """The ranks whose coming the call needs."""
+    """The ranks that must arrive before the call can complete."""
     if not OP_BY_NAME[call.op].collective and call.peer is not None and call.peer in ranks:
         return [call.peer]
     return [other for other in ranks if other != rank]
 
 
 def _first_difference(call: RecordedCall, own: Answer, answers: Mapping[int, Answer]) -> Verdict | None:
-    """The group's first call, up to the one that waits, at which the ranks called different things."""
+    """The first call of the group, up to the waiting one, at which the ranks called different things."""
     if not OP_BY_NAME[call.op].collective:
         return None
     mine = {**own.of_group(call.group), call.sequence: call}
@@ -92,7 +92,7 @@ def _first_difference(call: RecordedCall, own: Answer, answers: Mapping[int, Ans
 
 
 def _story(call: RecordedCall, answer: Answer) -> str | None:
-    """Why the call still waits for this rank; None where the rank has come."""
+    """Why the call still waits for this rank; None if the rank has arrived."""
     if answer.state == "gone":
         return f"{answer.who}: {answer.detail}"
     if answer.state == "leaving":
@@ -107,7 +107,7 @@ def _story(call: RecordedCall, answer: Answer) -> str | None:
 
 
 def _surrender(call: RecordedCall, answer: Answer) -> str | None:
-    """That a living rank came to the call and gave it up; None where it did not."""
+    """Says that a live rank arrived at the call and gave up; None if it did not give up."""
     if answer.state != "here" or not OP_BY_NAME[call.op].collective:
         return None
     same = answer.of_group(call.group).get(call.sequence)
@@ -118,12 +118,12 @@ def _surrender(call: RecordedCall, answer: Answer) -> str | None:
 
 
 def whereabouts(answer: Answer) -> str:
-    """What a living rank is doing."""
+    """What a live rank is doing."""
     busy = answer.under_way()
     if busy:
         oldest = busy[0]
         since = (answer.now_ns - oldest.issued_ns) / 1e9
-        return f"{answer.who} is in {oldest.describe()} since {since:.0f} s"
+        return f"{answer.who} has been in {oldest.describe()} for {since:.0f} s"
     if answer.calls:
         latest = max(answer.calls, key=lambda call: call.completed_ns)
         idle = (answer.now_ns - latest.completed_ns) / 1e9
@@ -133,11 +133,11 @@ def whereabouts(answer: Answer) -> str:
     else:
         text = f"{answer.who} has issued nothing at all"
     stack = own_stack(answer.stacks)
-    return text + (f"; its Python stack:\n{stack}" if stack else "; its Python stack is not to be had")
+    return text + (f"; its Python stack:\n{stack}" if stack else "; its Python stack is unavailable")
 
 
 def own_stack(stacks: str) -> str:
-    """Of all threads' stacks the main thread's, innermost frame first."""
+    """The main thread's stack, out of those of all threads, innermost frame first."""
     threads = [part for part in re.split(r"\n(?=(?:Current t|T)hread )", stacks.strip()) if part]
     programs = [part for part in threads if not any(name in part.splitlines()[0] for name in _NOT_THE_PROGRAMS)]
     chosen = next((part for part in programs if "MainThread" in part.splitlines()[0]), None)

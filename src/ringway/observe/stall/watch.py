@@ -180,8 +180,8 @@ class StallWatch(Listener):
                 self.trouble(what, error)
 
     def wake(self, group: str) -> None:
-        """Asks the other ranks of a group, so that those who wait look at the store for what has happened."""
-        with self._carrying_on("other ranks could not be told of a failure"):
+        """Asks the other ranks of a group, so that waiting ranks look in the store for the reason."""
+        with self._carrying_on("other ranks could not be informed of a failure"):
             self.ask(group)  # for stacks: only that question wakes the rank
 
     def trouble(self, what: str, error: Exception) -> None:

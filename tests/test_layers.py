@@ -1,4 +1,4 @@
-"""The layers: imports point down, and never in a circle. docs/architecture.md lists them."""
+"""Imports point down the layers that docs/architecture.md lists, and never in a circle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _folder(module: str) -> str:
 
 
 def _imports(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules of ours that the file imports, wherever in it, for the type checker too."""
+    """The ringway modules that the file imports, anywhere in it, including under TYPE_CHECKING."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -63,7 +63,7 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_the_page_lists_the_layers() -> None:
+def test_the_architecture_page_lists_the_layers() -> None:
     page = (SOURCE.parent.parent / "docs" / "architecture.md").read_text()
     table = re.search(r"^## Layers$.*?\n\|---\|---\|\n(.*?)\n\n", page, re.MULTILINE | re.DOTALL)
     assert table is not None
@@ -75,7 +75,7 @@ def test_the_page_lists_the_layers() -> None:
     assert listed == list(LAYERS)
 
 
-def test_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     modules = _modules()
     graph = {module: _imports(path, modules) & modules.keys() for module, path in modules.items()}
     done: set[str] = set()
