@@ -42,7 +42,7 @@ types: build
 
 PYTEST := $(PY) -m pytest -q
 SPREAD := -n 2 --dist worksteal
-# What has a target and a page of docs/proofs of its own.
+# Tests with their own target and their own page in docs/proofs.
 APART  := not sanitizers and not browser
 
 unit: build
@@ -51,7 +51,7 @@ unit: build
 test: lint types unit
 	@$(PY) scripts/proofs.py
 
-# Starts no processes, or is marked quick.
+# Tests that start no processes, or are marked quick.
 quick: lint types
 	@$(PYTEST) $(SPREAD) -m 'quick or not (ranks or processes or sanitizers or browser)'
 

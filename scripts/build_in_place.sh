@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the native core into src/ringway/, with the Python, CMake and nanobind that are there: nothing is
-# installed or fetched. For hosts without a package index; then run with PYTHONPATH=src.
+# Builds the native core into src/ringway/ with the installed Python, CMake and nanobind. Installs and downloads nothing,
+# for hosts without a package index. Then run with PYTHONPATH=src.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

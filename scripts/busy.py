@@ -1,6 +1,6 @@
 """Run a command while other processes keep the CPUs busy, and exit with its status.
 
-python scripts/busy.py 2 make unit        two processes that only compute, beside `make unit`
+python scripts/busy.py 2 make unit        two processes that only compute, while `make unit` runs
 """
 
 from __future__ import annotations

@@ -23,15 +23,14 @@ from ringway.testing.conformance import Report, run_setting, settings
 
 RECORDED = proofs.ROOT / "tests" / "backends" / "data" / "oneccl_api.json"
 PROVES = (
-    "src/ringway/backends/ccl.py",
-    "src/ringway/backends/ccl_library.py",
-    "src/ringway/backends/ordered.py",
+    "src/ringway/backends/ccl",
+    "src/ringway/backends/queue.py",
     "tests/backends/data/oneccl_api.json",
 )
 
 
 def header_differences(folder: Path) -> list[str]:
-    """Where the recorded prototypes and constants are not those of the library's own header."""
+    """The recorded prototypes and constants that differ from the library's own header."""
     recorded = json.loads(RECORDED.read_text())
     real = {
         "functions": oneccl_api.functions((folder / "ccl.h").read_text()),
@@ -46,7 +45,7 @@ def header_differences(folder: Path) -> list[str]:
 
 
 def training(context: object, steps: int) -> list[float]:
-    """DDP on ccl: the losses of a few steps, which all ranks must share."""
+    """DDP on ccl: the losses of a few steps, which must be equal on all ranks."""
     dist = context.start("ccl")  # type: ignore[attr-defined]
     torch.manual_seed(1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
@@ -65,7 +64,7 @@ def training(context: object, steps: int) -> list[float]:
 
 
 def rate(context: object, count: int, repeats: int) -> float:
-    """Seconds of one all_reduce of `count` floats: the median."""
+    """The median time of one all_reduce of `count` floats, in seconds."""
     dist = context.start("ccl")  # type: ignore[attr-defined]
     tensor = torch.ones(count)
     times = []

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Proves the ccl backend on the real oneCCL, on an x86_64 host with g++, cmake and a Python that has torch:
 #   scripts/ccl_proof.sh ARCHIVE [--output FILE] [--commit HASH]
-# ARCHIVE comes from scripts/oneccl-gather, which runs anywhere. Nothing is installed or fetched here.
+# ARCHIVE comes from scripts/oneccl-gather, which runs anywhere. This script installs and downloads nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(uname -m)" = x86_64 ] || { echo "oneCCL exists for x86_64 only, and this is $(uname -m)"; exit 2; }

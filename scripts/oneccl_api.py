@@ -2,7 +2,7 @@
 
     python scripts/oneccl_api.py ccl.h ccl_types.h > tests/backends/data/oneccl_api.json
 
-records the real header's, which the tests hold the stand-in and ringway's own prototypes to.
+records the real header. The tests compare the stand-in and ringway's own prototypes with the record.
 """
 
 from __future__ import annotations

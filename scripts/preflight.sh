@@ -1,5 +1,5 @@
 #!/bin/sh
-# What must be on the machine before anything can be set up, and how to get it.
+# Checks what the machine needs before the setup, and says how to install what is missing.
 python=${1:-python3}
 fail() { printf 'ringway: %s\n' "$1" >&2; exit 1; }
 command -v "$python" >/dev/null 2>&1 || fail "no '$python' here; install Python 3.10 or newer (Debian, Ubuntu: apt install python3)"

@@ -1,4 +1,4 @@
-"""Proofs that CI cannot make: what ran, where, on which commit.
+"""Proofs that CI cannot make: what ran, on which machine, on which commit.
 
 A proof is a page of `docs/proofs/` whose head names the commit it was made on and the files it proves.
 
@@ -25,7 +25,7 @@ MADE_BY = {
     "torch_2_11": "make torch-versions",
     "torch_2_15": "make torch-versions",
 }
-"""The pages there should be, and what makes each."""
+"""The expected pages, and the command that makes each."""
 
 _LISTED = 3
 _COMMIT = re.compile(r"^- Commit: `([0-9a-f]+)`", re.MULTILINE)
@@ -38,10 +38,10 @@ def _git(*arguments: str) -> str:
 
 
 def write(path: Path, title: str, proves: Sequence[str], body: str, commit: str | None = None) -> None:
-    """Writes a proof. A copy of the tree without its history has to be told the commit."""
+    """Writes a proof. In a copy of the tree without git history, the commit must be given."""
     commit = commit or _git("rev-parse", "HEAD")
     if not commit:
-        raise SystemExit("this tree has no git history: say which commit it is with --commit")
+        raise SystemExit("this tree has no git history: pass its commit with --commit")
     head = [
         f"# {title}",
         "",

@@ -1,10 +1,10 @@
-"""Runs a part of the suite that `make test` leaves out, and writes a page of docs/proofs about it.
+"""Runs a part of the suite that `make test` leaves out, and writes its page of docs/proofs.
 
     python scripts/suite_proof.py sanitizers        the tests marked `sanitizers`
     python scripts/suite_proof.py browser           the tests marked `browser`
-    python scripts/suite_proof.py torch 2.15.0      the whole suite on another torch, in an environment of its own
+    python scripts/suite_proof.py torch 2.15.0      the whole suite on another torch, in a separate environment
 
-A part that fails leaves its page alone: the page then stays older than the code it proves.
+If the part fails, its page is not written, so it stays older than the code it proves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARTS = {
 
 
 def torch_python(version: str) -> Path:
-    """A Python with this torch, and all else from the Python that runs this script. Made on first use."""
+    """A Python with this torch and all other packages of the Python that runs this script. Made on first use."""
     folder = CACHE / version
     python, done = folder / "bin" / "python", folder / ".ready"
     CACHE.mkdir(parents=True, exist_ok=True)

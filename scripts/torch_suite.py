@@ -1,11 +1,11 @@
 """torch's own suite for backends, as its wheel ships it, on `gloo` and on `shm`.
 
-python scripts/torch_suite.py                        both, whole; exits 1 unless shm passes what runs on gloo
+python scripts/torch_suite.py                        all tests on both; exits 1 unless shm passes what runs on gloo
 python scripts/torch_suite.py all_reduce broadcast   only the tests whose names contain one of these words
 
-The suite decides at import, by the backend's name, which tests it defines as skipped. A name it has not heard of
-would skip half of them in silence. So it is imported as for gloo, and only then told that the backend is shm: every
-test that executes on gloo is called on shm. Ranks are processes, forked from one that has imported torch.
+The suite decides at import, by the backend's name, which tests it skips. With an unknown name it would silently skip
+half of them. So it is imported as for gloo, and the name is set to shm afterwards: every test that runs on gloo runs on
+shm. Ranks are processes, forked from one that has imported torch.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any
 
 WORLD = 4
-"""The smallest world in which all tests run but those that want a large one."""
+"""The smallest world in which all tests run, except those that need a large one."""
 LARGE_WORLD = 8
 TOO_SMALL = "Skipped due to small world size."
 ONLY_MPI = "Only MPI supports"
-"""How the suite begins to say that gloo lacks an op on CPUs. shm has them all."""
+"""The start of the suite's message that gloo lacks an op on CPUs. shm has all ops."""
 TEST_LIMIT = 180
 """Seconds for one test."""
 
 NAMES_GLOO_IN_ITS_BODY = "test_accumulate_gradients"
-"""These tests pick their model by the backend's name, and have one for CPUs only under gloo's."""
+"""These tests choose their model by the backend's name, and have one for CPUs only for the name gloo."""
 
 Outcome = dict[str, Any]
 
 
 class Outcomes(unittest.TestResult):
-    """Writes one line a test: its name, what came of it, why, and the seconds it took."""
+    """Writes one line per test: its name, its outcome, the reason, and the seconds it took."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Outcomes(unittest.TestResult):
 
 
 def import_suite(scratch: str) -> Any:
-    """The suite, as it is defined for gloo. Its settings are environment variables."""
+    """The suite as defined for gloo. Its settings are environment variables."""
     tempfile.tempdir = scratch  # it leaves files behind
     os.environ.update(
         BACKEND="gloo",
@@ -88,10 +88,10 @@ def import_suite(scratch: str) -> Any:
 
 
 def turn_to(suite: Any, backend: str) -> None:
-    """Tells the suite, after its definitions were made, that this is the backend, and what it can do."""
+    """Sets the suite's backend, and what it supports, after the tests were defined."""
     import ringway
 
-    # torch's function refuses every backend but gloo by its name, before the group is asked.
+    # torch's function refuses every backend whose name is not gloo, before it asks the group.
     suite.dist.monitored_barrier = ringway.monitored_barrier
     for feature, backends in suite.DistTestCases.backend_feature.items():
         if "gloo" in backends or feature == "plugin":
@@ -132,7 +132,7 @@ def test_case(suite: Any) -> Any:
 
 
 def run(suite: Any, backend: str, words: Sequence[str], folder: Path) -> None:
-    """In a process of its own: each test once, in the usual world, or in a large one where it asks for that."""
+    """Runs in a separate process: each test once, in the usual world, or in a large one if it needs that."""
     with (folder / f"{backend}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -152,7 +152,7 @@ def run(suite: Any, backend: str, words: Sequence[str], folder: Path) -> None:
 
 
 def outcomes(suite: Any, backend: str, words: Sequence[str], folder: Path) -> dict[str, Outcome]:
-    """What came of each test, by its name."""
+    """The outcome of each test, by name."""
     process = multiprocessing.get_context("fork").Process(target=run, args=(suite, backend, words, folder))
     process.start()
     process.join()
@@ -174,7 +174,7 @@ def print_counts(backend: str, found: dict[str, Outcome]) -> None:
 
 
 def compare(gloo: dict[str, Outcome], shm: dict[str, Outcome]) -> int:
-    """Prints what differs; how many tests fail on shm, or execute on gloo only."""
+    """Prints the differences; returns how many tests fail on shm, or run only on gloo."""
     print_counts("gloo", gloo)
     print_counts("shm", shm)
     worse = 0
@@ -192,7 +192,7 @@ def compare(gloo: dict[str, Outcome], shm: dict[str, Outcome]) -> int:
 
 
 def print_where(title: str, gloo: dict[str, Outcome], names: Sequence[str]) -> None:
-    """Those of the tests that gloo skips, by its reason."""
+    """The tests that gloo skips, by reason."""
     skipped = defaultdict(list)
     for name in names:
         if gloo[name]["outcome"] == "skipped":

@@ -1,4 +1,4 @@
-"""Programs that run to the real end of their interpreter, in processes that need not import torch again."""
+"""Runs programs until their interpreter exits, in processes that have already imported torch."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _to_the_end(context: RankContext, code: str, backend: str | None) -> None:
 
 
 def run_alone(pool: RankPool, code: str, backend: str = "gloo") -> Outcome:
-    """How a program of one rank ended."""
+    """The result of a program with one rank."""
     pool.replace()  # its process is in no group yet
     return pool.try_run(_to_the_end, _ALONE.format(backend=backend) + code, None, world_size=1)[0]
 
 
 def run_together(pool: RankPool, code: str, backend: str, world_size: int) -> list[Outcome]:
-    """How a program ended on ranks of one group."""
+    """The results of a program on several ranks."""
     start = "import torch, ringway as dist\n"
     return pool.try_run(_to_the_end, start + code, backend, world_size=world_size)
 

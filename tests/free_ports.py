@@ -8,8 +8,8 @@ from contextlib import suppress
 
 
 def free_port() -> int:
-    """Below the ports that the system gives to connections, where one may meet itself while nobody listens, and below
-    those that ringway chooses."""
+    """A port below those that the system assigns to connections, where a connection to a closed port may reach itself,
+    and below those that ringway chooses."""
     while True:
         port = random.randrange(10000, 20000)
         with socket.socket() as probe, suppress(OSError):

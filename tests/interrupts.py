@@ -1,4 +1,4 @@
-"""Ctrl-C, at a moment that a test knows."""
+"""Sends Ctrl-C at a known point of a test."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import ringway as dist
 
 
 def interrupt_inside(op: str, *, elsewhere: bool = False) -> None:
-    """This process is interrupted once it waits in its next call of `op`, however long it takes to get there.
+    """Interrupts this process once it waits in its next call of `op`, however long it takes to get there.
 
-    With `elsewhere`, another thread than the main one receives the signal: the main thread's sleep goes on.
+    With `elsewhere`, a thread other than the main one receives the signal, so the main thread keeps sleeping.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

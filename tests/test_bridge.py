@@ -1,4 +1,4 @@
-"""The bridge: what torch builds on a process group runs on ours, and every collective it makes is recorded.
+"""The bridge: torch's features run on ringway's process group, and every collective they make is recorded.
 
 The same programs run on each backend of BACKENDS; a later backend adds one line.
 """
@@ -36,7 +36,7 @@ def _recorded(op: str) -> int:
 
 
 def _averaged_gradients(size: int) -> list[torch.Tensor]:
-    """What data-parallel training must give, computed on one rank alone."""
+    """The expected result of data-parallel training, computed on one rank."""
     model = _model()
     totals = [torch.zeros_like(p) for p in model.parameters()]
     for rank in range(size):
@@ -227,7 +227,7 @@ def _checkpoint(context: RankContext, backend: str, folder: str) -> None:
 
 
 def _torch_functions(context: RankContext, backend: str) -> None:
-    """torch.distributed's own functions on our group go through the communicator, sub-groups too."""
+    """torch.distributed's own functions on ringway's groups, including sub-groups, go through the communicator."""
     context.start(backend)
     size, rank = dist.get_world_size(), dist.get_rank()
     value = torch.tensor([float(rank)])
@@ -248,7 +248,7 @@ def _torch_functions(context: RankContext, backend: str) -> None:
 
 
 def _sparse(context: RankContext, backend: str) -> None:
-    """Sparse tensors are summed, by torch's function, by ours, and by DDP."""
+    """Sparse tensors are summed by torch's function, by ringway's, and by DDP."""
     context.start(backend)
     size, rank = dist.get_world_size(), dist.get_rank()
     for all_reduce in (c10d.all_reduce, dist.all_reduce):
@@ -313,7 +313,7 @@ def _monitored(context: RankContext, backend: str) -> None:
     ],
     ids=lambda program: program.__name__.strip("_"),
 )
-def test_torch_runs_on_our_group(pool: RankPool, backend: str, program: Any) -> None:
+def test_torch_features_run_on_ringways_group(pool: RankPool, backend: str, program: Any) -> None:
     pool.replace()  # with an empty recorder: a full one does not show that calls were added
     pool.run(program, backend, world_size=2)
 

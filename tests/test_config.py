@@ -43,7 +43,7 @@ def test_a_whole_deepspeed_configuration() -> None:
     assert logger.prof_ops == ("all_reduce", "x")
 
 
-def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
+def test_later_sources_override_earlier_ones(tmp_path: Path) -> None:
     file = tmp_path / "base.json"
     file.write_text(json.dumps({"ringway": {"timeout": 1, "stall_after": 2, "recorder_size": 3}}))
     environ = {"RINGWAY_CONFIG": str(file), "RINGWAY_RECORDER_SIZE": "9"}
@@ -55,7 +55,7 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
     assert config.source("check") == "default"
 
 
-def test_toml_and_json_files_say_the_same(tmp_path: Path) -> None:
+def test_toml_and_json_files_are_equivalent(tmp_path: Path) -> None:
     toml, text = tmp_path / "c.toml", tmp_path / "c.json"
     toml.write_text('[ringway]\ntimeout = 7\n[ringway.policy]\nall_reduce = "shm"\n[comms_logger]\nenabled = true\n')
     text.write_text('{"ringway": {"timeout": 7, "policy": {"all_reduce": "shm"}}, "comms_logger": {"enabled": true}}')
@@ -123,13 +123,13 @@ def test_file_with_a_byte_order_mark(tmp_path: Path, name: str) -> None:
         ("c.toml", "[ringway]\ntimeout = 7\ntimeout = 8\n"),
     ],
 )
-def test_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_a_duplicate_key_is_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=r"twice|overwrite"):
         resolve(tmp_path / name, {})
 
 
-def test_misspelled_variable_is_told() -> None:
+def test_a_misspelled_variable_is_reported() -> None:
     assert resolve(environ={"RINGWAY_TIMEOT": "3"}).notes == (
         "RINGWAY_TIMEOT is not a setting; did you mean RINGWAY_TIMEOUT?",
     )
@@ -190,7 +190,7 @@ VARIABLES = [setting.variable for setting in SETTINGS.values() if setting.key !=
     ),
     st.dictionaries(st.sampled_from(VARIABLES), st.text(max_size=8), max_size=4),
 )
-def test_any_configuration_ends_in_a_value_or_our_error(config: dict[str, Any], environ: dict[str, str]) -> None:
+def test_any_configuration_gives_a_value_or_a_config_error(config: dict[str, Any], environ: dict[str, str]) -> None:
     try:
         resolved = resolve(config, environ)
     except ConfigError:

@@ -30,5 +30,5 @@ def test_backend(pool: RankPool, setting: suite.Setting) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backend_called_through_torch(pool: RankPool, name: str) -> None:
-    """torch.distributed's functions on ringway's group give the same: the bridge shows all of it."""
+    """torch.distributed's functions on ringway's group pass the suite too."""
     check_backend(name, (2,), pool=pool, called_through="torch.distributed")

@@ -151,7 +151,7 @@ def _slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES + MORE_PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     text = BLOCK.sub("", page.read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:

@@ -1,4 +1,4 @@
-"""One call that starts a job, and what it does when there is one already."""
+"""Starting a job with one call, and calling it again in a job that has started."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def _groups_by_members(context: RankContext) -> list[str]:
     return names
 
 
-def test_groups_that_only_their_members_make_do_not_count_for_the_others(pool: RankPool) -> None:
-    """torch 2.15 counts them where they are made, and names all later groups by the count."""
+def test_groups_made_only_by_their_members_do_not_change_the_names_of_later_groups(pool: RankPool) -> None:
+    """torch 2.15 counts these groups only on the ranks that make them, and names later groups by the count."""
     for _ in range(2):
         others, first, second = pool.run(_groups_by_members, world_size=3)
         assert first == second
@@ -139,7 +139,7 @@ def _configured(context: RankContext, port: int, config: dict[str, Any], timeout
     return facts
 
 
-def test_configuration_takes_effect_and_the_timeout_is_told_with_its_source(pool: RankPool) -> None:
+def test_configuration_takes_effect_and_the_timeout_is_printed_with_its_source(pool: RankPool) -> None:
     config = {"ringway": {"backend": "gloo", "timeout": 77, "recorder_size": 512, "max_object_bytes": 4096}}
     expected = {"backend": "gloo", "timeout": 77.0, "recorder": 512, "objects": 4096}
     first, second = pool.try_run(_configured, free_port(), config, None, world_size=2)
@@ -172,9 +172,9 @@ def _too_few(context: RankContext, port: int) -> tuple[float, list[int]]:
 
 
 def test_the_timeout_that_was_set_is_the_one_that_ends_the_wait(pool: RankPool) -> None:
-    told = pool.run(_too_few, free_port(), world_size=2, timeout=100)
-    assert [missing for _, missing in told] == [[2], [2]]
-    assert 4.9 < max(waited for waited, _ in told) < 60  # a rank that came later is told with the other
+    reported = pool.run(_too_few, free_port(), world_size=2, timeout=100)
+    assert [missing for _, missing in reported] == [[2], [2]]
+    assert 4.9 < max(waited for waited, _ in reported) < 60  # a rank that arrived later gets the error at the same time
 
 
 def test_wrong_arguments_are_refused_before_anything_is_opened() -> None:
@@ -205,7 +205,7 @@ def test_mpi_launchers_are_ignored_when_asked(pool: RankPool) -> None:
 
 
 def _unnamed(context: RankContext) -> tuple[str, str]:
-    """init_process_group as torch has it, with no backend named: the ranks choose together, and say why."""
+    """init_process_group without a backend, as in torch: the ranks choose one together and print why."""
     dist.init_process_group(store=context.store, rank=context.rank, world_size=context.world_size)
     total = torch.ones(3)
     dist.all_reduce(total)
@@ -232,5 +232,5 @@ def _fails_first_on_one_rank(context: RankContext) -> float:
     return _sum(context)
 
 
-def test_a_start_that_failed_on_one_rank_does_not_part_the_next(pool: RankPool) -> None:
+def test_a_start_that_failed_on_one_rank_does_not_affect_the_next(pool: RankPool) -> None:
     assert pool.run(_fails_first_on_one_rank, world_size=2, timeout=100) == [3.0, 3.0]

@@ -18,7 +18,7 @@ from ringway.testing.rank import leave
 
 
 class Diary(Listener):
-    """Writes down what it hears."""
+    """Records every event."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []
@@ -88,7 +88,7 @@ def test_a_listener_that_sees_calls_sees_them_all(pool: RankPool) -> None:
 
 
 @pytest.mark.processes
-def test_import_alone_installs_what_torchs_own_start_needs() -> None:
+def test_import_installs_everything_that_torchs_init_process_group_needs() -> None:
     program = (
         "import ringway, torch, torch.distributed as c10d\n"
         "c10d.init_process_group('shm', store=c10d.HashStore(), rank=0, world_size=1)\n"

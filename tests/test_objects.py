@@ -1,4 +1,4 @@
-"""Object collectives: what cannot be trusted is an error that names the sender, and the group stays usable."""
+"""Object collectives: a corrupt or oversized object is an error that names the sender, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_checksum_is_crc32c() -> None:
 
 
 @given(st.recursive(st.none() | st.integers() | st.text() | st.binary(max_size=300), st.lists, max_leaves=20))
-def test_what_is_encoded_is_decoded(obj: Any) -> None:
+def test_encoded_objects_are_decoded(obj: Any) -> None:
     header, body, error = objects._encode(obj, LIMIT)
     assert error is None
     assert objects._Header.unpack(header.pack(), 0) == header
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_noticed(place: int, bit: int) -> None:
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_noise_is_no_header(noise: bytes) -> None:
+def test_random_bytes_are_not_accepted_as_a_header(noise: bytes) -> None:
     with pytest.raises(ObjectError, match="rank 1 is corrupt"):
         objects._Header.unpack(torch.frombuffer(bytearray(noise), dtype=torch.uint8), 1)
 
@@ -71,7 +71,7 @@ class _Unpicklable:
 
 
 def _failures(context: RankContext, backend: str) -> None:
-    """One sender at a time sends what cannot be sent; every rank is told, and the next call works."""
+    """One rank at a time has an object that cannot be sent. Every rank gets an error, and the next call works."""
     context.start(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     world.max_object_bytes = LIMIT
@@ -102,7 +102,7 @@ def _failures(context: RankContext, backend: str) -> None:
         assert dist.broadcast_object("y" * 5000, src=0) == "y" * 5000
         dist.scatter_object_list(places, inputs, src=0)
         assert places == ["y" * 5000]
-    # Where everybody sends, the smallest limit is everybody's.
+    # If all ranks send, the smallest limit applies to all.
     with pytest.raises(ObjectError, match=r"object of rank 0 has .* the limit is 100"):
         dist.allgather_object("y" * 5000)
     world.max_object_bytes = LIMIT

@@ -1,4 +1,4 @@
-"""Before anything is set up: what is missing on the machine is said, with how to get it."""
+"""The check before the setup reports what the machine lacks, and how to install it."""
 
 from __future__ import annotations
 

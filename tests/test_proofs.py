@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import proofs
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import proofs  # noqa: E402
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def test_a_proof_lasts_until_its_code_changes(tree: Path) -> None:
     assert proofs.outdated(page) == "it proves code.py, which is gone"
 
 
-def test_a_proof_of_nowhere_does_not_count(tree: Path) -> None:
+def test_a_proof_of_an_unknown_commit_does_not_count(tree: Path) -> None:
     page = tree / "proof.md"
     proofs.write(page, "Proof", ["code.py"], "It ran.", commit="0" * 40)
     assert "is not in this history" in str(proofs.outdated(page))
@@ -48,7 +51,15 @@ def test_a_proof_of_nowhere_does_not_count(tree: Path) -> None:
     assert "does not name its commit" in str(proofs.outdated(page))
 
 
-def test_the_proofs_of_this_tree_say_what_they_prove() -> None:
+def test_the_scripts_name_files_that_exist() -> None:
+    for script in ("nccl_proof.py", "ccl_proof.py"):
+        listed = re.search(r"^PROVES = (\(.*?^\))", (SCRIPTS / script).read_text(), re.MULTILINE | re.DOTALL)
+        assert listed is not None
+        for name in ast.literal_eval(listed[1]):
+            assert (proofs.ROOT / name).exists(), f"{script} lists {name}"
+
+
+def test_the_proofs_of_this_tree_name_their_commit_and_files() -> None:
     pages = sorted(proofs.FOLDER.glob("*.md"))
     assert pages
     for page in pages:

@@ -26,7 +26,7 @@ def test_the_ring_keeps_the_latest() -> None:
     assert recorder.total == 41
     kept = recorder.recent(1000)
     assert [row[0] for row in kept] == list(range(25, 41))
-    record.end(first, True)  # the ring has come round: nothing of another call is touched
+    record.end(first, True)  # the ring has wrapped around: other calls stay untouched
     assert recorder.find(first) is None
     assert all(row[11] == 1 for row in recorder.recent(16))
 
@@ -40,7 +40,7 @@ def test_the_call_site_is_the_users_line() -> None:
     assert "record.begin" in Path(file).read_text().splitlines()[line - 1]
 
 
-def test_messages_are_counted_apart() -> None:
+def test_messages_are_counted_separately() -> None:
     record = _core.GroupRecord(_core.Recorder(16), "g")
     _here(record)
     record.begin(SEND.code, 4, 0, 0, 1, 0)

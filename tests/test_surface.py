@@ -1,4 +1,4 @@
-"""The public surface: torch's signatures, everything documented, everything else forwarded, quick to import."""
+"""The public names: torch's signatures, all documented, all other names forwarded, fast to import."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ OWN = {
     "P2POp",
     "register_backend",
 }
-"""Names whose meaning is ours even where torch has the same one."""
+"""Names that ringway defines itself although torch has the same name."""
 
 
 NEWER = {"weights_only", "enable_reconfigure"}
-"""Parameters that torch has added since 2.13, all at the end, and that are not taken here."""
+"""Parameters that torch has added since 2.13, all at the end, and that ringway does not accept."""
 
 SINCE_2_11 = {"barrier": {"timeout"}, "new_group": {"sort_ranks"}}
-"""Parameters that are taken here and that torch may not have yet."""
+"""Parameters that ringway accepts and that torch may not have yet."""
 
 
 def _collectives() -> set[str]:
@@ -76,7 +76,7 @@ def test_every_collective_takes_a_label() -> None:
         assert label.default is None, name
 
 
-def test_all_is_what_is_documented() -> None:
+def test_all_lists_the_documented_names() -> None:
     """docs/api.md has one entry, a name in backticks at the start of a table row, for each public name."""
     page = (ROOT / "docs" / "api.md").read_text()
     documented = set(re.findall(r"^\| `([A-Za-z0-9_]+)", page, re.MULTILINE))
@@ -99,12 +99,12 @@ def test_every_other_name_is_forwarded() -> None:
         ringway.all_redcue  # noqa: B018
 
 
-def test_torchs_names_of_backends_are_found_on_ours() -> None:
+def test_torchs_names_of_backends_are_found_on_ringways_class() -> None:
     assert ringway.Backend.NCCL == "nccl"
     assert ringway.Backend("gloo") == "gloo"
 
 
-def test_codes_are_the_native_cores() -> None:
+def test_codes_match_the_native_core() -> None:
     header = (ROOT / "csrc" / "codes.h").read_text()
 
     def members(name: str) -> list[int]:
@@ -115,7 +115,7 @@ def test_codes_are_the_native_cores() -> None:
     assert members("Op") == [op.code for op in OPS] == list(range(len(OPS)))
     assert members("Reduce") == [int(reduce) for reduce in Reduce]
     assert members("DType") == [*range(len(DTYPES)), 255]
-    # And the dtypes as DLPack shows them to the native side.
+    # The dtypes too, as DLPack passes them to the native core.
     record = _core.GroupRecord(recorder := _core.Recorder(64), "test")
     for code, dtype in enumerate(DTYPES[:10]):
         tensor = torch.zeros(3).to(dtype)
@@ -139,7 +139,7 @@ def _imported() -> tuple[float, set[str]]:
 
 
 @pytest.mark.processes
-def test_import_adds_little_to_torchs() -> None:
+def test_import_adds_little_to_the_import_of_torch() -> None:
     optional = {"mpi4py", "triton", "cupy", "msgspec", "typer", "rich", "plotly", "prometheus_client", "pytest"}
     ratios = []
     for _ in range(5):

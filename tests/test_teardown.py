@@ -1,4 +1,4 @@
-"""The end: bounded, idempotent, silent; and no harm from forks, Ctrl-C or forgotten groups."""
+"""The end of a job is bounded, idempotent and silent. Forks, Ctrl-C and forgotten groups do no harm."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ringway.testing.rank import leave
 BACKENDS = ["gloo", "shm"]
 
 
-def test_leaving_without_destroying_is_silent(pool: RankPool) -> None:
+def test_exiting_without_destroying_is_silent(pool: RankPool) -> None:
     done = run_alone(pool, "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(3), async_op=True)")
     assert ended_well(done), done
     assert done.output == ""
 
 
-def test_leaving_with_a_subgroup_and_adopted_groups_is_silent(pool: RankPool) -> None:
+def test_exiting_with_a_subgroup_and_adopted_groups_is_silent(pool: RankPool) -> None:
     done = run_alone(
         pool,
         "g = dist.new_group([0]); dist.all_reduce(torch.ones(3), group=g)\n"
@@ -56,7 +56,7 @@ UNANSWERED = {
     "collective": "work = dist.all_reduce(torch.ones(5), async_op=True) if dist.get_rank() == 0 else None",
     "collectives of all ranks": (
         "import time\n"
-        "class Slow:\n"  # deleted while the interpreter is finalized: meanwhile ranks of lower number exit
+        "class Slow:\n"  # deleted while the interpreter is finalized: lower ranks exit at that time
         "    def __del__(self, sleep=time.sleep, rank=dist.get_rank()): sleep(0.4 * rank)\n"
         "slow, rank, groups = Slow(), dist.get_rank(), [dist.new_group() for _ in range(3)]\n"
         "work = dist.broadcast(torch.ones(5), src=(rank + 1) % 3, group=groups[rank], async_op=True); dist.barrier()"
@@ -66,7 +66,7 @@ UNANSWERED = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("what", UNANSWERED)
-def test_leaving_with_calls_that_nobody_answers_is_silent(pool: RankPool, backend: str, what: str) -> None:
+def test_exiting_with_unanswered_calls_is_silent(pool: RankPool, backend: str, what: str) -> None:
     """Threads inside torch wake up when the other ranks exit, perhaps while this interpreter is being finalized.
 
     The last case, run 50 times on gloo: no rank of 150 failed. Without `leave_threads_behind` two ranks of three did.
@@ -77,7 +77,7 @@ def test_leaving_with_calls_that_nobody_answers_is_silent(pool: RankPool, backen
 
 
 @pytest.mark.processes
-def test_leaving_a_launched_program_with_calls_that_nobody_answers(tmp_path: Path) -> None:
+def test_exiting_a_launched_program_with_unanswered_calls(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, torch, ringway as dist\ndist.init_distributed('gloo', verbose=False)\n"
@@ -113,8 +113,8 @@ def test_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("own", [False, True])
-def test_a_forked_child_leaves_as_it_likes(pool: RankPool, backend: str, own: bool) -> None:
-    """Its end joins no thread of its parent's. It may have made groups of its own."""
+def test_a_forked_child_may_exit_in_any_way(pool: RankPool, backend: str, own: bool) -> None:
+    """Its exit joins none of its parent's threads. It may have made its own groups."""
     groups_of_its_own = (
         "    c10d = torch.distributed.distributed_c10d; c10d._world.pg_map.clear(); c10d._update_default_pg(None)\n"
         f"    dist.init_process_group({backend!r}, store=HashStore(), rank=0, world_size=1, group_name='own')\n"
@@ -158,14 +158,14 @@ def test_destroy_may_be_called_again(pool: RankPool) -> None:
 
 
 def _one_is_late(context: RankContext, backend: str, elsewhere: bool) -> str:
-    """Rank 0 waits in a collective that rank 1 comes to late, and is interrupted meanwhile."""
+    """Rank 0 is interrupted while it waits in a collective for which rank 1 is late."""
     context.start(backend)
     if dist.get_rank() == 1:
         context.store.wait(["interrupted"])
         try:
             dist.all_reduce(torch.ones(1))
         except PeerLost:
-            return "told that rank 0 has left"  # shm knows; gloo carries the call on
+            return "reported that rank 0 has left"  # shm knows; gloo carries the call on
         return "came"
     interrupt_inside("all_reduce", elsewhere=elsewhere)
     with pytest.raises(KeyboardInterrupt):
@@ -179,7 +179,7 @@ def _one_is_late(context: RankContext, backend: str, elsewhere: bool) -> str:
 def test_ctrl_c_ends_a_wait(pool: RankPool, backend: str, elsewhere: bool) -> None:
     waiting, late = pool.run(_one_is_late, backend, elsewhere, world_size=2)
     assert waiting == "interrupted"
-    assert late == ("came" if backend == "gloo" else "told that rank 0 has left")
+    assert late == ("came" if backend == "gloo" else "reported that rank 0 has left")
     pool.replace()
 
 
@@ -199,7 +199,7 @@ def _recv_interrupted(context: RankContext, backend: str, elsewhere: bool) -> st
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_ctrl_c_ends_a_receive(pool: RankPool, backend: str, elsewhere: bool) -> None:
-    """Even where the signal does not interrupt the sleep: it came to another thread, or just before the sleep."""
+    """Even if the signal does not interrupt the sleep, because it went to another thread or came just before it."""
     assert pool.run(_recv_interrupted, backend, elsewhere, world_size=2) == ["interrupted", "sent"]
     pool.replace()
 
@@ -229,7 +229,7 @@ def test_a_killed_peer_poisons_the_group_only(pool: RankPool, backend: str) -> N
 
 
 def _pending(context: RankContext, backend: str) -> list[str]:
-    """A group is destroyed while rank 0 has calls under way on it that nobody will answer."""
+    """A group is destroyed while rank 0 has unanswered calls in flight on it."""
     context.start(backend)
     group = dist.new_group()
     found = []
@@ -252,7 +252,7 @@ def _pending(context: RankContext, backend: str) -> list[str]:
         time.sleep(0.5)
         dist.destroy_process_group(group)
         waiter.join(60)
-        assert not waiter.is_alive(), "who waited already is told too"
+        assert not waiter.is_alive(), "a thread that was already waiting gets the error too"
         for work in works:
             with pytest.raises(RingwayError) as caught:
                 work.wait()
@@ -265,14 +265,14 @@ def _pending(context: RankContext, backend: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_destroying_ends_what_is_under_way(pool: RankPool, backend: str) -> None:
-    told, _ = pool.run(_pending, backend, world_size=2, timeout=90)
-    assert len(told) == 4
+def test_destroying_ends_calls_in_flight(pool: RankPool, backend: str) -> None:
+    reported, _ = pool.run(_pending, backend, world_size=2, timeout=90)
+    assert len(reported) == 4
     pool.replace()
 
 
 def _forked_before_adoption(context: RankContext) -> str:
-    """The child is the first to use a group that torch made: it must not pass for a member."""
+    """The child is the first to use a group that torch made: it must not count as a member."""
     leave()
     c10d.init_process_group("gloo", store=context.store, rank=0, world_size=1)
     reader, writer = os.pipe()
@@ -285,8 +285,8 @@ def _forked_before_adoption(context: RankContext) -> str:
             os.write(writer, str(error).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader) as told:
-        text = told.read()
+    with open(reader) as reported:
+        text = reported.read()
     os.waitpid(child, 0)
     dist.all_reduce(torch.ones(2))
     dist.destroy_process_group()
@@ -299,7 +299,7 @@ def test_a_forked_child_adopts_nothing(pool: RankPool) -> None:
 
 
 def _adoption(context: RankContext) -> None:
-    """Groups that torch made: adopted without communication, held weakly, with the timeout that torch was told."""
+    """Groups that torch made: adopted without communication, held weakly, with the timeout that torch was given."""
     leave()  # an earlier test's group, if this rank has one
     limit = timedelta(seconds=77)
     c10d.init_process_group(

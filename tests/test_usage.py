@@ -1,4 +1,4 @@
-"""Wrong use before there is a group: refused at once, and with what to do."""
+"""Calls before there is a group are refused at once, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def start_with_a_typo(context: RankContext) -> None:
     ringway.set_backend(None)  # the next test of this rank chooses for itself
 
 
-def test_set_backend_knows_names(pool: RankPool) -> None:
+def test_set_backend_refuses_unknown_names(pool: RankPool) -> None:
     pool.run(start_with_a_typo, world_size=1)

@@ -1,4 +1,4 @@
-"""Handles and works on their own: what a wait, a limit and a failure leave behind."""
+"""Handles and works by themselves: their state after a wait, a limited wait and a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringway.work import Completion, Finishing, Handle, PendingHandle, Together,
 
 
 class Scripted(Handle):
-    """A handle that is waited for only, as gloo's messages are, and fails."""
+    """A handle that fails and only supports waiting, like gloo's messages."""
 
     notifies = False
 
@@ -48,17 +48,17 @@ def test_a_failure_before_the_last_step_settles_the_work() -> None:
     for _ in range(2):
         with pytest.raises(RingwayError, match="nothing came"):
             work.wait()
-    assert settled == [failure], "told once, though waited for twice"
+    assert settled == [failure], "called once, although there were two waits"
     assert finished == []
     assert work.exception() is failure
 
 
-def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[BaseException | None] = []
+def test_a_callback_that_raises_does_not_affect_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    reported: list[BaseException | None] = []
     work = Work(Scripted(RingwayError("nothing came")), (), lambda error: error)
-    work.on_complete(lambda error: told.append(1 / 0))  # type: ignore[func-returns-value]
-    work.on_complete(told.append)
-    assert [str(error) for error in told] == ["nothing came"]
+    work.on_complete(lambda error: reported.append(1 / 0))  # type: ignore[func-returns-value]
+    work.on_complete(reported.append)
+    assert [str(error) for error in reported] == ["nothing came"]
     assert caplog.text.count("ZeroDivisionError") == 1
 
 
@@ -67,7 +67,7 @@ def test_a_future_keeps_its_work_until_the_end() -> None:
 
     class Endless(PendingHandle):
         def wait(self, timeout: float | None = None) -> None:
-            raise AssertionError("nobody waits for it")
+            raise AssertionError("this handle must not be waited for")
 
     handle = Endless()
     work = Work(handle, (), lambda error: error)
@@ -82,7 +82,7 @@ def test_a_future_keeps_its_work_until_the_end() -> None:
 
 
 class OnDevice(Handle):
-    """A handle whose wait only orders a stream; the device ends when it is told to."""
+    """A handle whose wait only orders a stream. The test decides when the device has finished."""
 
     notifies = False
     on_device = True
@@ -95,7 +95,7 @@ class OnDevice(Handle):
         return self.ended
 
     def when_done(self, completion: Completion) -> None:
-        raise AssertionError("the device need not be watched for whoever only asks")
+        raise AssertionError("a query must not start the device watch")
 
     def outcome(self) -> BaseException | None:
         return RingwayError("the device says no")
@@ -122,7 +122,7 @@ def test_a_timeout_is_a_timedelta_or_a_number() -> None:
 
 
 def _short_waits(context: RankContext, backend: str) -> list[float]:
-    """Rank 1 comes late; rank 0's limited wait ends by its limit, and the same work can be waited for again."""
+    """Rank 1 is late. Rank 0's limited wait ends in time, and it can wait for the same work again."""
     context.start(backend)
     waited = []
     for turn, shape in enumerate(((4,), (4, 4))):
@@ -145,7 +145,7 @@ def _short_waits(context: RankContext, backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_limited_wait_ends_by_its_limit_and_harms_nothing(pool: RankPool, backend: str) -> None:
+def test_a_wait_with_a_limit_ends_in_time_and_can_be_repeated(pool: RankPool, backend: str) -> None:
     waited, _ = pool.run(_short_waits, backend, world_size=2)
     assert len(waited) == 2
     assert min(waited) >= 0.05

@@ -22,7 +22,7 @@ ELEMENTS = 16 << 20
 
 
 def sent() -> int:
-    """What this host has put on its link: all interfaces but the loopback."""
+    """The bytes that this host has sent over its link: all interfaces except loopback."""
     total = 0
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, _, counts = line.partition(":")
@@ -45,7 +45,7 @@ def conformance() -> dict[str, Any]:
 
 
 def default() -> dict[str, Any]:
-    """Nobody names a backend: which is chosen, what it does, and what groups of some of the ranks get."""
+    """No backend is named: which one is chosen, what it does, and which backends sub-groups get."""
     dist.init_distributed(timeout=LIMIT)
     rank = dist.get_rank()
     groups = {
@@ -64,7 +64,7 @@ def default() -> dict[str, Any]:
         assert tensor[-1].item() == dist.get_world_size(group)
         backends[name] = dist.communicator(group).backend.name
     in_order = []
-    for _ in range(3):  # by hosts, through gloo, by hosts: each sees what the one before it left
+    for _ in range(3):  # hierarchical, gloo, hierarchical: each call sees the result of the previous one
         tensor = torch.full((1 << 20,), float(rank))
         dist.all_reduce(tensor, async_op=True)  # 6
         dist.reduce(tensor, 3, async_op=True)  # 24 on rank 3
@@ -75,7 +75,7 @@ def default() -> dict[str, Any]:
 
 
 def speed() -> dict[str, Any]:
-    """64 MB of fp32 through both, turn by turn: seconds, bytes on the wire, and whether the sums are equal."""
+    """64 MB of fp32 through both in alternation: seconds, bytes on the wire, and whether the sums are equal."""
     dist.init_distributed("gloo", timeout=LIMIT, verbose=False)
     rank = dist.get_rank()
     groups = {"gloo": None, "hierarchical": dist.new_group(backend="hierarchical")}
@@ -88,7 +88,7 @@ def speed() -> dict[str, Any]:
             tensor = values.clone()
             dist.barrier()
             before = sent()
-            dist.barrier()  # nobody of this host may have sent before the count
+            dist.barrier()  # no rank of this host may send before the count
             began = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             spent = torch.tensor(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What runs on ranks that some launcher started: the conformance cases, and training."""
+"""Runs the conformance cases, and training, on ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ringway.testing.probe import Probe
 
 
 def about_the_backend(case: Case) -> bool:
-    """Neither misuse, which no backend gets to see, nor objects, which are bytes to it."""
+    """Without invalid calls, which never reach a backend, and objects, which are bytes to it."""
     return case.run.__module__.rpartition(".")[2] not in ("cases_errors", "cases_objects")
 
 
 def small(case: Case) -> bool:
-    """For a second or third group of the same backend: what depends on the group's size, at little cost."""
+    """For further groups on the same backend: the cases without large tensors."""
     return about_the_backend(case) and not case.name.endswith("_large")
 
 
@@ -34,8 +34,8 @@ def run_cases(
     report: Callable[[dict[str, Any]], None],
     wanted: Callable[[Case], bool] = lambda case: True,
 ) -> None:
-    """Every case that the setting admits, on ranks that are in one job already. A case that raises is reported
-    at once, because the other ranks may never come back from it."""
+    """Runs every case that the setting allows, on ranks that are already in one job. A case that raises is reported at
+    once, because the other ranks may hang in it."""
     members = setting.members or tuple(range(setting.world_size))
     rank = members.index(dist.get_rank())
     for case in all_cases().values():
@@ -85,8 +85,8 @@ def _trained(wrap: Callable[[torch.nn.Module], torch.nn.Module], rank: int, size
 
 
 def training() -> dict[str, Any]:
-    """DDP and FSDP2 on the world, against one process with the whole batch."""
-    from torch.distributed.fsdp import fully_shard  # a second of CPU time, which most scenarios do without
+    """DDP and FSDP2 on the world, compared with one process that has the whole batch."""
+    from torch.distributed.fsdp import fully_shard  # takes a second of CPU time
 
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (size,))

@@ -1,6 +1,6 @@
-"""What the tests run on ranks that mpiexec started: `python mpi_ranks.py SCENARIO FOLDER`.
+"""Scenarios for ranks that mpiexec started: `python mpi_ranks.py SCENARIO FOLDER`.
 
-Each rank writes what it found to FOLDER/RANK.json.
+Each rank writes its result to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def conformance() -> dict[str, Any]:
 
 
 def hierarchical() -> dict[str, Any]:
-    """Two hosts of two ranks, as far as the ranks say where they are; MPI between them."""
+    """Two simulated hosts of two ranks each, with MPI between them."""
     from mpi4py import MPI
 
     import ringway.backends.several.hierarchical as by_hosts
@@ -56,7 +56,7 @@ def hierarchical() -> dict[str, Any]:
 
 
 def misuse() -> dict[str, Any]:
-    """Errors that are caught and that leave the other groups usable; asynchronous calls that overlap."""
+    """Errors that can be caught and leave other groups usable; asynchronous calls that overlap."""
     dist.init_distributed("mpi", timeout=LIMIT, verbose=False)
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
@@ -94,8 +94,8 @@ def misuse() -> dict[str, Any]:
     total = torch.ones(1)
     dist.all_reduce(total, group=other)
     found["afterwards"] = total.item()
-    if rank == 0:  # comes to the collective it missed, so that all may leave in peace
-        with suppress(CommTimeout):  # or is told that the others have given it up
+    if rank == 0:  # makes the collective it missed, so that all ranks can exit normally
+        with suppress(CommTimeout):  # or raises because the others have given up
             dist.all_reduce(torch.ones(4), group=late)
     found["overlap"] = overlap(other)
     found["idle"] = idle(other)
@@ -104,7 +104,7 @@ def misuse() -> dict[str, Any]:
 
 
 def parted() -> list[Any]:
-    """Ranks call different things; the first to come is inside MPI already when the others do."""
+    """Ranks call different things. The first to arrive is already inside MPI when the others call."""
     rank, group = dist.get_rank(), dist.new_group()
     if rank != 0:
         time.sleep(0.5)
@@ -120,7 +120,7 @@ def parted() -> list[Any]:
 
 
 def idle(group: Any) -> float:
-    """Which share of a core a rank uses that waits two seconds for another."""
+    """The share of a core that a rank uses while it waits two seconds for another."""
     if dist.get_rank() == 0:
         time.sleep(2)
     wall, used = time.monotonic(), time.process_time()
@@ -131,7 +131,7 @@ def idle(group: Any) -> float:
 
 
 def overlap(group: Any) -> float:
-    """Which share of an asynchronous all_reduce is done when nobody waits for it: 1 if it overlaps."""
+    """The share of an asynchronous all_reduce that is done without a wait: 1 if it overlaps completely."""
     tensor = torch.ones(1 << 20)
     work = dist.all_reduce(tensor, group=group, async_op=True)
     deadline = time.monotonic() + 30
@@ -141,7 +141,7 @@ def overlap(group: Any) -> float:
 
 
 def large() -> dict[str, Any]:
-    """Messages of more than 2^31 elements: the ends of the tensors are checked, and a place beyond the limit."""
+    """Messages of more than 2^31 elements: checks both ends of the tensors and a position beyond the limit."""
     dist.init_distributed("mpi", timeout=timedelta(seconds=600), verbose=False)
     rank, count = dist.get_rank(), (1 << 31) + 11
     places = torch.tensor([0, 5, (1 << 31) - 1, (1 << 31) + 3, count - 1])
@@ -170,7 +170,7 @@ def crash() -> dict[str, Any]:
 
 
 def leave() -> dict[str, Any]:
-    """One rank leaves by sys.exit while the others wait for it: no error that Python or MPI would tell of."""
+    """One rank calls sys.exit while the others wait for it, which neither Python nor MPI treats as an error."""
     dist.init_distributed("mpi", timeout=timedelta(seconds=200), verbose=False)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -188,7 +188,7 @@ def leave() -> dict[str, Any]:
 
 
 def torch_only() -> dict[str, Any]:
-    """A program that knows only torch's spelling, and a world of another size than mpiexec's."""
+    """A program written for torch, and a world size that differs from mpiexec's."""
     store = c10d.FileStore(str(Path(sys.argv[2]) / "store"))
     from mpi4py import MPI
 
@@ -201,7 +201,7 @@ def torch_only() -> dict[str, Any]:
 
 
 def smaller_world() -> dict[str, Any]:
-    """The launcher started more ranks than the program says there are."""
+    """The launcher started more ranks than the program's world size."""
     from mpi4py import MPI
 
     rank = MPI.COMM_WORLD.Get_rank()
@@ -214,7 +214,7 @@ def smaller_world() -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    """Started by another MPI's launcher: every process believes to be a world of one."""
+    """Started by another MPI's launcher: every process is a world of one."""
     store = c10d.FileStore(str(Path(sys.argv[2]) / "store"))
     import os
 

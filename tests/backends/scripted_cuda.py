@@ -1,4 +1,4 @@
-"""A device and a group of torch's that do what a test tells them, for hosts without a GPU."""
+"""A fake device and a fake torch group that a test controls, for hosts without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringway.backends.torch.adopt import adopt
 
 
 class ScriptedWork:
-    """A work as ProcessGroupNCCL's: `wait` returns or raises, `is_completed` asks the device."""
+    """A work like ProcessGroupNCCL's: `wait` returns or raises, `is_completed` queries the device."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.finished = threading.Event()
@@ -64,7 +64,7 @@ def scripted_info(size: int = 1) -> GroupInfo:
 
 
 class ScriptedTensor:
-    """Of a CUDA tensor what is asked here."""
+    """The attributes of a CUDA tensor that ringway reads."""
 
     is_cuda = True
     dtype = torch.float32
@@ -77,7 +77,7 @@ class ScriptedTensor:
 
 
 class ScriptedCuda:
-    """torch.cuda with streams that go no further than they are told."""
+    """torch.cuda with streams that advance only when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached: set[torch.device] = set()

@@ -1,7 +1,7 @@
 """Two hosts joined by a slow link, on one machine: network namespaces, a veth pair, and `tc tbf`.
 
-Needs root and iproute2. Shared memory does not cross the namespaces as far as ringway is concerned, and every
-byte between them is counted by the kernel.
+Needs root and iproute2. ringway treats the namespaces as two hosts, without shared memory between them, and the kernel
+counts every byte on the link.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def obstacle() -> str | None:
-    """What keeps this process from making hosts, if anything."""
+    """Why this process cannot make hosts; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc"):
@@ -38,7 +38,7 @@ def obstacle() -> str | None:
 
 
 def needed() -> None:
-    """Skips a test where no hosts can be made; in CI, where they can, it fails instead."""
+    """Skips a test if no hosts can be made. In CI, where they can, it fails instead."""
     reason = obstacle()
     if reason is not None:
         if os.environ.get("CI"):
@@ -57,14 +57,14 @@ class Host:
     interface: str
 
     def sent_bytes(self) -> int:
-        """What this host has put on the link since it was made."""
+        """The bytes that this host has sent over the link so far."""
         shown = json.loads(_run("ip", "-n", self.namespace, "-s", "-j", "link", "show", self.interface))
         return int(shown[0]["stats64"]["tx"]["bytes"])
 
 
 @contextmanager
 def two_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
-    """Two hosts; each side of the link sends at `rate` at most."""
+    """Two hosts. Each side of the link sends at most at `rate`."""
     tag, net = f"{os.getpid() % 0xFFFFF:x}", f"10.{100 + os.getpid() % 100}.7"
     hosts = tuple(Host(f"rh{tag}{i}", f"{net}.{i + 1}", f"rl{tag}{i}") for i in range(2))
     try:

@@ -1,4 +1,4 @@
-"""One order for the calls of several backends: who waits for whom, and what a callback may do."""
+"""The order of calls in a group with several backends: which call waits for which, and what a callback may do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Scripted(Handle):
 
 
 class Library:
-    """A backend: notes which calls reached it; the asynchronous ones are under way until finished."""
+    """A backend that logs the calls that reach it. Asynchronous ones are in flight until the test finishes them."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -88,7 +88,7 @@ def test_calls_of_one_backend_go_straight_to_it(order: CallOrder) -> None:
     assert log == ["a on one", "b on one", "c on one"]
 
 
-def test_a_call_waits_for_what_is_under_way_elsewhere(order: CallOrder) -> None:
+def test_a_call_waits_for_calls_in_flight_on_another_backend(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     first = order.start("one", one.runner("a"), _call())
@@ -106,7 +106,7 @@ def test_a_call_waits_for_what_is_under_way_elsewhere(order: CallOrder) -> None:
     assert log[-1] == "d on two"
 
 
-def test_a_synchronous_call_waits_on_its_callers_thread(order: CallOrder) -> None:
+def test_a_synchronous_call_waits_on_the_thread_of_its_caller(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())
@@ -115,7 +115,7 @@ def test_a_synchronous_call_waits_on_its_callers_thread(order: CallOrder) -> Non
     assert one.handles["a"].done()
 
 
-def test_what_a_callback_issues_comes_before_what_was_issued_after_its_call(order: CallOrder) -> None:
+def test_a_call_issued_by_a_callback_runs_before_later_calls(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     first = order.start("one", one.runner("a"), _call())
@@ -130,7 +130,7 @@ def test_what_a_callback_issues_comes_before_what_was_issued_after_its_call(orde
     assert log == ["a on one", "from the callback on two", "behind on two"]
 
 
-def test_a_callback_may_wait_for_what_waits_for_it(order: CallOrder) -> None:
+def test_a_callback_may_wait_for_a_call_that_waits_for_it(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     first = order.start("one", one.runner("a"), _call())
@@ -140,7 +140,7 @@ def test_a_callback_may_wait_for_what_waits_for_it(order: CallOrder) -> None:
     assert log == ["a on one", "b on two"]
 
 
-def test_a_failure_before_it_ends_a_call_too(order: CallOrder) -> None:
+def test_a_failed_call_also_ends_the_calls_behind_it(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())
@@ -151,7 +151,7 @@ def test_a_failure_before_it_ends_a_call_too(order: CallOrder) -> None:
     assert log == ["a on one"]
 
 
-def test_a_wait_for_others_ends_at_the_deadline(order: CallOrder) -> None:
+def test_waiting_for_other_calls_ends_at_the_deadline(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())
@@ -160,7 +160,7 @@ def test_a_wait_for_others_ends_at_the_deadline(order: CallOrder) -> None:
     one.handles["a"].finish()
 
 
-def test_short_cuts_are_shut_while_a_call_is_under_way_elsewhere(order: CallOrder) -> None:
+def test_fast_paths_are_held_while_a_call_is_in_flight_on_another_backend(order: CallOrder) -> None:
     held = {"one": 0, "two": 0}
 
     def hold(name: str) -> Callable[[int], None]:
@@ -172,13 +172,13 @@ def test_short_cuts_are_shut_while_a_call_is_under_way_elsewhere(order: CallOrde
     one = Library("one", [])
     order.holding("one", hold("one"))
     order.start("one", one.runner("a"), _call())
-    order.holding("two", hold("two"))  # made while a call is under way
+    order.holding("two", hold("two"))  # added while a call is in flight
     assert held == {"one": 0, "two": 1}
     one.handles["a"].finish()
     assert held == {"one": 0, "two": 0}
 
 
-def test_the_end_reaches_what_waits(order: CallOrder) -> None:
+def test_stopping_ends_waiting_calls(order: CallOrder) -> None:
     log: list[str] = []
     one, two = Library("one", log), Library("two", log)
     order.start("one", one.runner("a"), _call())

@@ -1,5 +1,5 @@
-"""ccl against a stand-in for oneCCL that is built here: it has the real header's prototypes and moves real data
-between processes, and is not oneCCL. The real library's proof is `docs/proofs/ccl.md` (make ccl-proof)."""
+"""The ccl backend on a stand-in for oneCCL that is built here. The stand-in has the real header's prototypes and moves
+real data between processes. `docs/proofs/ccl.md` (make ccl-proof) is the proof on the real library."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_the_stand_in_has_the_real_prototypes() -> None:
     assert own == {name: RECORDED["functions"][name] for name in own}
 
 
-def test_what_is_called_has_the_real_prototypes() -> None:
-    """ringway's own ctypes prototypes against the recorded header: kinds, count and order of the arguments."""
+def test_ringways_prototypes_are_those_of_the_header() -> None:
+    """Compares ringway's ctypes prototypes with the recorded header: types, number and order of the arguments."""
     kinds: dict[Any, set[str]] = {
         ctypes.c_int: {"int", "onecclResult_t", "onecclDataType_t", "onecclRedOp_t"},
         ctypes.c_size_t: {"size_t"},
@@ -93,7 +93,7 @@ def test_what_is_called_has_the_real_prototypes() -> None:
             assert written in kinds[argument], (name, written)
 
 
-def test_constants_are_the_headers() -> None:
+def test_constants_are_those_of_the_header() -> None:
     values = RECORDED["values"]
     assert values["ONECCL_UNIQUE_ID_BYTES"] == ccl_library.ID_BYTES == ctypes.sizeof(ccl_library.UniqueId)
     assert values["onecclSuccess"] == ccl_library.SUCCESS
@@ -103,7 +103,7 @@ def test_constants_are_the_headers() -> None:
     assert {reduce: values[f"oneccl{name}"] for reduce, name in spelled.items()} == ccl_library.REDUCTIONS
 
 
-def test_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported_with_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CCL_ROOT", str(tmp_path))
     ccl_library.load.cache_clear()
     try:
@@ -119,7 +119,7 @@ def test_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.processes
-def test_a_library_that_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_library_under_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int onecclGetVersion(int *version) { return *version = 0; }\n')
     _compiled(source, tmp_path / "lib")
@@ -132,8 +132,8 @@ def test_a_library_that_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_p
         ccl_library.load.cache_clear()
 
 
-def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another one that the loader might find is not what CCL_ROOT asked for."""
+def test_a_file_that_is_not_a_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ringway does not fall back to another library that the loader might find: CCL_ROOT named this one."""
     (tmp_path / "lib").mkdir()
     file = tmp_path / "lib" / "libccl.so.2"
     file.write_text("this is a text\n")
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "CCL_ROOT" in str(caught.value)
 
 
-def test_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CCL_ATL_TRANSPORT", "CCL_PROCESS_LAUNCHER", "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -172,7 +172,7 @@ def _mismatched(context: RankContext) -> str:
 
 
 @pytest.mark.processes
-def test_the_librarys_errors_are_ours(ccl_pool: RankPool) -> None:
+def test_errors_of_the_library_are_mapped(ccl_pool: RankPool) -> None:
     said = ccl_pool.run(_mismatched, world_size=2)
     assert any("onecclAllToAllV" in text and "Invalid argument" in text for text in said)
 
@@ -181,21 +181,21 @@ def _late(context: RankContext) -> tuple[str, float]:
     dist = context.start("ccl", group_name="late")
     group = dist.new_group()
     dist.communicator(group).set_timeout(1.0)
-    told, waited = "", 0.0
+    reported, waited = "", 0.0
     if context.rank == 1:
         began = time.monotonic()
         try:
             dist.all_reduce(torch.ones(3), group=group)
         except CommTimeout as error:
-            told, waited = str(error), time.monotonic() - began
+            reported, waited = str(error), time.monotonic() - began
     total = torch.ones(1)
     dist.all_reduce(total)
-    return told + f" and the world still sums to {total.item():g}", waited
+    return reported + f" and the world still sums to {total.item():g}", waited
 
 
 @pytest.mark.processes
 def test_a_call_that_cannot_be_interrupted_is_given_up(ccl_pool: RankPool) -> None:
-    """The library never returns from the call; the rank that waits does, and other groups live on."""
+    """The library never returns from the call, but the waiting rank does, and other groups stay usable."""
     (first, _), (second, waited) = ccl_pool.run(_late, world_size=2)
     ccl_pool.replace()
     assert "the world still sums to 2" in first

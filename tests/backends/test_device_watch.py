@@ -1,4 +1,4 @@
-"""The thread that looks at the device, with a device that is scripted."""
+"""The thread that polls the device, with a fake device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringway.backends.device_watch import DeviceWatch
 
 
 class One:
-    """Ends when its line has come so far; raises, once that is set, whatever is asked of it."""
+    """A work that ends when its line has advanced past it. Every query raises once `failure` is set."""
 
     def __init__(self, device: Device, line: int, number: int) -> None:
         self._device, self._line, self._number = device, line, number
@@ -28,14 +28,14 @@ class One:
 
 
 class Device:
-    """Lines of things that end in their order, when they are told to; counts how often it was asked."""
+    """Lines of works that end in order, when the test says so. Counts the queries."""
 
     def __init__(self, lines: int, length: int) -> None:
         self.watch = DeviceWatch()
         self.ended = [0] * lines
         self.asked = 0
         self.failure: Exception | None = None
-        self.told: list[tuple[int, int, BaseException | None]] = []
+        self.reported: list[tuple[int, int, BaseException | None]] = []
         self._length = length
         self._changed = threading.Condition()
 
@@ -47,17 +47,17 @@ class Device:
     def add(self, line: int, number: int, soon: bool) -> None:
         def completed(error: BaseException | None) -> None:
             with self._changed:
-                self.told.append((line, number, error))
+                self.reported.append((line, number, error))
                 self._changed.notify_all()
 
         self.watch.add(line, One(self, line, number), completed, soon)
 
     def wait_for(self, count: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.told) >= count, 60)
+            assert self._changed.wait_for(lambda: len(self.reported) >= count, 60)
 
 
-def test_each_end_is_told_once_and_in_the_order_of_its_line() -> None:
+def test_each_end_is_reported_once_and_in_the_order_of_its_line() -> None:
     for soon in (True, False):
         device = Device(lines=3, length=40)
         device.add_all(soon)
@@ -69,20 +69,20 @@ def test_each_end_is_told_once_and_in_the_order_of_its_line() -> None:
         device.wait_for(120)
         time.sleep(0.05)
         for line in range(3):
-            assert [number for of, number, _ in device.told if of == line] == list(range(40))
+            assert [number for of, number, _ in device.reported if of == line] == list(range(40))
 
 
-def test_a_look_asks_about_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question gives the interpreter's lock away, to a program that is busy."""
+def test_a_poll_queries_only_a_few_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query takes the interpreter's lock from a busy program."""
     monkeypatch.setattr(device_watch, "LOOK_LATER", 0.5)
     device = Device(lines=1, length=1000)
     device.ended[0] = 1000
     device.add_all(soon=False)
     device.wait_for(1000)
-    assert device.asked <= 12 * 20, "a thousand ends, at most a few looks of ten questions each"
+    assert device.asked <= 12 * 20, "a thousand works end, and a few polls make about ten queries each"
 
 
-def test_who_wants_to_know_soon_does_not_wait_for_the_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_urgent_caller_does_not_wait_for_the_slow_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_watch, "LOOK_LATER", 3600.0)
     device = Device(lines=2, length=1)
     device.add(0, 0, soon=False)
@@ -94,11 +94,11 @@ def test_who_wants_to_know_soon_does_not_wait_for_the_patient(monkeypatch: pytes
     device.wait_for(2)
 
 
-def test_a_callback_that_raises_disturbs_nobody() -> None:
+def test_a_callback_that_raises_does_not_affect_others() -> None:
     device = Device(lines=1, length=2)
 
     def broken(error: BaseException | None) -> None:
-        raise ValueError("of the callback's own")
+        raise ValueError("raised by the callback")
 
     device.ended[0] = 2
     device.watch.add(0, One(device, 0, 0), broken, True)
@@ -106,14 +106,14 @@ def test_a_callback_that_raises_disturbs_nobody() -> None:
     device.wait_for(2)
 
 
-def test_a_device_that_cannot_be_asked_ends_what_is_under_way_and_not_the_watch() -> None:
+def test_a_failing_device_ends_pending_works_but_not_the_watch() -> None:
     device = Device(lines=2, length=3)
     device.failure = RuntimeError("CUDA error: an illegal memory access was encountered")
     device.add_all(soon=False)
     device.wait_for(6)
-    assert all(error is device.failure for _, _, error in device.told)
+    assert all(error is device.failure for _, _, error in device.reported)
     device.failure = None
     device.ended[0] = 1
     device.add(0, 0, soon=True)
     device.wait_for(7)
-    assert device.told[-1] == (0, 0, None)
+    assert device.reported[-1] == (0, 0, None)

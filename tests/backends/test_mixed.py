@@ -1,4 +1,4 @@
-"""Groups with several backends: calls go where the table says, in the order of their issue."""
+"""Groups with several backends: the policy chooses a backend for each call, and calls run in issue order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_TURNS = {
 
 @contextmanager
 def mixing(table: dict[str, Any], size: int) -> Iterator[None]:
-    """Groups made meanwhile are mixed by the table."""
+    """Groups made in this context are mixed by the table."""
     world.policy = policy.load(table, size)
     try:
         yield
@@ -45,7 +45,7 @@ def mixing(table: dict[str, Any], size: int) -> Iterator[None]:
 
 
 def _mixed_calls(context: RankContext) -> dict[str, Any]:
-    """Counts which backend does what, in a world of shm with some calls given to gloo."""
+    """Which backend runs each call, in an shm world in which some calls go to gloo."""
     with mixing(TABLE, context.world_size):
         dist = context.start("shm", group_name="mixed")
     backend = dist.communicator().backend
@@ -81,7 +81,7 @@ def _mixed_calls(context: RankContext) -> dict[str, Any]:
     return found
 
 
-def test_calls_go_where_the_table_says(pool: RankPool) -> None:
+def test_the_table_decides_which_backend_runs_a_call(pool: RankPool) -> None:
     for found in pool.run(_mixed_calls, world_size=2):
         assert found["chosen"] == {"small": "gloo", "large": "shm", "half": "gloo", "huge": "shm"}
         assert found["broadcast"] == 1.0
@@ -92,7 +92,7 @@ def test_calls_go_where_the_table_says(pool: RankPool) -> None:
 
 
 def _one_after_the_other(context: RankContext) -> list[float]:
-    """Calls on the same tensor, none waited for: each must see what the one before it left."""
+    """Calls on the same tensor without waits between them: each must see the result of the previous one."""
     with mixing(IN_TURNS, context.world_size):
         dist = context.start("shm", group_name="turns")
     results = []
@@ -100,7 +100,7 @@ def _one_after_the_other(context: RankContext) -> list[float]:
         tensor = torch.full((1 << 20,), float(context.rank + 1))
         small = torch.full((4,), float(context.rank))
         dist.all_reduce(tensor, async_op=True)  # gloo: 3 everywhere
-        dist.broadcast(tensor, 0)  # shm, by its short cut; nothing changes if it comes second
+        dist.broadcast(tensor, 0)  # shm, on its fast path; the values stay the same if it runs second
         works = [dist.all_reduce(tensor, async_op=True)]  # gloo: 6
         works.append(dist.broadcast(tensor, 1, async_op=True))  # shm
         works.append(dist.all_reduce(tensor, async_op=True))  # gloo: 12
@@ -118,7 +118,7 @@ def test_calls_run_in_the_order_of_issue_whatever_their_backend(pool: RankPool) 
 
 
 def _from_a_callback(context: RankContext) -> list[float]:
-    """A callback's collective on another backend than its own call's, while that call is not over."""
+    """A callback makes a collective on another backend while its own call has not ended."""
     with mixing(IN_TURNS, context.world_size):
         dist = context.start("shm", group_name="callbacks")
     first, second, third = (torch.full((1 << 18,), float(context.rank + 1)) for _ in range(3))
@@ -135,7 +135,7 @@ def test_a_callback_may_use_another_backend(pool: RankPool) -> None:
 
 
 def _destroyed(context: RankContext) -> tuple[list[str], float]:
-    """A group ends with works under way on two backends, to which the other rank never comes."""
+    """A group is destroyed with calls in flight on two backends that the other rank never makes."""
     with mixing(IN_TURNS, context.world_size):
         dist = context.start("shm", group_name="left", timeout=timedelta(seconds=60))
     said = []
@@ -155,16 +155,16 @@ def _destroyed(context: RankContext) -> tuple[list[str], float]:
     return said, time.monotonic() - began
 
 
-def test_a_group_is_destroyed_with_works_under_way(pool: RankPool) -> None:
+def test_a_group_can_be_destroyed_with_calls_in_flight(pool: RankPool) -> None:
     (said, seconds), _ = pool.run(_destroyed, world_size=2)
-    assert len(said) == 2, said  # gloo may see first that the other rank has left, and then both say that
+    assert len(said) == 2, said  # gloo may notice first that the other rank has left; then both messages say so
     assert seconds < 40
 
 
-def _parted(context: RankContext, first: int) -> tuple[str, float]:
-    """The ranks' calls go to different backends, on which neither would ever meet the other."""
+def _different_backends(context: RankContext, first: int) -> tuple[str, float]:
+    """The ranks' calls go to different backends, so they would wait forever."""
     with mixing(IN_TURNS, context.world_size):
-        dist = context.start("shm", group_name="parted", timeout=timedelta(seconds=100))
+        dist = context.start("shm", group_name="different backends", timeout=timedelta(seconds=100))
     if context.rank != first:
         time.sleep(0.5)
     began = time.monotonic()
@@ -179,8 +179,8 @@ def _parted(context: RankContext, first: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_part_to_different_backends_are_told(pool: RankPool, first: int) -> None:
-    for said, seconds in pool.run(_parted, first, world_size=2):
+def test_ranks_whose_calls_go_to_different_backends_get_an_error(pool: RankPool, first: int) -> None:
+    for said, seconds in pool.run(_different_backends, first, world_size=2):
         assert "rank 0: all_reduce #0" in said
         assert "rank 1: broadcast #0" in said
         assert seconds < 30
@@ -196,13 +196,13 @@ def _different_tables(context: RankContext) -> str:
     return ""
 
 
-def test_ranks_with_different_tables_are_told(pool: RankPool) -> None:
+def test_ranks_with_different_tables_get_an_error(pool: RankPool) -> None:
     for said in pool.run(_different_tables, world_size=2):
         assert "rank 1 loaded another policy than rank 0" in said
 
 
 def _lacking(context: RankContext) -> str:
-    """mpi4py is there on rank 0 only, as far as the ranks can tell."""
+    """Only rank 0 appears to have mpi4py."""
     from ringway.backends import select
     from ringway.backends.several import mixed
 
@@ -227,7 +227,7 @@ def test_a_backend_that_one_rank_lacks_is_an_error_on_all(pool: RankPool) -> Non
 
 
 def _conform(context: RankContext) -> int:
-    """A mixed group does what every backend has to: some cases of the suite on it."""
+    """Runs some cases of the conformance suite on a mixed group."""
     from ringway.testing.conformance import Setting, all_cases
     from ringway.testing.probe import Probe
 
@@ -250,7 +250,7 @@ def test_a_mixed_group_conforms(pool: RankPool) -> None:
 
 
 def _sub_groups(context: RankContext) -> dict[str, str]:
-    """The table is for the world; a rule with `ranks` is for groups of that size."""
+    """The table applies to the world; a rule with `ranks` applies to groups of that size."""
     rules = [{"op": "all_reduce", "backend": "gloo"}, {"op": "all_reduce", "ranks": 2, "backend": "gloo"}]
     with mixing({"world_size": 3, "rules": rules}, 3):
         dist = context.start("shm", group_name="parts")
@@ -267,7 +267,7 @@ def _sub_groups(context: RankContext) -> dict[str, str]:
     return found
 
 
-def test_sub_groups_have_rules_of_their_own(pool: RankPool) -> None:
+def test_sub_groups_have_their_own_rules(pool: RankPool) -> None:
     first, second, third = pool.run(_sub_groups, world_size=3)
     assert first == third == {"world": "gloo", "pair": "gloo"}
     assert second == {"world": "gloo", "alone": "native"}
@@ -289,7 +289,7 @@ def _limited(context: RankContext, count: int) -> float:
     return time.monotonic() - began
 
 
-def test_a_new_limit_holds_for_the_short_cuts_of_all_backends(pool: RankPool) -> None:
+def test_a_new_timeout_applies_to_the_fast_paths_of_all_backends(pool: RankPool) -> None:
     for count in (4, 400):
         waited, _ = pool.run(_limited, count, world_size=2, timeout=120)
         pool.replace()
@@ -297,7 +297,7 @@ def test_a_new_limit_holds_for_the_short_cuts_of_all_backends(pool: RankPool) ->
 
 
 def _ranges(context: RankContext) -> dict[str, Any]:
-    """Fast paths take the sizes that the table gives their backend, and no other."""
+    """Fast paths take only the sizes that the table assigns to their backend."""
     rules = [
         {"op": "all_reduce", "up_to": 64, "backend": "shm"},
         {"op": "all_reduce", "up_to": 1024, "backend": "gloo"},
@@ -322,14 +322,14 @@ def _ranges(context: RankContext) -> dict[str, Any]:
     return {"sums": sums, "values": values}
 
 
-def test_fast_paths_keep_to_their_sizes(pool: RankPool) -> None:
+def test_fast_paths_take_only_their_sizes(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(_ranges, world_size=2)):
         assert found["sums"] == [2.0] * 6
         assert found["values"] == [(False, float(rank)), (True, 1.0)]
 
 
-def test_a_rule_is_for_the_devices_that_its_backend_takes() -> None:
-    """shm must never be handed a tensor on a GPU, though the group's own backend takes them."""
+def test_a_rule_applies_only_to_devices_that_its_backend_supports() -> None:
+    """shm must never get a tensor on a GPU, even if the group's own backend supports it."""
     assert _on_devices(Rule("shm"), ["cpu", "cuda"]) == [Rule("shm", device="cpu")]
     assert _on_devices(Rule("shm"), ["cpu"]) == [Rule("shm")]
     assert _on_devices(Rule("mpi"), ["cpu", "cuda"]) == [Rule("mpi")]

@@ -1,4 +1,4 @@
-"""mpi under real MPICH and real Open MPI: environments made of PyPI wheels, ranks started by their mpiexec."""
+"""The mpi backend under real MPICH and Open MPI, in environments made from PyPI wheels, started by their mpiexec."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.processes
 
 PROGRAM = Path(__file__).with_name("mpi_ranks.py")
 LAUNCH = {"mpich": ["mpiexec"], "openmpi": ["mpiexec", "--allow-run-as-root", "--oversubscribe"]}
-# No other variable may be needed, and none that another launcher left may mislead.
+# mpi must need no other variable, and variables of other launchers must not mislead it.
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
 
 
 def launch(
     mpi: str, scenario: str, ranks: int, folder: Path, *, python: str | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Run a scenario under the mpiexec of one MPI, with the Python of the same, or of the other, environment."""
+    """Run a scenario under one MPI's mpiexec, with the Python of the same environment or of the other one."""
     launcher, *flags = LAUNCH[mpi]
     home = mpi_home(mpi)
     interpreter = mpi_home(python or mpi) / "bin" / "python"
@@ -43,7 +43,7 @@ def launch(
 
 
 def found(folder: Path, ranks: int, run: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What each rank wrote; a rank that wrote nothing fails the test with what was printed."""
+    """The result of each rank. If a rank wrote none, fails the test with the output."""
     missing = [rank for rank in range(ranks) if not (folder / f"{rank}.json").exists()]
     assert not missing, f"ranks {missing} wrote nothing (exit {run.returncode}):\n{run.stdout}\n{run.stderr}"
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -64,7 +64,7 @@ def test_conformance_and_training(mpi: str, tmp_path: Path) -> None:
         assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
 
 
-def test_between_hosts_and_shared_memory_inside(tmp_path: Path) -> None:
+def test_mpi_between_hosts_and_shared_memory_inside(tmp_path: Path) -> None:
     for result in found(tmp_path, 4, launch("mpich", "hierarchical", 4, tmp_path)):
         assert result["findings"] == []
         assert result["cases"] > 60
@@ -72,7 +72,7 @@ def test_between_hosts_and_shared_memory_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mpi", LAUNCH)
-def test_errors_are_caught_and_other_groups_live_on(mpi: str, tmp_path: Path) -> None:
+def test_errors_can_be_caught_and_other_groups_stay_usable(mpi: str, tmp_path: Path) -> None:
     results = found(tmp_path, 3, launch(mpi, "misuse", 3, tmp_path))
     assert "rank 0 sends 12 bytes to rank 1, which expects 20" in results[1]["short message"]
     text, sides = results[2]["short message"]
@@ -116,7 +116,7 @@ def test_a_rank_that_fails_ends_the_job(mpi: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mpi", LAUNCH)
 def test_a_rank_that_leaves_is_named_and_the_job_ends(mpi: str, tmp_path: Path) -> None:
-    """Long before the timeout; and a rank that catches it can go on with those that are left."""
+    """The error comes long before the timeout, and a rank that catches it can continue with the remaining ranks."""
     run = launch(mpi, "leave", 3, tmp_path, timeout=150)
     assert run.returncode != 0
     for rank in (0, 2):
@@ -126,24 +126,24 @@ def test_a_rank_that_leaves_is_named_and_the_job_ends(mpi: str, tmp_path: Path) 
     assert "ends by an uncaught PeerLost" in run.stdout + run.stderr
 
 
-def test_under_torchs_own_spelling(tmp_path: Path) -> None:
+def test_a_program_written_for_torch_runs_on_mpi(tmp_path: Path) -> None:
     results = found(tmp_path, 2, launch("mpich", "torch_only", 2, tmp_path))
     assert [result["sum"] for result in results] == [2.0, 2.0]
 
 
-def test_another_world_size_than_mpis(tmp_path: Path) -> None:
+def test_a_world_size_that_differs_from_mpis_is_refused(tmp_path: Path) -> None:
     for result in found(tmp_path, 2, launch("mpich", "smaller_world", 2, tmp_path)):
         assert "the MPI world has 2 ranks, and the torch world 1" in result["error"]
 
 
-def test_open_mpis_mpi4py_under_mpichs_launcher(tmp_path: Path) -> None:
+def test_mpi4py_of_open_mpi_under_mpichs_launcher_is_refused(tmp_path: Path) -> None:
     for result in found(tmp_path, 2, launch("mpich", "alone", 2, tmp_path, python="openmpi")):
         assert "is an MPI world of its own" in result["error"]
         assert "mpi4py was built for another MPI" in result["error"]
 
 
-def test_mpichs_mpi4py_under_open_mpis_launcher(tmp_path: Path) -> None:
-    """MPICH itself refuses to start, by name."""
+def test_mpi4py_of_mpich_under_open_mpis_launcher_is_refused(tmp_path: Path) -> None:
+    """MPICH itself refuses to start and says why."""
     run = launch("openmpi", "alone", 2, tmp_path, python="mpich")
     assert run.returncode != 0
     assert "unsupported PMI version" in run.stdout + run.stderr

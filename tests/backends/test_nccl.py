@@ -1,5 +1,5 @@
-"""nccl as far as a host without a GPU can tell: what is done around torch's group, on a group that is scripted.
-What needs a GPU is proven by `scripts/nccl_proof.py` (docs/proofs/nccl.md)."""
+"""The part of the nccl backend that needs no GPU: the code around torch's group, on a fake group.
+`scripts/nccl_proof.py` tests the rest on a GPU (docs/proofs/nccl.md)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _call() -> Call:
     return Call(ALL_REDUCE, (tensor,), (tensor,), group="scripted", size=1)
 
 
-def test_a_wait_is_torchs_and_not_cut_in_slices() -> None:
-    """Under torch's blocking wait a short wait that ends without the collective is its timeout, for good."""
+def test_a_wait_is_one_wait_of_torch_and_not_sliced() -> None:
+    """With torch's blocking wait, a short wait that ends before the collective counts as its timeout, permanently."""
     work = ScriptedWork()
     handle = scripted_backend(work)[0].all_reduce(_call())
     handle.wait()
@@ -56,39 +56,39 @@ def test_a_timeout_of_the_blocking_wait_can_be_caught() -> None:
         handle.wait()
 
 
-def test_the_end_is_told_when_the_device_has_finished() -> None:
+def test_the_end_is_reported_when_the_device_has_finished() -> None:
     work = ScriptedWork()
     handle = scripted_backend(work)[0].all_reduce(_call())
-    told: list[tuple[float, BaseException | None]] = []
-    handle.when_finished(lambda error: told.append((time.monotonic(), error)))
+    reported: list[tuple[float, BaseException | None]] = []
+    handle.when_finished(lambda error: reported.append((time.monotonic(), error)))
     assert handle.on_device
     handle.wait()
     time.sleep(0.05)
-    assert told == []
+    assert reported == []
     finished = time.monotonic()
     work.finished.set()
     deadline = finished + 30
-    while not told and time.monotonic() < deadline:
+    while not reported and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert told[0][0] >= finished
-    assert told[0][1] is None
+    assert reported[0][0] >= finished
+    assert reported[0][1] is None
 
 
-def test_a_failure_on_the_device_is_told_as_ours() -> None:
+def test_a_failure_on_the_device_is_raised_as_a_ringway_error() -> None:
     work = ScriptedWork(RuntimeError("NCCL error: unhandled system error"))
     handle = scripted_backend(work)[0].all_reduce(_call())
-    told: list[BaseException | None] = []
+    reported: list[BaseException | None] = []
     done = threading.Event()
-    handle.when_finished(lambda error: (told.append(error), done.set()))
+    handle.when_finished(lambda error: (reported.append(error), done.set()))
     time.sleep(1.2 * nccl_work._DOUBTFUL_SECONDS)
     work.finished.set()
     assert done.wait(30)
-    assert isinstance(told[0], RingwayError)
-    assert "unhandled system error" in str(told[0])
+    assert isinstance(reported[0], RingwayError)
+    assert "unhandled system error" in str(reported[0])
 
 
-def test_what_ended_at_once_is_not_asked_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch warns whoever asks."""
+def test_a_quick_call_is_not_asked_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prints a warning when it is asked for an error."""
     monkeypatch.setattr(nccl_work, "_DOUBTFUL_SECONDS", 600.0)
     work = ScriptedWork()
     work.finished.set()
@@ -105,22 +105,22 @@ def _on(device: str, async_op: bool = False) -> Call:
 
 def test_a_synchronous_call_ends_with_its_stream_and_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = ScriptedCuda(monkeypatch)
-    told: list[str] = []
+    reported: list[str] = []
     for device in ("cuda:0", "cuda:1"):  # whose default streams have the same number
         call = _on(device)
         handle = scripted_backend(ScriptedWork())[0].all_reduce(call)
-        handle.when_finished(lambda error, device=device: told.append(device), soon=False)
+        handle.when_finished(lambda error, device=device: reported.append(device), soon=False)
         tensor = weakref.ref(call.inputs[0])
         del call, handle
         gc.collect()
         assert tensor() is None
     cuda.reached.add(torch.device("cuda:1"))
-    until(lambda: told == ["cuda:1"])
+    until(lambda: reported == ["cuda:1"])
     cuda.reached.add(torch.device("cuda:0"))
-    until(lambda: told == ["cuda:1", "cuda:0"])
+    until(lambda: reported == ["cuda:1", "cuda:0"])
 
 
-def test_what_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's work holds the tensors of its call."""
     cuda = ScriptedCuda(monkeypatch)
     cuda.reached.add(torch.device("cuda:0"))
@@ -134,31 +134,31 @@ def test_what_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda kept=kept: kept() is None)
 
 
-def test_a_synchronous_call_that_never_ends_is_told_what_nccl_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synchronous_call_that_never_ends_raises_the_error_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     work = ScriptedWork(RuntimeError("NCCL error: ncclRemoteError"))
     work.finished.set()  # torch takes an error for an end; the stream does not get there
-    told: list[BaseException | None] = []
-    scripted_backend(work)[0].all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
-    until(lambda: bool(told))
-    assert isinstance(told[0], PeerLost)
+    reported: list[BaseException | None] = []
+    scripted_backend(work)[0].all_reduce(_on("cuda:0")).when_finished(reported.append, soon=False)
+    until(lambda: bool(reported))
+    assert isinstance(reported[0], PeerLost)
 
 
-def test_what_a_graph_captures_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = ScriptedCuda(monkeypatch)
     cuda.capturing = True
     work = ScriptedWork()
     monkeypatch.setattr(work, "is_completed", lambda: pytest.fail("it was asked"))
     backend, group = scripted_backend(work)
-    told: list[BaseException | None] = []
-    backend.all_reduce(_on("cuda:0")).when_finished(told.append, soon=False)
-    backend.all_reduce(_on("cuda:0", async_op=True)).when_finished(told.append, soon=True)
-    assert told == [None, None]
+    reported: list[BaseException | None] = []
+    backend.all_reduce(_on("cuda:0")).when_finished(reported.append, soon=False)
+    backend.all_reduce(_on("cuda:0", async_op=True)).when_finished(reported.append, soon=True)
+    assert reported == [None, None]
     backend.close()
     assert group.aborted == 0
 
 
-def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_work_is_not_confused_with_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     works = [ScriptedWork() for _ in range(3)]
     backend, group = scripted_backend(works[0])
@@ -186,7 +186,7 @@ def test_a_work_that_hangs_is_not_taken_for_one_that_was_asked_about_later(monke
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_the_last_step_is_enqueued_behind_the_call_though_nobody_waits(
+def test_the_last_step_is_enqueued_behind_the_call_without_a_wait(
     monkeypatch: pytest.MonkeyPatch, capturing: bool
 ) -> None:
     cuda = ScriptedCuda(monkeypatch)
@@ -198,7 +198,7 @@ def test_the_last_step_is_enqueued_behind_the_call_though_nobody_waits(
     assert steps == ["last"]
     user = Work(handle, (), lambda error: error)
     user.wait()
-    assert cuda.waited == 1, "and whoever waits is behind the last step"
+    assert cuda.waited == 1, "a wait comes after the last step"
     assert user.is_completed() is capturing
     cuda.reached.add(torch.device("cuda:0"))
     assert user.is_completed()
@@ -214,7 +214,7 @@ def test_waiting_only_orders_the_stream(monkeypatch: pytest.MonkeyPatch) -> None
     assert user.is_success()
 
 
-def test_what_an_abort_ended_did_not_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_was_aborted_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     work = ScriptedWork()
     backend, group = scripted_backend(work)
@@ -225,7 +225,7 @@ def test_what_an_abort_ended_did_not_end_well(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(user.exception(), RingwayError)
 
 
-def test_a_device_that_cannot_be_asked_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_be_queried_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedCuda(monkeypatch)
     work = ScriptedWork()
 
@@ -238,7 +238,7 @@ def test_a_device_that_cannot_be_asked_has_failed(monkeypatch: pytest.MonkeyPatc
     assert "illegal memory access" in str(user.exception())
 
 
-def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teardown_waits_for_a_limited_time_and_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_LEAVE_SECONDS", 0.2)
     stuck, group = scripted_backend(ScriptedWork())
     stuck.all_reduce(_call())
@@ -256,7 +256,7 @@ def test_teardown_waits_a_while_and_then_aborts(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_a_group_of_ours_is_shut_down_and_one_of_torchs_left_to_torch(
+def test_ringways_groups_are_shut_down_and_torchs_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
     monkeypatch.setattr(nccl, "_LEAVE_SECONDS", 0.2)
@@ -272,7 +272,7 @@ def test_a_group_of_ours_is_shut_down_and_one_of_torchs_left_to_torch(
         assert (group.shut_down, group.aborted) == ((int(ours), 0) if ended else (0, 1))
 
 
-def test_what_nccl_lacks_is_converted_or_exchanged() -> None:
+def test_reductions_that_nccl_lacks_are_converted_or_exchanged() -> None:
     backend = scripted_backend(ScriptedWork())[0]
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
         assert backend.can_reduce(dtype, Reduce.SUM)
@@ -286,7 +286,7 @@ def test_what_nccl_lacks_is_converted_or_exchanged() -> None:
 
 
 def _ends_behind_our_back(context: RankContext, held: bool) -> list[int]:
-    """How often an adopted nccl group is aborted, by its own torch group and then by one that torch has destroyed."""
+    """How often an adopted nccl group is aborted: while torch has it, and after torch has destroyed it."""
     dist.destroy_process_group()
     c10d.init_process_group("gloo", store=context.store, rank=context.rank, world_size=context.world_size)
     aborted = []
@@ -306,5 +306,5 @@ def _ends_behind_our_back(context: RankContext, held: bool) -> list[int]:
 
 @pytest.mark.parametrize("held", [True, False])
 def test_a_group_that_torch_has_destroyed_is_not_aborted(pool: RankPool, held: bool) -> None:
-    """NCCL would free its communicator a second time, and the process would end with a broken heap."""
+    """NCCL would free its communicator twice and corrupt the heap."""
     assert pool.run(_ends_behind_our_back, held, world_size=1) == [[1, 0]]

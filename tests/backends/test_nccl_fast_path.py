@@ -1,4 +1,4 @@
-"""The short way of nccl's calls, on a group and a device that are scripted: CPU tensors stand for CUDA's."""
+"""nccl's fast path, on a fake group and a fake device: CPU tensors take the place of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda:0")
 
 
 class Group:
-    """torch's group: remembers what it was asked."""
+    """A fake of torch's group that remembers its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -39,7 +39,7 @@ class Group:
 
 
 class Setting:
-    """A communicator of two ranks whose calls go the short way, its group, device and recorder."""
+    """A communicator of two ranks whose calls take the fast path, and its group, device and recorder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = ScriptedCuda(monkeypatch)
@@ -91,14 +91,14 @@ def _identities(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_what_a_graph_captures_ends_when_it_is_written_down(setting: Setting, capturing: bool) -> None:
+def test_a_captured_call_ends_when_it_is_captured(setting: Setting, capturing: bool) -> None:
     setting.cuda.capturing = capturing
     setting.communicator.all_reduce(torch.zeros(3))
     assert setting.records() == [("all_reduce", "completed" if capturing else "issued", 12)]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_is_not_plain_goes_the_long_way_and_is_recorded_once(setting: Setting) -> None:
+def test_calls_that_are_not_plain_take_the_general_path_and_are_recorded_once(setting: Setting) -> None:
     dist = setting.communicator
     square = torch.zeros(4, 4)
     setting.cuda.reached.add(DEVICE)
@@ -117,9 +117,7 @@ def test_what_is_not_plain_goes_the_long_way_and_is_recorded_once(setting: Setti
     assert len(setting.records()) == 4
 
 
-def test_an_event_is_used_again_once_the_stream_has_passed_it(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_is_reused_once_the_stream_has_passed_it(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     event = torch.cuda.Event
     monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(event()) or made[-1])
@@ -133,7 +131,7 @@ def test_an_event_is_used_again_once_the_stream_has_passed_it(
     assert len(made) == 3
 
 
-def test_a_limit_holds_on_the_short_way_too(setting: Setting) -> None:
+def test_a_timeout_applies_on_the_fast_path_too(setting: Setting) -> None:
     dist = setting.communicator
     dist.broadcast(torch.zeros(3), src=0)
     dist.set_timeout(7.0)
@@ -148,8 +146,8 @@ def test_a_limit_holds_on_the_short_way_too(setting: Setting) -> None:
         assert setting.group.asked[-1][-1].timeout.total_seconds() == 7.0
 
 
-def test_an_error_at_once_is_ours_and_ends_the_group(setting: Setting) -> None:
-    """As under torch's blocking wait."""
+def test_an_immediate_error_is_mapped_and_ends_the_group(setting: Setting) -> None:
+    """As with torch's blocking wait."""
     setting.group.error = RuntimeError("WorkNCCL(...) ran for 8000 milliseconds before timing out")
     with pytest.raises(CommTimeout, match=r"broadcast #0 \(float32\[3\], root 1, group scripted\) timed out"):
         setting.communicator.broadcast(torch.zeros(3), src=1)
@@ -159,7 +157,7 @@ def test_an_error_at_once_is_ours_and_ends_the_group(setting: Setting) -> None:
     assert len(setting.records()) == 1
 
 
-def test_an_error_that_shows_late_ends_the_group(setting: Setting) -> None:
+def test_a_late_error_ends_the_group(setting: Setting) -> None:
     setting.communicator.broadcast(torch.zeros(3), src=1)
     work = setting.group.works[-1]
     work.error = RuntimeError("NCCL error: ncclRemoteError")
@@ -172,7 +170,7 @@ def test_an_error_that_shows_late_ends_the_group(setting: Setting) -> None:
     assert len(setting.records()) == 1
 
 
-def test_what_the_device_cannot_record_has_failed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_event_cannot_be_recorded_has_failed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(event: Any, stream: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -183,7 +181,7 @@ def test_what_the_device_cannot_record_has_failed(setting: Setting, monkeypatch:
 
 
 def test_nothing_outlives_its_group(setting: Setting) -> None:
-    """Not even until the next garbage collection: the end of torch's group is its destructor's."""
+    """Not even until the next garbage collection, because torch's group ends in its destructor."""
     setting.cuda.reached.add(DEVICE)
     setting.communicator.all_reduce(torch.zeros(3))
     until(lambda: setting.records() == [("all_reduce", "completed", 12)])
@@ -199,8 +197,8 @@ def test_nothing_outlives_its_group(setting: Setting) -> None:
         gc.enable()
 
 
-def test_devices_with_a_fast_path_each(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
-    """The first that takes the tensor has it; a barrier, which has none, is the first device's."""
+def test_each_device_has_its_own_fast_path(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
+    """The first path that accepts the tensor runs the call. A barrier has no tensor and runs on the first device."""
     taken = []
 
     class Path(_core.FastPath):

@@ -1,4 +1,4 @@
-"""The policy: what a table may say, and how `ringway tune` makes one."""
+"""The policy: which tables are valid, and how `ringway tune` makes one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"world_size": 4}, "made for 4 ranks, and this job has 2"),
         ({"rules": [{"op": "all_reduce", "backend": "glooo"}]}, "did you mean 'gloo'"),
@@ -57,13 +57,13 @@ TABLE = {
         ({"world_size": 0}, "not a number of ranks"),
     ],
 )
-def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_policies_are_refused(change: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         policy.load({**TABLE, **change}, 2)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (None, "No such file"),
         ("{", "is not valid"),
@@ -73,21 +73,21 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], told: str) -> None:
         ('{"rules": [], "rules": []}', "the key 'rules' occurs twice"),
     ],
 )
-def test_a_file_that_is_none(content: str | bytes | None, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_policy_is_refused(content: str | bytes | None, reported: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=reported) as caught:
         policy.load(path)
     assert f"{path} (the policy)" in str(caught.value)
 
 
-def test_a_folder_is_no_policy(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         policy.load(tmp_path)
 
 
-def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+def test_a_saved_policy_loads_unchanged(tmp_path: Path) -> None:
     table = policy.load(TABLE, 2)
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(table.document()))
@@ -98,7 +98,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     assert other.digest != table.digest
 
 
-def test_rules_are_for_groups_of_their_size() -> None:
+def test_rules_apply_to_groups_of_their_size() -> None:
     table = Policy(4, (Rule("gloo"), Rule("shm", ranks=2)), {}, "here")
     assert [rule.backend for rule in table.rules_for(4)] == ["gloo"]
     assert [rule.backend for rule in table.rules_for(2)] == ["shm"]
@@ -153,17 +153,17 @@ def test_tune_writes_what_the_next_run_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["--sizes", "8,abc"], "'abc' is not a number of bytes"),
         (["--sizes", "0"], "'0' is not a number of bytes"),
         (["--backends", "nccl"], "nccl is torch's own backend and cannot be mixed"),
     ],
 )
-def test_tune_refuses_wrong_options_before_anything_is_started(arguments: list[str], told: str) -> None:
+def test_tune_refuses_invalid_options_before_it_starts_ranks(arguments: list[str], reported: str) -> None:
     result = CliRunner().invoke(app, ["tune", "-n", "2", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert told in result.output
+    assert reported in result.output
 
 
 @pytest.mark.parametrize("arguments", [["--backends", "glop"], ["--ops", "all_reduc"], ["--ops", "send"]])
@@ -173,10 +173,10 @@ def test_tune_refuses_unknown_names(arguments: list[str]) -> None:
 
 
 @pytest.mark.processes
-def test_tune_says_first_that_it_cannot_write(tmp_path: Path) -> None:
+def test_tune_reports_an_unwritable_file_before_it_measures(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "ringway.cli", "tune", "-o", str(tmp_path)],
-        env=dict(os.environ),  # not what an MPI that another test has loaded has added behind Python's back
+        env=dict(os.environ),  # without variables that an MPI, loaded by another test, has set outside os.environ
         capture_output=True,
         text=True,
         timeout=200,
@@ -188,19 +188,19 @@ def test_tune_says_first_that_it_cannot_write(tmp_path: Path) -> None:
 
 
 def measures(launcher: int) -> bool:
-    """Whether a launcher's ranks are at their calls."""
+    """Whether the launcher's ranks have started to measure."""
     ranks = {int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()}
     return any(status.total > 100 for status in snapshot() if status.pid in ranks)
 
 
 @pytest.mark.processes
-def test_an_interrupted_tune_leaves_the_table_of_before(tmp_path: Path) -> None:
+def test_an_interrupted_tune_leaves_the_old_table(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text("the table of before")
     command = ["tune", "-n", "2", "-o", str(file), "--backends", "shm", "--ops", "barrier", "--rounds", "1000000"]
     tune = subprocess.Popen(
         [sys.executable, "-m", "ringway.cli", *command],
-        env={**os.environ, "RINGWAY_POLICY": str(file)},  # which is no policy, and is none of tune's business
+        env={**os.environ, "RINGWAY_POLICY": str(file)},  # not a valid policy, but tune does not read it
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -1,4 +1,4 @@
-"""The queue of calls that block: their order, their callbacks, their end."""
+"""The queue of blocking calls: order, callbacks, deadlines and stopping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _call(async_op: bool = True, timeout: float | None = None) -> Call:
     return Call(BARRIER, async_op=async_op, timeout=timeout, group="test")
 
 
-def test_a_synchronous_call_with_nothing_before_it_runs_here() -> None:
+def test_a_synchronous_call_on_an_idle_queue_runs_on_the_callers_thread() -> None:
     queue = CallQueue("test", 30)
     where: list[threading.Thread] = []
     handle = queue.submit(_call(async_op=False), lambda: where.append(threading.current_thread()))
@@ -42,7 +42,7 @@ def test_calls_run_in_the_order_of_issue() -> None:
     queue.stop(RingwayError("over"))
 
 
-def test_what_a_callback_issues_runs_before_the_next_in_the_queue() -> None:
+def test_a_call_issued_by_a_callback_runs_before_the_queue() -> None:
     queue = CallQueue("test", 30)
     seen: list[str] = []
     gate = threading.Event()
@@ -59,7 +59,7 @@ def test_what_a_callback_issues_runs_before_the_next_in_the_queue() -> None:
     queue.stop(RingwayError("over"))
 
 
-def test_a_callback_may_wait_for_what_is_behind_it() -> None:
+def test_a_callback_may_wait_for_a_queued_call() -> None:
     queue = CallQueue("test", 30)
     gate = threading.Event()
     first = queue.submit(_call(), gate.wait)
@@ -71,23 +71,23 @@ def test_a_callback_may_wait_for_what_is_behind_it() -> None:
     queue.stop(RingwayError("over"))
 
 
-def test_errors_reach_whoever_waits() -> None:
+def test_errors_reach_the_waiter_and_the_callback() -> None:
     queue = CallQueue("test", 30)
 
     def fail() -> None:
         raise RingwayError("no")
 
-    told: list[BaseException | None] = []
+    reported: list[BaseException | None] = []
     handle = queue.submit(_call(), fail)
-    handle.when_done(told.append)
+    handle.when_done(reported.append)
     with pytest.raises(RingwayError, match="no"):
         handle.wait()
-    assert [str(error) for error in told] == ["no"]
+    assert [str(error) for error in reported] == ["no"]
     queue.submit(_call(), lambda: None).wait()
     queue.stop(RingwayError("over"))
 
 
-def test_a_wait_may_end_before_the_call() -> None:
+def test_a_wait_with_a_limit_may_end_before_the_call() -> None:
     queue = CallQueue("test", 30)
     gate = threading.Event()
     handle = queue.submit(_call(), gate.wait)
@@ -99,45 +99,45 @@ def test_a_wait_may_end_before_the_call() -> None:
     queue.stop(RingwayError("over"))
 
 
-def test_a_wait_that_cannot_succeed_ends() -> None:
-    """The library never returns; that ranks called different things shows elsewhere."""
+def test_a_wait_that_can_no_longer_succeed_raises() -> None:
+    """The library never returns, but `check` finds that the ranks called different things."""
     queue = CallQueue("test", 300, Deadlines())
     gate = threading.Event()
-    parted: list[BaseException] = []
+    found: list[BaseException] = []
 
     def check() -> None:
-        if parted:
-            raise parted[0]
+        if found:
+            raise found[0]
 
     call = _call()
     call.check = check
     handle = queue.submit(call, gate.wait)
-    threading.Timer(0.05, lambda: parted.append(CollectiveMismatch("ranks called different things"))).start()
+    threading.Timer(0.05, lambda: found.append(CollectiveMismatch("ranks called different things"))).start()
     with pytest.raises(CollectiveMismatch):
         handle.wait()
     gate.set()
     queue.stop(RingwayError("over"))
 
 
-def test_what_cannot_be_interrupted_is_given_up_at_its_deadline() -> None:
-    """Also where nobody waits: a callback is told."""
+def test_a_call_that_cannot_be_interrupted_is_given_up_at_its_deadline() -> None:
+    """Also without a wait: the callback gets the error."""
     queue = CallQueue("test", 30, Deadlines())
     gate = threading.Event()
-    told: list[BaseException | None] = []
+    reported: list[BaseException | None] = []
     began = time.monotonic()
     handle = queue.submit(_call(timeout=0.3), gate.wait)
-    handle.when_done(told.append)
+    handle.when_done(reported.append)
     with pytest.raises(CommTimeout, match="timed out"):
         queue.submit(_call(), lambda: None).wait()
     assert 0.3 <= time.monotonic() - began < 25
-    assert isinstance(told[0], CommTimeout)
+    assert isinstance(reported[0], CommTimeout)
     assert queue.failed
     with pytest.raises(CommTimeout):
         queue.submit(_call(), lambda: None)
     gate.set()
 
 
-def test_stopping_ends_what_is_queued() -> None:
+def test_stopping_ends_queued_calls() -> None:
     queue = CallQueue("test", 30)
     gate = threading.Event()
     handles = [queue.submit(_call(), gate.wait), queue.submit(_call(), lambda: None)]

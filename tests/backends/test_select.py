@@ -1,4 +1,4 @@
-"""Which backend, and why: one decision on all ranks, out of what each can do."""
+"""The choice of a backend: the same decision on all ranks, from what each rank can do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _decide(
     *standings: tuple[bool, Mapping[str, Obstacle]], explicit: str | None = None, source: str = "torchrun"
 ) -> Choice:
     info = LaunchInfo(rank=0, size=len(standings), source=source)
-    told = {rank: RankFacts(here, NO_GPU | dict(lacking)) for rank, (here, lacking) in enumerate(standings)}
-    return decide(explicit, "argument", info, told)
+    reported = {rank: RankFacts(here, NO_GPU | dict(lacking)) for rank, (here, lacking) in enumerate(standings)}
+    return decide(explicit, "argument", info, reported)
 
 
 def test_one_host_gets_shared_memory() -> None:
@@ -31,13 +31,13 @@ def test_one_host_gets_shared_memory() -> None:
     assert _decide((True, {})) == Choice("shm", "a world of one")
 
 
-def test_one_rank_without_it_decides_for_all() -> None:
+def test_one_rank_without_shared_memory_decides_for_all() -> None:
     choice = _decide((True, {}), (True, NO_SHM))
     assert choice.backend == "gloo"
     assert "no memfd" in choice.reason
 
 
-def test_hosts_apart_get_gloo() -> None:
+def test_several_hosts_get_gloo() -> None:
     choice = _decide((True, {}), (False, {}))
     assert choice == Choice("gloo", "1 of 2 ranks are on other hosts than rank 0")
 
@@ -45,16 +45,16 @@ def test_hosts_apart_get_gloo() -> None:
 def _decide_on(
     *hosts: str, source: str = "torchrun", lacking: Mapping[str, Obstacle] | None = None, proven: str | None = None
 ) -> Choice:
-    """One rank for each name of a host; `proven` says which host rank 0's socket reached, if not its own."""
+    """One rank for each host name. `proven` is the host that rank 0's socket reached, if that is not its own."""
     near = hosts[0] if proven is None else proven
-    told = {
+    reported = {
         rank: RankFacts(rank == 0 or host == near, {**NO_GPU, **(lacking or {})}, host=host)
         for rank, host in enumerate(hosts)
     }
-    return decide(None, "", LaunchInfo(rank=0, size=len(hosts), source=source), told)
+    return decide(None, "", LaunchInfo(rank=0, size=len(hosts), source=source), reported)
 
 
-def test_hosts_with_several_ranks_each_get_both() -> None:
+def test_hosts_with_several_ranks_each_get_hierarchical() -> None:
     choice = _decide_on("a", "a", "b", "b")
     assert choice.backend == "hierarchical"
     assert choice.reason == "2 hosts with 2 ranks each: shared memory inside, gloo between them"
@@ -62,36 +62,36 @@ def test_hosts_with_several_ranks_each_get_both() -> None:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aabbc", "abc"])
-def test_hosts_that_are_no_grid_get_gloo(hosts: str) -> None:
+def test_hosts_with_unequal_numbers_of_ranks_get_gloo(hosts: str) -> None:
     assert _decide_on(*hosts).backend == "gloo"
 
 
-def test_what_was_not_proven_does_not_count() -> None:
-    """Ranks that say they are on rank 0's host, and could not reach it there (another user, say)."""
+def test_only_a_proven_location_counts() -> None:
+    """Ranks that claim to be on rank 0's host but could not connect to it there, for example as another user."""
     assert _decide_on("a", "a", "b", "b", proven="nowhere").backend == "gloo"
     assert _decide_on("a", "a", "b", "b", lacking=NO_SHM).backend == "gloo"
 
 
-def test_mpi_across_hosts_stays_mpis_own_business() -> None:
+def test_mpi_across_hosts_is_not_replaced_by_hierarchical() -> None:
     assert _decide_on("a", "a", "b", "b", source="Open MPI").backend == "mpi"
     assert _decide_on("a", "a", "b", "b", source="Open MPI", lacking=NO_MPI).backend == "hierarchical"
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "reported"),
     [
         ({"policy": "other"}, "rank 1 loaded another policy than rank 0"),
         ({}, "rank 1 loaded none, and rank 0 a policy"),
         ({"policy_error": "cannot read the policy p.json"}, "rank 1: cannot read the policy p.json"),
     ],
 )
-def test_ranks_with_different_policies_are_told_before_anything_is_made(second: dict[str, str], told: str) -> None:
+def test_ranks_with_different_policies_get_an_error(second: dict[str, str], reported: str) -> None:
     info = LaunchInfo(rank=0, size=2, source="torchrun")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         decide(None, "", info, {0: RankFacts(True, policy="one"), 1: RankFacts(True, **second)})
 
 
-def test_hosts_apart_under_mpi_get_mpi_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_under_mpi_get_mpi_if_all_ranks_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     known = registry.Registration("mpi", "mpi4py", ("cpu",), lambda info: pytest.fail("nothing is made"))
     monkeypatch.setattr(registry, "own", lambda name: known if name == "mpi" else None)
     assert _decide((True, {}), (False, {}), source="Open MPI").backend == "mpi"
@@ -114,7 +114,7 @@ def test_explicit_choice_fails_by_name_with_what_to_install() -> None:
     assert (caught.value.backend, caught.value.remedy) == ("gloo", "Install it")
 
 
-def test_shared_memory_across_hosts_names_who_is_elsewhere() -> None:
+def test_shm_across_hosts_is_refused_with_the_ranks_that_are_elsewhere() -> None:
     with pytest.raises(BackendUnavailable, match="ranks 1, 2 are not on rank 0's"):
         _decide((True, {}), (False, {}), (False, {}), explicit="shm")
 
@@ -124,14 +124,14 @@ def test_unknown_backend_suggests_the_nearest() -> None:
         _decide((True, {}), explicit="glop")
 
 
-def test_ranks_that_were_told_different_things_are_named() -> None:
-    told = {0: RankFacts(True, {}, "gloo"), 1: RankFacts(True, {}, "gloo"), 2: RankFacts(True, {})}
+def test_ranks_with_different_settings_are_named() -> None:
+    reported = {0: RankFacts(True, {}, "gloo"), 1: RankFacts(True, {}, "gloo"), 2: RankFacts(True, {})}
     info = LaunchInfo(rank=0, size=3, source="torchrun")
     with pytest.raises(UsageError, match="rank 0 is configured to use backend 'gloo', rank 2 no backend"):
-        decide("gloo", "argument", info, told)
+        decide("gloo", "argument", info, reported)
 
 
-def test_obstacles_of_this_machine() -> None:
+def test_obstacles_on_this_machine() -> None:
     assert obstacle("gloo") is None
     found = obstacle("ucc")
     assert found is not None
@@ -142,7 +142,7 @@ def test_obstacles_of_this_machine() -> None:
 def test_locality_is_proven_by_a_socket() -> None:
     with meeting_point() as name:
         assert shares_host(name)
-    assert not shares_host(name)  # nobody listens any more
+    assert not shares_host(name)  # the socket is closed by now
 
 
 def _select(context: RankContext, silent: int | None) -> tuple[str, str] | str:
@@ -162,6 +162,6 @@ def test_ranks_decide_alike(pool: RankPool) -> None:
     assert "all 3 ranks proved to be on one host" in found[0][1]
 
 
-def test_a_rank_that_falls_silent_is_named(pool: RankPool) -> None:
+def test_a_rank_that_stops_responding_is_named(pool: RankPool) -> None:
     found = pool.run(_select, 1, world_size=2, timeout=60)
     assert found == ["rank 1 arrived but did not say what it can do", "silent"]

@@ -1,4 +1,4 @@
-"""shm as its users meet it: order, waiting, the fast path, and how ranks find each other."""
+"""shm from the user's side: order, waiting, the fast path, and how ranks find each other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from ringway.testing import RankContext, RankPool
 GROUPS = 1000 if os.environ.get("RINGWAY_SOAK") else 20
 
 
-def test_the_engine_reduces_what_the_vocabulary_says() -> None:
+def test_the_engine_supports_the_reductions_that_call_py_lists() -> None:
     for dtype in DTYPES:
         for reduce in Reduce:
             assert _core.shm_can_reduce(DTYPE_CODE[dtype], reduce) == reduces(dtype, reduce), (dtype, reduce)
@@ -69,8 +69,8 @@ def _fast_calls(context: RankContext) -> dict[str, Any]:
     rank, size = context.rank, context.world_size
     tensor = torch.full((5,), float(rank + 1))
     assert run(ALL_REDUCE, tensor, tensor)
-    told = torch.full((3,), float(rank))
-    assert run(BROADCAST, told, told, 1)
+    reported = torch.full((3,), float(rank))
+    assert run(BROADCAST, reported, reported, 1)
     gathered, scattered = torch.zeros(size * 2), torch.zeros(2)
     assert run(ALL_GATHER_SINGLE, gathered, torch.full((2,), float(rank)))
     assert run(REDUCE_SCATTER_SINGLE, scattered, torch.arange(2.0 * size) * (rank == 0))
@@ -85,7 +85,7 @@ def _fast_calls(context: RankContext) -> dict[str, Any]:
     assert run(GATHER, listed if rank == 1 else None, own, 1)
     assert run(SCATTER, dealt[0], every if rank == 0 else None, 0)
     counted = record.collectives
-    # Nothing is recorded or sent for what is not plain.
+    # Calls that are not plain are neither recorded nor sent here.
     for strange in (torch.ones(4, 2)[:, 0], torch.ones(4, dtype=torch.complex64), None, "no tensor"):
         assert not run(ALL_REDUCE, strange, strange)
     assert not run(ALL_GATHER_SINGLE, torch.ones(3), torch.ones(2))
@@ -104,7 +104,7 @@ def _fast_calls(context: RankContext) -> dict[str, Any]:
     assert record.collectives == counted == record.completed == 11
     return {
         "all_reduce": tensor.tolist(),
-        "broadcast": told.tolist(),
+        "broadcast": reported.tolist(),
         "gathered": gathered.tolist(),
         "scattered": scattered.tolist(),
         "swapped": swapped.tolist(),
@@ -115,7 +115,7 @@ def _fast_calls(context: RankContext) -> dict[str, Any]:
     }
 
 
-def test_fast_calls_do_what_the_calls_do(pool: RankPool) -> None:
+def test_fast_calls_give_the_same_results_as_general_calls(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(_fast_calls, world_size=3)):
         assert found == {
             "all_reduce": [6.0] * 5,
@@ -149,7 +149,7 @@ def test_a_small_all_reduce_is_four_python_functions(pool: RankPool) -> None:
 
 
 def _fast_messages(context: RankContext) -> None:
-    """Sends that leave at once keep their place among those that have to wait, and take none when there is no room."""
+    """Sends that complete at once keep their order among those that wait, and are refused if the ring is full."""
     context.start("shm")
     record = _core.GroupRecord(_core.Recorder(64), "short")
     (path,) = dist.communicator().backend.fast_paths(record, dist.communicator().health)
@@ -168,9 +168,9 @@ def _fast_messages(context: RankContext) -> None:
             work.wait()
         first, second = (dist.isend(count, 1, tag=tag) for tag in (-8, 2**31 - 1))
         assert first is not second
-        told: list[BaseException | None] = []
-        first.on_complete(told.append)
-        assert (first.wait(), first.is_completed(), first.exception(), first.result(), told) == (
+        reported: list[BaseException | None] = []
+        first.on_complete(reported.append)
+        assert (first.wait(), first.is_completed(), first.exception(), first.result(), reported) == (
             True,
             True,
             None,
@@ -198,7 +198,7 @@ def test_fast_messages_keep_their_order(pool: RankPool) -> None:
 
 
 def _list_that_is_cleared(context: RankContext) -> None:
-    """The program may change its list while the call waits: the tensors are the call's until it ends."""
+    """The program may change its list while the call waits: the call keeps the tensors until it ends."""
     context.start("shm")
     outputs = [torch.zeros(1 << 16) for _ in range(context.world_size)]
     kept = [weakref.ref(output) for output in outputs]
@@ -229,7 +229,7 @@ def test_a_list_may_be_cleared_while_its_call_waits(pool: RankPool) -> None:
 
 
 def _same_bits(context: RankContext) -> list[bytes]:
-    """Sums that depend on their order, small and large, twice."""
+    """Small and large sums whose result depends on the order of the terms, twice."""
     context.start("shm")
     generator = torch.Generator().manual_seed(context.rank)
     found = []
@@ -257,7 +257,7 @@ def test_the_same_bits_on_every_rank_in_rank_order(pool: RankPool) -> None:
 
 
 def _from_a_callback(context: RankContext) -> list[float]:
-    """A collective that a completion callback issues runs before those that were queued already."""
+    """A collective issued by a completion callback runs before those that are already queued."""
     context.start("shm")
     inner = torch.full((1000,), float(context.rank + 1))
     first, second = torch.ones(500_000), torch.ones(500_000)
@@ -315,12 +315,12 @@ def _both_send_first(context: RankContext) -> bool:
     return bool(got.eq(float(other)).all())
 
 
-def test_two_ranks_that_both_send_first_get_on(pool: RankPool) -> None:
+def test_two_ranks_that_both_send_first_do_not_deadlock(pool: RankPool) -> None:
     assert pool.run(_both_send_first, world_size=2) == [True, True]
 
 
 def _both_send_and_nobody_waits(context: RankContext) -> tuple[bool, int]:
-    """Sends whose receives follow at once, for which nothing is kept aside; then two that only a future waits for."""
+    """Sends that are received at once and need no buffer; then two that only a future waits for."""
     context.start("shm")
     other = 1 - context.rank
     sent, got = torch.full((8_000_000,), float(context.rank)), torch.zeros(8_000_000)
@@ -343,7 +343,7 @@ def _peak_kilobytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def test_two_ranks_that_send_first_and_only_poll_get_on(pool: RankPool) -> None:
+def test_two_ranks_that_send_first_and_only_poll_do_not_deadlock(pool: RankPool) -> None:
     for exchanged, more in pool.run(_both_send_and_nobody_waits, world_size=2):
         assert exchanged
         assert more < 16 << 10  # a message has 32 MB
@@ -360,17 +360,17 @@ def _cpu_while_waiting(context: RankContext, seconds: float) -> float:
     return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / seconds
 
 
-def test_waiting_costs_next_to_nothing(pool: RankPool) -> None:
-    """Eight ranks, seven of which wait for one that sleeps: less than 2 % of a core each."""
+def test_waiting_uses_almost_no_cpu_time(pool: RankPool) -> None:
+    """Seven ranks that wait for a sleeping one use less than 2 % of a core each."""
     shares = pool.run(_cpu_while_waiting, 2.0, world_size=8, timeout=100)
     assert statistics.median(shares[1:]) < 0.02, shares
 
 
-# The meeting
+# Joining
 
 
-def test_a_stranger_is_turned_away() -> None:
-    """Who connects without the group's token gets nothing, and does not keep the others from meeting."""
+def test_a_connection_without_the_token_is_refused() -> None:
+    """A process without the group's token gets nothing, and does not keep the ranks from joining."""
     store = c10d.HashStore()
     segments: dict[int, shm_meeting.SharedSegment] = {}
 
@@ -392,13 +392,13 @@ def test_a_stranger_is_turned_away() -> None:
     assert os.fstat(segments[0].fd).st_ino == os.fstat(segments[1].fd).st_ino
     assert segments[0].pids == segments[1].pids == [os.getpid()] * 2
     for segment in segments.values():
-        # Nothing of it goes to a program that this one starts.
+        # A program that this process starts does not inherit it.
         assert not any(os.get_inheritable(fd) for fd in (segment.fd, *segment.pidfds) if fd >= 0)
         segment.close()
 
 
 def _without_pidfds(context: RankContext) -> str:
-    """Where the kernel has no pidfds, the lock on the memfd shows that a rank is gone."""
+    """On kernels without pidfds, the lock on the memfd shows that a rank is gone."""
     shm_meeting._own_pidfd = lambda: -1
     context.start("shm")
     dist.all_reduce(torch.ones(3))

@@ -1,4 +1,4 @@
-"""shm when things go wrong: killed ranks, different calls, absent ranks, no memory, forks."""
+"""Failures on shm: killed ranks, different calls, missing ranks, no memory, forks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _endless_traffic(generator: random.Random) -> None:
 
 
 def _die_in(seconds: float, number: int) -> None:
-    """Ends this process at whatever instruction it then is."""
+    """Kills this process at an arbitrary instruction."""
     if number == signal.SIGALRM:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         return
@@ -94,7 +94,7 @@ def _until_killed(
 
 
 def _regrouped(context: RankContext, ranks: list[int], name: str) -> list[float]:
-    """A new group of these ranks, and what it sums."""
+    """Makes a new group of these ranks and returns its sum."""
     info = GroupInfo(
         rank=ranks.index(context.rank),
         size=len(ranks),
@@ -144,7 +144,7 @@ def _warm_up(context: RankContext) -> None:
 
 
 def test_nothing_is_left_in_shared_memory(pool: RankPool) -> None:
-    for _ in range(5):  # other programs put theirs there too, but not every time
+    for _ in range(5):  # other programs may create files there too, but not every time
         before = set(Path("/dev/shm").iterdir())
         ended = pool.try_run(_all_die, world_size=3, timeout=60)
         assert [outcome.kind for outcome in ended] == ["died"] * 3
@@ -174,12 +174,12 @@ def _leaves_early(context: RankContext) -> str:
 
 
 def test_a_rank_that_closes_while_it_is_needed_is_named(pool: RankPool) -> None:
-    told = pool.run(_leaves_early, world_size=3)
+    reported = pool.run(_leaves_early, world_size=3)
     pool.replace()
-    assert told[1] == ""
+    assert reported[1] == ""
     for rank in (0, 2):
-        assert re.match(r"1 (rank [02] reports: )?rank 1 \(pid ", told[rank]), told[rank]
-        assert "has closed the group" in told[rank]
+        assert re.match(r"1 (rank [02] reports: )?rank 1 \(pid ", reported[rank]), reported[rank]
+        assert "has closed the group" in reported[rank]
 
 
 # Different calls
@@ -224,13 +224,13 @@ _PAIRS: list[Callable[[int], tuple[Callable[[], Any], Callable[[], Any]]]] = [
 
 def test_different_calls_are_raised_everywhere_with_both_sides(pool: RankPool) -> None:
     for pair in range(len(_PAIRS)):
-        told = pool.run(_different, pair, world_size=3, timeout=60)
-        assert {name for name, *_ in told} == {"CollectiveMismatch"}
-        sides = told[0][1]
+        reported = pool.run(_different, pair, world_size=3, timeout=60)
+        assert {name for name, *_ in reported} == {"CollectiveMismatch"}
+        sides = reported[0][1]
         assert 1 in sides, f"pair {pair}: {sides}"
         assert len(sides) == 2
-        assert len(set(sides.values())) == 2 or "which expects" in told[0][3], sides
-        for _, theirs, sequence, text in told:
+        assert len(set(sides.values())) == 2 or "which expects" in reported[0][3], sides
+        for _, theirs, sequence, text in reported:
             assert theirs == sides
             assert sequence is not None
             for side in sides.values():
@@ -258,7 +258,7 @@ def test_a_message_of_another_size_is_a_mismatch(pool: RankPool) -> None:
     pool.replace()
 
 
-# Absent ranks
+# Missing ranks
 
 
 def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, list[int], float, float | None]:
@@ -284,13 +284,13 @@ def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_absent_rank_is_named(pool: RankPool, asynchronous: bool) -> None:
-    told = pool.run(_absent, asynchronous, world_size=3, timeout=60)
+    reported = pool.run(_absent, asynchronous, world_size=3, timeout=60)
     pool.replace()
-    for name, op, missing, _, waited in told:
-        assert (name, op, missing) == ("CommTimeout", "all_reduce", [2]), told
+    for name, op, missing, _, waited in reported:
+        assert (name, op, missing) == ("CommTimeout", "all_reduce", [2]), reported
         assert waited is not None
-        assert 3.0 <= waited < 60  # whoever gave up waited that long, though others may have come later
-    assert told[2][3] < 2.9  # it learns at once that the others gave up
+        assert 3.0 <= waited < 60  # the rank that gave up waited that long; others may have arrived later
+    assert reported[2][3] < 2.9  # it learns at once that the others gave up
 
 
 def _nobody_sends(context: RankContext) -> tuple[str, list[int]]:
@@ -316,7 +316,7 @@ def test_a_message_that_does_not_come_times_out(pool: RankPool) -> None:
 
 
 def _little_memory(context: RankContext, limit: int) -> str:
-    """A limit on file sizes holds for memfds too, and stands in for a container's."""
+    """A limit on file sizes also applies to memfds, and takes the place of a container's limit."""
     if context.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
@@ -360,7 +360,7 @@ def _forked(context: RankContext) -> list[str]:
 
 
 def test_a_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
-    for _ in range(100):  # one child in 145 found a lock that a thread of its parent had held, and never came back
+    for _ in range(100):  # one child in 145 found a lock held by a thread of its parent, and hung
         for refused, summed in pool.run(_forked, world_size=2):
             assert "a forked child is not a member of the group" in refused
             assert summed == "[2.0, 2.0]"

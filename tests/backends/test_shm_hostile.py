@@ -1,4 +1,4 @@
-"""shm in bad company: peers that stand still, programs that deadlock, interrupts, threads, no memory, no threads."""
+"""shm under stress: stopped peers, programs that deadlock, interrupts, threads, no memory, no threads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _give_up_after(seconds: float, group: Any = None) -> None:
     c10d.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-# Peers that stand still
+# Stopped peers
 
 
 def _stand_still(until: Path, after: float) -> None:
-    """Stops this process at whatever instruction it then is, until the file is there."""
+    """Stops this process at an arbitrary instruction, until the file exists."""
     parent = os.getpid()
     if os.fork() == 0:
         time.sleep(after)
@@ -62,19 +62,19 @@ def _sum_for_ever(count: int) -> None:
         dist.all_reduce(torch.ones(count))
 
 
-def test_a_rank_that_stands_still_is_named_by_all(pool: RankPool, tmp_path: Path) -> None:
-    """Also where it stands in the middle of a call, and the others wait for it in a chain."""
+def test_a_stopped_rank_is_named_by_all_others(pool: RankPool, tmp_path: Path) -> None:
+    """Also if it stops in the middle of a call and the others wait for it in a chain."""
     for count in (4, 3_000_000):
         folder = tmp_path / str(count)
         folder.mkdir()
-        told = pool.run(_stopped, str(folder), count, random.uniform(0.05, 0.2), world_size=4, timeout=100)
+        reported = pool.run(_stopped, str(folder), count, random.uniform(0.05, 0.2), world_size=4, timeout=100)
         pool.replace()
-        for missing, text in told:
+        for missing, text in reported:
             assert missing == [2], text
 
 
 def _crossed(context: RankContext) -> tuple[str, list[int], str]:
-    """Two groups, used in one order here and in the other there."""
+    """Two groups that the ranks use in different orders."""
     context.start("shm")
     first, second = dist.new_group(), dist.new_group()
     for group in (first, second):
@@ -82,14 +82,14 @@ def _crossed(context: RankContext) -> tuple[str, list[int], str]:
     with pytest.raises(CommTimeout) as caught:
         dist.all_reduce(torch.ones(3), group=first if context.rank == 0 else second)
     error = caught.value
-    dist.all_reduce(torch.ones(3))  # the world lives on
+    dist.all_reduce(torch.ones(3))  # the world stays usable
     return str(error.op), error.missing, str(error)
 
 
-def test_groups_used_in_another_order_are_told_apart(pool: RankPool) -> None:
-    told = pool.run(_crossed, world_size=2, timeout=60)
-    assert [missing for _, missing, _ in told] == [[1], [0]]
-    assert all("test_shm_hostile.py" in text and op == "all_reduce" for op, _, text in told)
+def test_groups_used_in_a_different_order_time_out_with_names(pool: RankPool) -> None:
+    reported = pool.run(_crossed, world_size=2, timeout=60)
+    assert [missing for _, missing, _ in reported] == [[1], [0]]
+    assert all("test_shm_hostile.py" in text and op == "all_reduce" for op, _, text in reported)
 
 
 # Interrupts
@@ -119,9 +119,9 @@ def _interrupted(context: RankContext, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["barrier", "queued", "send"])
 def test_an_interrupt_ends_the_call_and_the_group(pool: RankPool, what: str) -> None:
-    told = pool.run(_interrupted, what, world_size=2, timeout=60)
+    reported = pool.run(_interrupted, what, world_size=2, timeout=60)
     pool.replace()
-    for text in told:
+    for text in reported:
         assert "rank 0 was interrupted in the middle of a call" in text
 
 
@@ -155,7 +155,7 @@ def _many_threads(context: RankContext) -> list[str]:
     wrong: list[str] = []
 
     def sums() -> None:
-        for number in range(40):  # of one size: which thread's call meets which is nobody's business
+        for number in range(40):  # all of one size, because calls of different threads may match in any order
             tensor = torch.ones(1000)
             dist.all_reduce(tensor)
             if not tensor.eq(size).all():
@@ -186,7 +186,7 @@ def test_threads_share_a_group(pool: RankPool) -> None:
     assert pool.run(_many_threads, world_size=2, timeout=120) == [[], []]
 
 
-# Ends
+# Closing
 
 
 def _end_under_way(context: RankContext, how: str) -> list[str]:
@@ -214,24 +214,24 @@ def _end_under_way(context: RankContext, how: str) -> list[str]:
         texts.append(str(ended.value))
     assert time.monotonic() - began < 20
     context.store.set("ended", "")
-    dist.destroy_process_group(group)  # again, which is no matter
+    dist.destroy_process_group(group)  # again, which does nothing
     return texts
 
 
 @pytest.mark.parametrize("how", ["destroy", "abort"])
-def test_a_group_ends_with_calls_under_way(pool: RankPool, how: str) -> None:
+def test_a_group_can_be_closed_with_calls_in_flight(pool: RankPool, how: str) -> None:
     ours, theirs = pool.run(_end_under_way, how, world_size=2, timeout=60)
     assert len(ours) == 4
     assert "rank 0" in theirs[0]
     assert ("aborted" if how == "abort" else "closed") in theirs[0]
 
 
-# Memory and threads that cannot be had
+# No memory, no threads
 
 
 @contextmanager
 def _little_memory() -> Iterator[None]:
-    """Less than 8 MB of address space are left: no segment, no stack of a thread."""
+    """Less than 8 MB of address space is left: too little for a segment or a thread's stack."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), before[1]))
@@ -254,11 +254,11 @@ def _cannot_map(context: RankContext) -> str:
     return "no error"
 
 
-def test_a_rank_that_cannot_map_the_segment_is_told_by_all(pool: RankPool) -> None:
-    pool.replace()  # ranks keep their group, and this is about making one
-    told = pool.run(_cannot_map, world_size=3, timeout=60)
+def test_a_rank_that_cannot_map_the_segment_is_an_error_on_all(pool: RankPool) -> None:
+    pool.replace()  # ranks keep their group, and this test needs a new one
+    reported = pool.run(_cannot_map, world_size=3, timeout=60)
     pool.replace()
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(reported):
         assert "could not map a shared segment of" in text
         assert text.count("Raise the memory limit") == 1
         assert ("rank 1: " in text) == (rank != 1)
@@ -284,7 +284,7 @@ def _no_thread(context: RankContext, message: bool) -> str:
 
 
 def _use_up_old_stacks(asleep: threading.Event) -> None:
-    """The C library keeps the stacks of threads that have ended, for new ones."""
+    """The C library reuses the stacks of ended threads."""
     try:
         while True:
             threading.Thread(target=asleep.wait, daemon=True).start()
@@ -294,9 +294,9 @@ def _use_up_old_stacks(asleep: threading.Event) -> None:
 
 @pytest.mark.parametrize("message", [False, True])
 def test_no_thread_for_asynchronous_calls_is_an_error_everywhere(pool: RankPool, message: bool) -> None:
-    told = pool.run(_no_thread, message, world_size=2, timeout=60)
+    reported = pool.run(_no_thread, message, world_size=2, timeout=60)
     pool.replace()
-    for text in told:
+    for text in reported:
         assert "rank 0 could not start the thread" in text
 
 
@@ -314,16 +314,16 @@ def _tiny_dev_shm(context: RankContext) -> float:
 
 
 def test_dev_shm_may_be_tiny(pool: RankPool) -> None:
-    """A container has 64 MB there; these ranks have 64 KB."""
+    """A container has 64 MB in /dev/shm; these ranks have 64 KB."""
     pool.replace()
-    told = pool.run(_tiny_dev_shm, world_size=2, timeout=60)
+    reported = pool.run(_tiny_dev_shm, world_size=2, timeout=60)
     pool.replace()
-    if -1.0 in told:
+    if -1.0 in reported:
         pytest.skip("mounting needs a privilege that is not here")
-    assert told == [8_000_000.0] * 2
+    assert reported == [8_000_000.0] * 2
 
 
-# Words
+# Messages
 
 
 def _long_names(context: RankContext, name: str) -> str:
@@ -334,7 +334,7 @@ def _long_names(context: RankContext, name: str) -> str:
     return str(caught.value)
 
 
-def test_names_that_are_cut_in_the_middle_of_a_character(pool: RankPool) -> None:
+def test_names_can_be_truncated_in_the_middle_of_a_character(pool: RankPool) -> None:
     for extra in range(3):
         name = "/data/" + "x" * extra + "日本語" * 30 + "/train.py"
         for text in pool.run(_long_names, name, world_size=2):
@@ -342,7 +342,7 @@ def test_names_that_are_cut_in_the_middle_of_a_character(pool: RankPool) -> None
         pool.replace()
 
 
-def test_a_message_to_oneself_is_refused(pool: RankPool) -> None:
+def test_a_message_to_the_sender_itself_is_refused(pool: RankPool) -> None:
     for texts in pool.run(_to_oneself, world_size=2):
         assert texts == ["ValueError", "UsageError", "UsageError"]
 

@@ -1,4 +1,4 @@
-"""Tensors beyond 2 GiB and 2^31 elements on shm: `make soak` only, for the memory they take."""
+"""Tensors beyond 2 GiB and 2^31 elements on shm. Only `make soak` runs these, because of the memory they take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import ringway as dist
 from ringway.testing import RankContext, RankPool
 
-PERIOD = 251  # a prime: what is displaced by a power of two, or cut off at one, does not look right
+PERIOD = 251  # a prime, so that data shifted or truncated at a power of two shows
 ROWS = 2 * (2**30 // PERIOD + 1000)
 ROWS_CHECKED_AT_ONCE = 1 << 20
 SECONDS = 900

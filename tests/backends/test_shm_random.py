@@ -1,7 +1,7 @@
-"""Random programs on shm against plain torch: mixed ops, groups, dtypes, sizes, layouts, sync, async, messages.
+"""Random programs on shm, compared with plain torch: mixed ops, groups, dtypes, sizes, layouts, sync, async, messages.
 
-A program is made from its seed alone, so every rank makes the same one, knows what everybody puts in, and can
-work out every result by itself. A failure prints the seed.
+A program depends only on its seed. So every rank makes the same program, knows every rank's input, and can compute
+every result by itself. A failure prints the seed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPS = {
 
 @dataclass
 class Step:
-    """One call of a program: the same on every member, except for what `rank` puts in."""
+    """One call of a program: the same on every member, except for the input of `rank`."""
 
     group: Any
     size: int
@@ -58,7 +58,7 @@ class Step:
     salt: int
 
     def given(self, rank: int, block: int = 0) -> Tensor:
-        """What a rank puts in, or the part of it that is for one other."""
+        """A rank's input, or the part of it for one other rank."""
         return small_values(self.count, self.dtype, (rank + 3 * block + self.salt) % 8, self.reduce)
 
     def laid_out(self, tensor: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _all_gather(s: Step) -> tuple[Any, Check]:
 
 
 def _all_gather_single(s: Step) -> tuple[Any, Check]:
-    """In place every other time: the input is this rank's slice of the output."""
+    """Every second call is in place: the input is this rank's slice of the output."""
     output = torch.zeros(s.count * s.size, dtype=s.dtype)
     own = s.laid_out(s.given(s.rank))
     if s.salt % 2:
@@ -157,7 +157,7 @@ def _reduce_scatter(s: Step) -> tuple[Any, Check]:
 
 
 def _all_to_all(s: Step) -> tuple[Any, Check]:
-    """Blocks of different sizes: what goes from one rank to another is a part of the count."""
+    """Blocks of different sizes: each is a part of the count."""
 
     def part(source: int, target: int) -> Tensor:
         return s.given(source, target)[: s.count * ((source + 2 * target + s.salt) % 3) // 2]
@@ -179,7 +179,7 @@ def _barrier(s: Step) -> tuple[Any, Check]:
 
 
 def _ring(s: Step) -> tuple[Any, Check]:
-    """Everybody sends to the next and receives from the one before; tags cross; the sends come first."""
+    """Every rank sends to the next one and receives from the previous one, sends first, with crossed tags."""
     to, source = (s.rank + 1) % s.size, (s.rank - 1) % s.size
     if s.size == 1:
         return None, lambda: None
@@ -204,7 +204,7 @@ CALLS: list[Callable[[Step], tuple[Any, Check]]] = [
 
 @dataclass
 class Pending:
-    """What has been issued and not waited for yet."""
+    """Calls that have been issued but not waited for yet."""
 
     started: list[tuple[str, Any, Check]] = field(default_factory=list)
 
@@ -226,7 +226,7 @@ def _checked(what: str, check: Check) -> None:
 
 def _program(seed: int, groups: list[tuple[Any, list[int]]], me: int) -> None:
     generator = random.Random(seed)
-    shuffles = random.Random(seed * 1000 + me)  # works are waited for in an order of this rank's own
+    shuffles = random.Random(seed * 1000 + me)  # each rank waits for works in its own order
     pending = Pending()
     for number in range(STEPS):
         group, ranks = generator.choice(groups)
@@ -259,7 +259,7 @@ def _program(seed: int, groups: list[tuple[Any, list[int]]], me: int) -> None:
 
 
 def _share_a_core(context: RankContext) -> None:
-    """All on one core, where the last rank gets the time that the others leave: they run as far ahead as they may."""
+    """All ranks on one core, where the last rank runs only when the others wait: they run ahead as far as possible."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if context.rank == context.world_size - 1:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -295,7 +295,7 @@ def test_random_programs(pool: RankPool, size: int, uneven: bool) -> None:
 
 
 class Prepared(Step):
-    """A step that takes no time to be made."""
+    """A step that is cheap to make."""
 
     def given(self, rank: int, block: int = 0) -> Tensor:
         return _kept_values(self.count, self.dtype, (rank + 3 * block + self.salt) % 8, self.reduce)
@@ -319,8 +319,8 @@ def _changing_roots(context: RankContext) -> None:
         pending.settle(random.Random(0))
 
 
-def test_the_next_root_waits_for_those_that_the_last_one_served(pool: RankPool) -> None:
-    """Large calls follow each other through the same memory, and a rooted one is finished by its root alone."""
+def test_a_root_waits_for_the_readers_of_the_previous_root(pool: RankPool) -> None:
+    """Large calls reuse the same memory one after the other, and the root of a rooted call finishes it alone."""
     try:
         pool.run(_changing_roots, world_size=3, timeout=280)
     finally:

@@ -1,4 +1,4 @@
-"""shm as a backend of torch's: what torch calls ends in shared memory, its profiler sees it, its timeout is obeyed."""
+"""shm as a torch backend: torch's calls go through shared memory, its profiler sees them, its timeout is obeyed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _inner() -> Any:
-    """The group of torch's own that stands inside the world's, for calls that torch makes past ours."""
+    """The torch group inside the world's group, for calls that torch makes in C++ and that bypass ringway."""
     return c10d.group.WORLD._get_backend(torch.device("cpu"))
 
 
@@ -169,7 +169,7 @@ def _past_the_inner_gloo(context: RankContext) -> dict[str, Any]:
 
 
 def test_nothing_reaches_the_inner_gloo_which_listens_on_loopback_only(pool: RankPool) -> None:
-    pool.replace()  # ranks keep their group, and this is about what one opens
+    pool.replace()  # ranks keep their group, and this test counts what a new one opens
     for found in pool.run(_past_the_inner_gloo, world_size=2, timeout=120):
         assert found["counts"] == dict.fromkeys((program.__name__ for program in _PROGRAMS), 0)
         assert found["opened"] <= 0, "its ranks are not even connected"
@@ -182,7 +182,7 @@ def test_nothing_reaches_the_inner_gloo_which_listens_on_loopback_only(pool: Ran
 
 
 def _starts_on_shm(program: str) -> None:
-    """After this program, in a process of its own, torch's name for the backend is enough."""
+    """Runs the program in a separate process. After it, torch must know the backend by name."""
     program += (
         "c10d.init_process_group('shm', store=c10d.HashStore(), rank=0, world_size=1)\n"
         "print(type(c10d.group.WORLD).__name__)\n"
@@ -204,8 +204,8 @@ from_an_installation = pytest.mark.skipif(not INSTALLED, reason="ringway is not 
 @from_an_installation
 @pytest.mark.processes
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
-    """What torch does from 2.14 on when a program names a backend it does not know: it loads the entry point of that
-    name and calls it, and the name is then known."""
+    """From 2.14 on, if a program names an unknown backend, torch loads the entry point of that name and calls it, which
+    registers the backend."""
     program = (
         "from importlib.metadata import entry_points\n"
         "import sys, torch.distributed as c10d\n"
@@ -251,17 +251,17 @@ def _events(context: RankContext) -> list[tuple[str, bool, list[int]]]:
         other.wait()
         late = dist.all_reduce(torch.ones(700), async_op=True)
     assert late is not None
-    late.wait()  # its event ends when no profiler is there any more
+    late.wait()  # its event ends after the profiler has stopped
     dist.all_reduce(torch.ones(8))
     found = [event for event in profiler.events() if event.name.startswith("shm:")]
     return [(event.name, bool(event.is_async), (event.input_shapes or [[]])[0]) for event in found]
 
 
 def test_calls_are_events_of_the_profiler(pool: RankPool) -> None:
-    told = pool.run(_events, world_size=2)
+    reported = pool.run(_events, world_size=2)
     if TORCH >= (2, 13):  # earlier profilers drop an event that ends on another thread
-        assert ("shm:all_reduce", True, [5]) in told[0]
-    for found in told:
+        assert ("shm:all_reduce", True, [5]) in reported[0]
+    for found in reported:
         names = [name for name, _, _ in found]
         assert names[:3] == ["shm:all_reduce", "shm:all_reduce", "shm:barrier"]
         assert found[0][2] == [3, 2]

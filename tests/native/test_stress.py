@@ -26,7 +26,7 @@ def _object(folder: Path, name: str) -> Path:
 
 
 def _built(folder: Path, flags: list[str]) -> Path:
-    """The stress program with these flags, each source compiled beside the others."""
+    """The stress program built with these flags. The sources are compiled in parallel."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     widths = {"reduce/avx2": ["-mavx2"], "reduce/avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]}
     names = [*ENGINE, *(widths if x86 else ())]
@@ -54,10 +54,10 @@ def _run(program: Path, ranks: int, programs: int, seed: int) -> subprocess.Comp
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
     ("sanitizer", "dawdling"),
-    [("thread", []), ("address,undefined", ["-DRINGWAY_DAWDLE"])],  # which opens wide what is a narrow window
+    [("thread", []), ("address,undefined", ["-DRINGWAY_DAWDLE"])],  # widens a narrow race window
     ids=["thread", "address"],
 )
-def test_no_sanitizer_objects(tmp_path: Path, sanitizer: str, dawdling: list[str]) -> None:
+def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, dawdling: list[str]) -> None:
     program = _built(tmp_path, [*_flags_of_sanitizer(sanitizer), *dawdling])
     for ranks in (2, 4):
         done = _run(program, ranks, PROGRAMS, seed=100 * ranks)
@@ -68,7 +68,7 @@ def test_no_sanitizer_objects(tmp_path: Path, sanitizer: str, dawdling: list[str
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_missing_acquire_is_found(tmp_path: Path) -> None:
-    """The test above can fail: with one acquire less, in `Collectives::meet`, ThreadSanitizer sees the race."""
+    """Shows that the test above can fail: without one acquire in `Collectives::meet`, ThreadSanitizer sees the race."""
     program = _built(tmp_path, [*_flags_of_sanitizer("thread"), "-DRINGWAY_BREAK_ACQUIRE"])
     done = _run(program, 2, 2, seed=1)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""What test_across.py runs on the ranks of two hosts: `python across_ranks.py SCENARIO`; prints JSON."""
+"""Scenarios of test_across.py for ranks on two hosts: `python across_ranks.py SCENARIO`; prints JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def meet(group: Any, name: str) -> None:
-    """Through the store, which no fault of a group touches."""
+    """A barrier through the store, which works even if a group has failed."""
     dist.monitored_barrier(timeout=LIMIT, log_name=name)
 
 
@@ -54,7 +54,7 @@ def usual_call(group: Any, asynchronous: bool = False) -> None:
 
 
 def parted(backend: str, odd: tuple[int, ...], late: bool, asynchronous: bool) -> dict[str, Any]:
-    """The ranks of `odd` reduce eight elements where the others reduce four."""
+    """The ranks in `odd` reduce eight elements, the others four."""
     group = dist.new_group(backend=backend, timeout=LIMIT)
     good_calls(group, 3)
     is_odd = dist.get_rank() in odd
@@ -68,7 +68,7 @@ def parted(backend: str, odd: tuple[int, ...], late: bool, asynchronous: bool) -
 
 
 def all_goes_well() -> None:
-    """For more calls than the store keeps, with ranks that run ahead of one another: nobody is accused."""
+    """More calls than the store keeps, on ranks that run ahead of each other: no false alarm."""
     group = dist.new_group(timeout=LIMIT)
     tensor = torch.ones(4)
     for number in range(200):
@@ -76,7 +76,7 @@ def all_goes_well() -> None:
             time.sleep(0.001)
         dist.broadcast(tensor, 0, group=group)
     outputs = [torch.empty(1 + dist.get_rank()) for _ in range(4)]
-    dist.all_to_all(outputs, [torch.ones(1 + rank) for rank in range(4)], group=group)  # sizes differ by right
+    dist.all_to_all(outputs, [torch.ones(1 + rank) for rank in range(4)], group=group)  # sizes may differ here
     good_calls(group, 70)
     dist.destroy_process_group(group)
 
@@ -115,12 +115,12 @@ def in_ddp() -> dict[str, Any]:
 
 
 def group_error(error: Exception) -> RingwayError:
-    """DDP's C++ turns what a hook raises into its own error, whose text holds ours."""
+    """DDP's C++ converts an error from a hook to its own error, whose text contains ringway's."""
     return error if isinstance(error, RingwayError) else RingwayError(str(error))
 
 
 def monitored() -> dict[str, Any]:
-    """What goes through the store is compared as well."""
+    """Calls that go through the store are compared as well."""
     group = dist.new_group(timeout=LIMIT)
     good_calls(group, 1)
     meet(None, "before")
@@ -135,7 +135,7 @@ def monitored() -> dict[str, Any]:
 
 
 def in_a_sub_group() -> dict[str, Any]:
-    """A rank of each host, which the group numbers 0 and 1. Each names itself as the root."""
+    """One rank of each host, numbered 0 and 1 in the group. Each names itself as the root."""
     group = dist.new_group([1, 3], timeout=LIMIT)
     rank = dist.get_rank()
     meet(None, "before")

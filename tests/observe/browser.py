@@ -1,4 +1,4 @@
-"""A headless Chromium over the DevTools protocol: what a page drew, said and asked for."""
+"""Drives a headless Chromium over the DevTools protocol: what a page drew, logged and requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page. `events` holds everything the browser told, in order."""
+    """One page. `events` holds every event that the browser sent, in order."""
 
     def __init__(self, program: str, profile: Path) -> None:
         to_read, self._write = os.pipe()
@@ -29,7 +29,7 @@ class Browser:
         self._rest = b""
 
         def pipes_in_place() -> None:
-            # The browser speaks the protocol on descriptors 3 and 4; copies first, as these may be among them.
+            # The browser uses descriptors 3 and 4 for the protocol. Copy ours first: they may have these numbers.
             reading, writing = os.dup(to_read), os.dup(to_write)
             os.dup2(reading, 3)
             os.dup2(writing, 4)

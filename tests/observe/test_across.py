@@ -1,5 +1,5 @@
-"""Ranks of different hosts that call different things: `check` = always, sample, stall, on two hosts of two ranks
-each, made of network namespaces."""
+"""Ranks of different hosts that call different things, with `check` = always, sample and stall. The two hosts of two
+ranks each are network namespaces."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def launched(
     pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch, check: str, scenario: str
 ) -> list[list[Any]]:
-    """What each rank found, scenario by scenario."""
+    """The result of each rank, by scenario."""
     monkeypatch.setenv("RINGWAY_CHECK", check)
     printed = run_ranks(pool, hosts, 2, PROGRAM, scenario)
     return list(map(list, zip(*(json.loads(out.splitlines()[-1]) for out in printed), strict=True)))
 
 
 def assert_told(facts: list[Any], sequence: int, odd: str, usual: str) -> None:
-    """Every rank knows the first call where ranks part, and both call sites."""
-    for told in facts:
-        assert told["kind"] == "CollectiveMismatch", told
-        assert told["sequence"] == sequence
-        assert told["seconds"] < SOON
-        assert len(told["sides"]) == 2
-        assert any(odd in side for side in told["sides"].values()), told
-        assert any(usual in side for side in told["sides"].values()), told
-        assert told["text"].count("across_ranks.py:") == 2
+    """Every rank knows the first call that differs, and both call sites."""
+    for reported in facts:
+        assert reported["kind"] == "CollectiveMismatch", reported
+        assert reported["sequence"] == sequence
+        assert reported["seconds"] < SOON
+        assert len(reported["sides"]) == 2
+        assert any(odd in side for side in reported["sides"].values()), reported
+        assert any(usual in side for side in reported["sides"].values()), reported
+        assert reported["text"].count("across_ranks.py:") == 2
 
 
 @pytest.mark.timeout(300)
-def test_always_tells_every_rank_before_anything_is_sent(
+def test_always_raises_on_every_rank_before_anything_is_sent(
     pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *parted, in_ddp, monitored, sub_group = launched(pool, hosts, monkeypatch, "always", "always")
@@ -58,19 +58,19 @@ def test_always_tells_every_rank_before_anything_is_sent(
         assert_told(
             facts, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
         )
-        assert {told["again"] for told in facts} == {"CollectiveMismatch"}
-    for told in in_ddp:
-        assert "called different things" in told["text"]
-        assert told["seconds"] < SOON
+        assert {reported["again"] for reported in facts} == {"CollectiveMismatch"}
+    for reported in in_ddp:
+        assert "called different things" in reported["text"]
+        assert reported["seconds"] < SOON
     assert_told(monitored, 1, "barrier #1 (group ", "all_reduce #1 (float32, 16 bytes, SUM, group ")
-    for told in (sub_group[1], sub_group[3]):
-        assert set(told["sides"]) == {"1", "3"}, told  # keys of JSON
-        assert "reduce #0 (float32, 16 bytes, SUM, root 1, group " in told["sides"]["1"]
-        assert "reduce #0 (float32, 16 bytes, SUM, root 3, group " in told["sides"]["3"]
+    for reported in (sub_group[1], sub_group[3]):
+        assert set(reported["sides"]) == {"1", "3"}, reported  # keys of JSON
+        assert "reduce #0 (float32, 16 bytes, SUM, root 1, group " in reported["sides"]["1"]
+        assert "reduce #0 (float32, 16 bytes, SUM, root 3, group " in reported["sides"]["3"]
 
 
 @pytest.mark.timeout(300)
-def test_sample_sees_the_first_calls_and_later_what_it_missed(
+def test_sample_compares_the_first_calls_and_finds_later_differences(
     pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, later = launched(pool, hosts, monkeypatch, "sample", "sample")
@@ -91,7 +91,7 @@ def test_stall_compares_neighbours_at_once_and_hosts_at_the_timeout(
     assert_told(
         neighbours, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
     )
-    for told in verdict:
-        assert told["kind"] == "CollectiveMismatch", told
-        assert told["sequence"] == 2
-        assert "called different things" in told["text"]
+    for reported in verdict:
+        assert reported["kind"] == "CollectiveMismatch", reported
+        assert reported["sequence"] == 2
+        assert "called different things" in reported["text"]

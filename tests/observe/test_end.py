@@ -1,5 +1,5 @@
-"""A rank whose program ends with an exception, and the rank that hosts the store: real programs, started by
-`ringway run`."""
+"""A rank whose program ends with an exception, and the death of the rank that hosts the store: real programs, started
+by `ringway run`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROGRAM = """
     except dist.errors.RingwayError as error:
         text = str(error).replace(chr(10), " ")
         print("RAISED", type(error).__name__, getattr(error, "rank", None), text, flush=True)
-        # None ends before the other has raised: it would be missed too.
+        # No rank may exit before the other has raised: it would be reported as missing too.
         said = pathlib.Path(__file__).with_name("raised " + str(rank))
         said.touch()
         until = time.monotonic() + 60
@@ -49,8 +49,8 @@ PROGRAM = """
 """
 
 
-def test_where_rank_0_takes_the_store_along_that_is_said(tmp_path: Path) -> None:
-    """Started as torchrun's environment says, rank 0 hosts the store itself."""
+def test_the_report_says_that_the_store_died_with_rank_0(tmp_path: Path) -> None:
+    """With torchrun's environment variables, rank 0 hosts the store itself."""
     script = tmp_path / "program.py"
     end = "os.kill(os.getpid(), signal.SIGKILL)"
     script.write_text(textwrap.dedent(PROGRAM.format(backend="gloo", victim=0, end=end)))
@@ -93,7 +93,7 @@ def run(tmp_path: Path, backend: str, victim: int, end: str, **variables: str) -
 
 
 def assert_dumped(folder: Path, rank: int) -> None:
-    """The recorder was written when the call failed. What is none of our placeholders stays as it is."""
+    """The recorder was dumped when the call failed. Braces that are not placeholders stay unchanged."""
     story = json.loads((folder / f"calls-{rank}-{{host}}.json").read_text())
     assert story["rank"] == rank
     last = story["calls"][-1]
@@ -101,7 +101,7 @@ def assert_dumped(folder: Path, rank: int) -> None:
     assert last["site"][0].endswith("program.py")
 
 
-def test_a_program_that_ended_with_an_exception_is_named_with_it(tmp_path: Path) -> None:
+def test_a_rank_that_ended_with_an_exception_is_named_with_the_exception(tmp_path: Path) -> None:
     dumps = str(tmp_path / "calls-{rank}-{host}.json")
     for line in run(tmp_path, "gloo", 1, "raise ValueError('the batch is empty')", RINGWAY_DUMP_FILE=dumps):
         assert "RAISED PeerLost 1 " in line

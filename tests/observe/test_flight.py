@@ -1,4 +1,4 @@
-"""What the recorder leaves behind: dumps, a file that outlives its process, and torch's layout."""
+"""Exports of the recorder: dumps, a file that outlives its process, and torch's layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_and_die(context: RankContext, path: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_file_of_a_killed_process_tells_its_last_calls(pool: RankPool, tmp_path: Path) -> None:
+def test_the_recorder_file_of_a_killed_process_has_its_last_calls(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "rank0.ringway"
     [outcome] = pool.try_run(write_and_die, str(path), world_size=1)
     assert outcome.kind == "died"
@@ -63,7 +63,7 @@ def test_the_file_of_a_killed_process_tells_its_last_calls(pool: RankPool, tmp_p
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"ringwayR" + b"\xff" * 5000])
-def test_a_file_that_is_not_a_recorders_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_recorder_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(RingwayError, match="not a recorder's file"):
@@ -72,7 +72,7 @@ def test_a_file_that_is_not_a_recorders_is_refused(tmp_path: Path, content: byte
         flight.read_file(tmp_path / "absent")
 
 
-def test_a_recorder_without_room_for_its_file_says_so(tmp_path: Path) -> None:
+def test_a_recorder_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="recorder's file"):
         _core.Recorder(64, str(tmp_path / "no" / "such" / "directory"))
 
@@ -81,21 +81,21 @@ def test_a_recorder_without_room_for_its_file_says_so(tmp_path: Path) -> None:
     "said",
     [{"dump_signal": name} for name in ("SIGNOPE", "SIGKILL", "SIGSTOP", "SIGSEGV")] + [{"recorder_size": 10**15}],
 )
-def test_what_the_recorder_cannot_do_is_an_error_of_the_configuration(said: dict[str, Any]) -> None:
+def test_an_invalid_recorder_size_is_a_configuration_error(said: dict[str, Any]) -> None:
     [key] = said
     with pytest.raises(ConfigError, match=f"{key} is .* in config argument") as caught:
         prepare(resolve({"ringway": said}, {}), 0)
     assert (caught.value.key, caught.value.source) == (key, "config argument")
 
 
-def test_a_recorders_file_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+def test_a_job_starts_without_its_recorder_file_and_warns(tmp_path: Path) -> None:
     before = world.recorder
     with pytest.warns(UserWarning, match="stays in memory"):
         prepare(resolve({"ringway": {"recorder_file": str(tmp_path / "no" / "{rank}")}}, {}), 0)
     assert world.recorder is before
 
 
-def test_arguments_that_mean_nothing_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for count in (-1, 1.5, True):
         with pytest.raises(UsageError, match="number of calls"):
             ringway.recent_calls(count)
@@ -112,7 +112,7 @@ def dumped_while_stuck(context: RankContext, path: str) -> Any:
     dist.all_reduce(torch.ones(4), log_name='a "quoted" label')
     target = path.format(rank=context.rank, pid=os.getpid())
     if context.rank == 1:
-        # One multiplication of huge numbers: C code that keeps the GIL, and that no signal ends.
+        # One multiplication of huge numbers: C code that holds the GIL and that no signal interrupts.
         factor = 3**700_000
         early = False
         for _ in range(20):  # the signal may come before it, or after
@@ -172,10 +172,10 @@ def peer_calls() -> list[Any]:
 
 
 def test_a_signal_dumps_the_calls_of_a_rank_that_waits_in_native_code(pool: RankPool, tmp_path: Path) -> None:
-    pool.replace()  # ranks that have asked nobody yet
+    pool.replace()  # ranks that have not asked another rank yet
     heard, last = pool.run(dumped_in_a_native_wait, str(tmp_path / "calls-{rank}.json"), world_size=2, timeout=100)
-    assert heard == [signal.SIGUSR2]  # after the wait, where Python runs its handlers
-    assert (last[7], last[11]) == ("waiting", 0)  # its label, and that it was still under way
+    assert heard == [signal.SIGUSR2]  # after the wait, when Python runs its signal handlers
+    assert (last[7], last[11]) == ("waiting", 0)  # its label, and that it was still in flight
     pool.replace()
 
 
@@ -189,7 +189,7 @@ def in_torchs_layout(context: RankContext, prefix: str, uneven: bool) -> Any:
         dist.recv(torch.ones(2), 0)
     if not uneven:
         return flight.save_flight_record(prefix)
-    # Rank 1 writes its record before it comes to the last call, rank 0 while it waits there.
+    # Rank 1 writes its record before the last call, rank 0 while it waits in that call.
     if context.rank == 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         written = flight.save_flight_record(prefix)
@@ -247,7 +247,7 @@ def test_torchs_own_recorder_is_read_and_ours_has_its_layout(pool: RankPool) -> 
         assert [call.sequence for call in calls] == [0, 1, 2]
         assert calls[0].state == "completed"
         assert {call.place.rpartition(":")[0] for call in calls} == {__file__}
-        # What torch writes, we write: the same keys, of the same types.
+        # The record has the same keys as torch's, with values of the same types.
         assert set(theirs) <= set(ours)
         assert set(next(iter(theirs["pg_status"].values()))) <= set(next(iter(ours["pg_status"].values())))
         entry = ours["entries"][0]
@@ -271,7 +271,7 @@ def out_of_room(context: RankContext, path: str) -> Any:
 def test_a_file_that_cannot_be_written_is_a_warning(pool: RankPool, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="could not write"):
         assert not write_whole(tmp_path / "no" / "file", [b"x"])
-    # A disk that fills up in the middle: what was there before stays, and nothing half is left.
+    # The disk fills up during the write: the old file stays, and no partial file is left.
     path = tmp_path / "file"
     path.write_bytes(b"before")
     [(written, said)] = pool.run(out_of_room, str(path), world_size=1)

@@ -52,7 +52,7 @@ def several_ops(context: RankContext) -> Any:
     return result, printed, names, count
 
 
-def test_what_was_called_is_logged_by_name_and_size(pool: RankPool) -> None:
+def test_calls_are_logged_by_name_and_size(pool: RankPool) -> None:
     results = pool.run(several_ops, world_size=2)
     for rank, (result, printed, names, count) in enumerate(results):
         assert names == ["all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "loss"]
@@ -112,16 +112,16 @@ def asynchronous(context: RankContext) -> Any:
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
     took = 1000 * (time.monotonic() - began)
-    time.sleep(0.4)  # who looks late does not make the call longer
+    time.sleep(0.4)  # a late wait does not make the call longer
     second = summary(dist)[0]["summary"]["all_reduce"][32]
     return issued_at_once, first["total_latency_ms"], second["total_latency_ms"], took
 
 
 def test_an_asynchronous_call_lasts_until_its_own_end(pool: RankPool) -> None:
-    told = pool.run(asynchronous, world_size=2)
-    assert told[0][0]
-    assert told[0][1] >= 399
-    for *_, second, took in told:
+    reported = pool.run(asynchronous, world_size=2)
+    assert reported[0][0]
+    assert reported[0][1] >= 399
+    for *_, second, took in reported:
         assert second < took + 1
 
 
@@ -177,7 +177,7 @@ def train(context: RankContext) -> Any:
     return summary(dist)[0]["summary"]
 
 
-def test_what_ddp_calls_is_in_the_log(pool: RankPool) -> None:
+def test_calls_made_by_ddp_are_logged(pool: RankPool) -> None:
     for table in pool.run(train, world_size=2):
         assert table["all_reduce"][(64 * 64 + 64) * 4]["count"] == 2
 
@@ -195,7 +195,7 @@ def own_collective(context: RankContext) -> Any:
     return {name: [*table] for name, table in summary(dist)[0]["summary"].items()}, dist.get_comm_operation_count()
 
 
-def test_an_op_of_the_users_own_is_logged(pool: RankPool) -> None:
+def test_a_users_own_op_is_logged(pool: RankPool) -> None:
     for table, count in pool.run(own_collective, world_size=2):
         assert table == {"all_reduce": [64, 128], "ring_shift": [64], "shift of weights": [128]}
         assert count == 6
@@ -219,7 +219,7 @@ def from_threads(context: RankContext) -> int:
     return count
 
 
-def test_several_threads_are_counted_right(pool: RankPool) -> None:
+def test_calls_of_several_threads_are_counted_correctly(pool: RankPool) -> None:
     assert pool.run(from_threads, world_size=2) == [150, 150]
 
 
@@ -235,7 +235,7 @@ def a_million_calls(context: RankContext) -> tuple[int, int, int]:
     record = _core.GroupRecord(recorder, "g", 2)
     before = resident_bytes()
     for number in range(1_000_000):
-        # Sizes that never come again: the worst a program can do to a table of sizes.
+        # Every size is used only once: the worst case for a table of sizes.
         record.end(record.begin(1, number, 0, 0, -1, 0), True)
     grown = resident_bytes() - before
     rows = recorder.logged()
@@ -260,14 +260,14 @@ def ever_new_labels(context: RankContext) -> tuple[int, int, int]:
     grown = resident_bytes() - before
     logged, names = dist.get_comm_operation_count(), len(dist.get_logged_comm_ops())
     group = dist.new_group()
-    dist.all_reduce(tensor, group=group)  # there is still room for the names of groups
+    dist.all_reduce(tensor, group=group)  # names of groups still fit
     assert dist.recent_calls(1)[0].group == dist.communicator(group).name
     return grown, logged, names
 
 
-def test_labels_that_never_come_again_are_bounded_too(pool: RankPool) -> None:
+def test_labels_that_are_used_only_once_are_bounded_too(pool: RankPool) -> None:
     [(grown, counted, names)] = pool.run(ever_new_labels, world_size=1, timeout=100)
-    pool.replace()  # what labels that process still knows is used up
+    pool.replace()  # the earlier test used up that process's labels
     assert grown < 10e6
     assert counted == 52_000
     assert names < 4096
@@ -283,7 +283,7 @@ def odd_labels(context: RankContext) -> Any:
     return printed.getvalue(), max(map(len, dist.get_logged_comm_ops()))
 
 
-def test_labels_are_cut_and_a_terminal_obeys_none(pool: RankPool) -> None:
+def test_labels_are_truncated_and_escaped_for_the_terminal(pool: RankPool) -> None:
     [(printed, longest)] = pool.run(odd_labels, world_size=1)
     assert longest == 200
     assert "\x1b" not in printed
@@ -301,7 +301,7 @@ def test_labels_are_cut_and_a_terminal_obeys_none(pool: RankPool) -> None:
         ({"prof_ops": [1]}, "a list of names"),
     ],
 )
-def test_what_cannot_be_configured_is_refused_and_changes_nothing(said: dict[str, Any], expected: str) -> None:
+def test_invalid_settings_are_refused_and_change_nothing(said: dict[str, Any], expected: str) -> None:
     import ringway
     from ringway.observe.log.logger import logger
 
@@ -324,7 +324,7 @@ def test_percentiles_are_near_the_truth() -> None:
     assert line.mean_ms == pytest.approx(500.5)
 
 
-def test_sizes_are_written_as_deepspeed_writes_them() -> None:
+def test_sizes_are_written_as_in_deepspeed() -> None:
     assert [size_text(n) for n in (0, 5, 1024, 711836303)] == ["0B", "5 B", "1.0 KB", "678.86 MB"]
 
 

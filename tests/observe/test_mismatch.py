@@ -1,5 +1,5 @@
-"""Ranks that call different things on gloo are told before anything wrong is sent: synchronous calls, asynchronous
-ones, and DDP's."""
+"""Ranks that call different things on gloo get an error before anything wrong is sent, for synchronous calls,
+asynchronous calls, and DDP's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reduce_and_wait(dist: Any, tensor: torch.Tensor, asynchronous: bool) -> None
 
 
 def part_ways(context: RankContext, late: int, asynchronous: bool) -> Any:
-    """One rank reduces eight elements, the others four; `late` comes last."""
+    """One rank reduces eight elements, the others four. Rank `late` arrives last."""
     dist = context.start("gloo", timeout=timedelta(seconds=100))
     dist.barrier()
     if context.rank == late:
@@ -37,7 +37,7 @@ def part_ways(context: RankContext, late: int, asynchronous: bool) -> Any:
     took = time.monotonic() - began
     with pytest.raises(CollectiveMismatch):  # the group has ended
         dist.all_reduce(torch.ones(4))
-    other = dist.new_group()  # others live on
+    other = dist.new_group()  # other groups stay usable
     alive = torch.ones(1)
     dist.all_reduce(alive, group=other)
     context.store.set(f"done{context.rank}", "1")
@@ -48,7 +48,7 @@ def part_ways(context: RankContext, late: int, asynchronous: bool) -> Any:
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_whoever_comes_last_every_rank_is_told(pool: RankPool, late: int, asynchronous: bool) -> None:
+def test_every_rank_gets_the_error_in_any_order_of_arrival(pool: RankPool, late: int, asynchronous: bool) -> None:
     for text, sides, number, took, alive in pool.run(part_ways, late, asynchronous, world_size=3, timeout=90):
         assert "called different things; the group has ended" in text
         assert "all_reduce #1 (float32, 32 bytes, SUM, group " in sides[1]
@@ -60,16 +60,16 @@ def test_whoever_comes_last_every_rank_is_told(pool: RankPool, late: int, asynch
 
 def part_ways_in_ddp(context: RankContext) -> Any:
     dist = context.start("gloo", timeout=timedelta(seconds=100))
-    # Models of different sizes, past DDP's own check at its start: the reduction of gradients is what parts.
+    # Models of different sizes, which DDP's own check at the start does not see: the gradient reductions differ.
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     if context.rank == 1:
         dist.all_reduce(torch.ones(3))
-        return "not told"
+        return "no error"
     try:
         model(torch.ones(1, 64)).sum().backward()
     except Exception as error:
         return type(error).__name__ + str(error)
-    return "not told"
+    return "no error"
 
 
 def test_ddp_ends_with_the_mismatch_too(pool: RankPool) -> None:
@@ -93,7 +93,7 @@ def records_of(size: int) -> list[Any]:
 
 
 def test_the_board_compares_what_must_agree_and_nothing_else() -> None:
-    """For every op, each fact changed alone."""
+    """For every op, changes one fact at a time."""
     same = {"bytes": 64, "dtype": 0, "reduce": 0, "root": 0}
     other = {"bytes": 128, "dtype": 1, "reduce": 3, "root": 1}
     for op in OPS:
@@ -113,7 +113,7 @@ def test_the_board_compares_what_must_agree_and_nothing_else() -> None:
                 assert first.difference is None
 
 
-def test_the_board_of_another_group_or_a_full_one_is_refused() -> None:
+def test_a_full_board_or_one_of_another_group_is_refused() -> None:
     fd = _core.create_call_board(2, 1, "t" * 32)
     with pytest.raises(RuntimeError, match="another group"):
         _core.CallBoard(fd, 0, [0, 1], "u" * 32)

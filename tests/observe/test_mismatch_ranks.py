@@ -1,4 +1,4 @@
-"""Messages and `CollectiveMismatch.sides` name global ranks, in a group that numbers its members differently too."""
+"""Messages and `CollectiveMismatch.sides` use global ranks, even in a group that numbers its members differently."""
 
 from __future__ import annotations
 

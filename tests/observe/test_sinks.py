@@ -1,4 +1,4 @@
-"""The counts as other tools get them."""
+"""The logger's counts as other tools receive them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_json_lines_are_appended_and_bounded(tmp_path: Path) -> None:
     assert (tmp_path / "comms-0.jsonl.1").exists()
 
 
-def test_prometheus_is_scraped_on_loopback() -> None:
+def test_prometheus_can_scrape_on_loopback() -> None:
     sink = Prometheus()
     assert sink._server.server_address[0] == "127.0.0.1"
     with publish(sink, every=0.05):
@@ -76,7 +76,7 @@ def test_prometheus_is_scraped_on_loopback() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10)
 
 
-def test_the_endpoint_speaks_what_prometheus_reads() -> None:
+def test_the_endpoint_uses_the_format_of_prometheus() -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     sink = Prometheus()
     sink.write(samples())
@@ -99,7 +99,7 @@ def test_a_registry_of_prometheus_client_has_the_same_metrics() -> None:
     labels = {"name": NAME, "bytes": "1048576", "rank": "0"}
     with publish(PrometheusRegistry(registry), every=3600):
         assert registry.get_sample_value("ringway_calls_total", labels) is None
-    assert registry.get_sample_value("ringway_calls_total", labels) is None  # it is gone with the block
+    assert registry.get_sample_value("ringway_calls_total", labels) is None  # it is removed at the end of the block
     sink = PrometheusRegistry(registry)
     sink.write(samples())
     assert registry.get_sample_value("ringway_calls_total", labels) == 3
@@ -107,7 +107,7 @@ def test_a_registry_of_prometheus_client_has_the_same_metrics() -> None:
     assert b"ringway_bus_bytes_per_second" in prometheus_client.generate_latest(registry)
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_can_read_the_files(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with publish(TensorBoard(tmp_path), every=3600):
         pass
@@ -118,7 +118,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert (event.step, event.value) == (1, pytest.approx(2.0))
 
 
-def test_a_writer_of_the_programs_own_stays_open(tmp_path: Path) -> None:
+def test_the_programs_own_writer_stays_open(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -146,10 +146,10 @@ def test_wandb_gets_the_metrics_and_keeps_its_steps(tmp_path: Path) -> None:
     finally:
         run.finish()
     assert summary[f"comms/{NAME}/1048576/mean_ms"] == pytest.approx(2.0)
-    assert (summary["loss"], summary["_step"]) == (0.5, 1)  # a row of ours would have made it 2
+    assert (summary["loss"], summary["_step"]) == (0.5, 1)  # a separate row would have made it 2
 
 
-def test_opentelemetry_counts_what_came_since_the_last_time() -> None:
+def test_opentelemetry_gets_the_increase_since_the_last_sample() -> None:
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -168,14 +168,14 @@ def test_opentelemetry_counts_what_came_since_the_last_time() -> None:
     assert totals()["ringway.calls"].value == 4
     assert totals()["ringway.call.time"].value == pytest.approx(0.008)
     assert dict(totals()["ringway.calls"].attributes) == {"name": NAME, "bytes": 1 << 20, "rank": 0}
-    ringway.reset_log()  # counters of theirs do not go back
+    ringway.reset_log()  # OpenTelemetry's counters never decrease
     world.recorder.log(USER_OP, NAME, 4, 1 << 20, 2_000_000)
     sink.write(samples())
     assert totals()["ringway.calls"].value == 5
     provider.shutdown()
 
 
-def test_a_library_that_is_not_there_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, extra, make in (
         ("prometheus_client", "prometheus", PrometheusRegistry),
         ("torch.utils.tensorboard", "tensorboard", lambda: TensorBoard(tmp_path)),
@@ -185,7 +185,7 @@ def test_a_library_that_is_not_there_is_named_with_the_extra(monkeypatch: pytest
             make()
 
 
-def test_a_logger_that_is_off_is_said(tmp_path: Path) -> None:
+def test_publishing_warns_if_the_logger_is_off(tmp_path: Path) -> None:
     ringway.configure(enabled=False)
     with pytest.warns(UserWarning, match="logger is off"), publish(JsonLines(tmp_path / "x"), every=3600):
         pass
@@ -216,7 +216,7 @@ print([str(warning.message) for warning in caught])
     assert json.loads(line)["name"] == "op"
 
 
-def test_a_sink_that_fails_is_a_warning_once() -> None:
+def test_a_failing_sink_warns_once() -> None:
     class Broken:
         def write(self, samples: Any) -> None:
             raise OSError("the disk is full")

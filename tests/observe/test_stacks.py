@@ -1,4 +1,4 @@
-"""Stacks read without the GIL: whatever the threads do meanwhile, the process lives and answers."""
+"""Stacks are read without the GIL: whatever the threads do at that moment, the process survives and answers."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_threads_that_come_and_go_do_not_crash_the_reader() -> None:
     assert left == "None", "a copy was not reaped"
 
 
-def test_it_says_where_each_thread_is() -> None:
+def test_the_stack_of_each_thread_is_reported() -> None:
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()
     text = ""
-    for _ in range(10):  # a copy that is not done after two seconds is ended
+    for _ in range(10):  # a copy that takes longer than two seconds is killed
         text = _core.stacks_of_a_copy()
-        if "in test_it_says_where_each_thread_is" in text:
+        if "in test_the_stack_of_each_thread_is_reported" in text:
             break
     release.set()
     thread.join()
     assert text.count("Thread 0x") + text.count("Current thread 0x") >= 2
     assert Path(__file__).name in text
-    assert "in test_it_says_where_each_thread_is" in text
+    assert "in test_the_stack_of_each_thread_is_reported" in text

@@ -1,4 +1,4 @@
-"""A call that hangs says why: real ranks that sleep, stray, die and get stuck, on gloo and on shm."""
+"""A call that hangs reports why: real ranks that sleep, make other calls, die and get stuck, on gloo and on shm."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ watch = world.listener(StallWatch)
 BACKENDS = ("gloo", "shm")
 WORLD = 3
 NEVER = 1000.0
-"""Seconds, of a watch that is to say nothing."""
+"""Seconds, for a watch that must not report."""
 
 
 def begin(context: RankContext, backend: str, timeout: float = 60.0) -> Any:
-    """A new group, whose calls after this first barrier have so many seconds."""
+    """A new group. After a first barrier, its calls have a timeout of `seconds`."""
     leave()
     watch.seconds = NEVER
     dist = context.start(backend, group_name="stall", timeout=timedelta(seconds=60))
@@ -41,7 +41,7 @@ def begin(context: RankContext, backend: str, timeout: float = 60.0) -> Any:
 
 
 def meet(context: RankContext, where: str) -> None:
-    """Through the store, which no fault of a group touches."""
+    """A barrier through the store, which works even if a group has failed."""
     context.store.set(f"{where} {context.rank}", "")
     context.store.wait(keys(where, range(context.world_size)))
 
@@ -55,8 +55,8 @@ def all_but(victim: int) -> list[int]:
 
 
 def tell_when_explained(context: RankContext, after: float = 1.0, pipe: str | None = None) -> None:
-    """Starts a thread for this rank's next all_reduce: the watch may speak once every rank is where it is to be seen,
-    since it speaks only once. When it has, "told RANK" is in the store and a byte in the pipe."""
+    """Starts a thread for this rank's next all_reduce. The watch reports only once, so it may report only after every
+    rank has reached its place. Then the thread sets "reported RANK" in the store and writes a byte to the pipe."""
 
     def run() -> None:
         while not any(call.op == "all_reduce" and call.state == "issued" for call in ringway.recent_calls()):
@@ -65,7 +65,7 @@ def tell_when_explained(context: RankContext, after: float = 1.0, pipe: str | No
         watch.seconds = after
         while not explained():
             time.sleep(0.05)
-        context.store.set(f"told {context.rank}", "")
+        context.store.set(f"reported {context.rank}", "")
         if pipe is not None:
             Path(pipe).write_bytes(b".")
 
@@ -73,7 +73,7 @@ def tell_when_explained(context: RankContext, after: float = 1.0, pipe: str | No
 
 
 def explained() -> bool:
-    """Whether the watch has said whom an all_reduce waits for. It is to ask anew where a rank was slow to answer."""
+    """Whether the watch has reported which ranks an all_reduce waits for. Asks again if a rank was slow to answer."""
     said = [text for text in list(watch.verdicts) if "all_reduce #" in text and "for this rank" not in text]
     if any("does not answer" in text or "is unavailable" in text for text in said):
         watch.verdicts.clear()
@@ -83,7 +83,7 @@ def explained() -> bool:
 
 
 def caught(dist: Any) -> tuple[str, str, dict[str, Any]]:
-    """What a small all_reduce raises: its class, its text, its facts."""
+    """What a small all_reduce raises: its class, its text, its attributes."""
     try:
         dist.all_reduce(torch.ones(4))
     except RingwayError as error:
@@ -95,8 +95,8 @@ def sleeper(context: RankContext, backend: str, victim: int) -> Any:
     dist = begin(context, backend)
     if context.rank == victim:
         context.store.set(f"in {victim}", "")
-        told = keys("told", all_but(victim))
-        while not (context.store.check(told) and any("for this rank" in text for text in list(watch.verdicts))):
+        reported = keys("reported", all_but(victim))
+        while not (context.store.check(reported) and any("for this rank" in text for text in list(watch.verdicts))):
             time.sleep(0.05)
     else:
         tell_when_explained(context)
@@ -106,7 +106,7 @@ def sleeper(context: RankContext, backend: str, victim: int) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sleeping_rank_is_named_with_its_stack(pool: RankPool, backend: str) -> None:
     victim = 1
-    pool.replace()  # a rank tells for two seconds the stacks that it told last, which may be another test's
+    pool.replace()  # a rank reports cached stacks for two seconds, which may be those of another test
     outcomes = pool.try_run(sleeper, backend, victim, world_size=WORLD)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for outcome in outcomes:
@@ -134,7 +134,7 @@ def never_comes(context: RankContext, backend: str, victim: int) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_timeout_is_a_timeout_on_every_rank_and_names_who_did_not_come(pool: RankPool, backend: str) -> None:
+def test_a_timeout_is_raised_on_every_rank_and_names_the_missing_rank(pool: RankPool, backend: str) -> None:
     victim = 0
     for (kind, text, facts), again in pool.run(never_comes, backend, victim, world_size=WORLD):
         assert kind == "CommTimeout", text
@@ -201,7 +201,7 @@ def test_a_dead_rank_is_named_at_once(pool: RankPool, backend: str, how: str, vi
         assert facts["rank"] == victim
         assert facts["pid"]
         assert took < 60  # and not the group's 120 s, which a rank with no connection to the dead one would wait
-        # The kernel tells the signal only until somebody has reaped the process.
+        # The kernel reports the signal only until the process is reaped.
         assert facts["signal"] in (None, getattr(signal, how, None))
 
 
@@ -224,7 +224,7 @@ def stuck(context: RankContext, backend: str, victim: int, pipe: str | None) -> 
 
 def stuck_in_a_loop(context: RankContext) -> None:
     context.store.set(f"in {context.rank}", "")
-    while not context.store.check(keys("told", all_but(context.rank))):
+    while not context.store.check(keys("reported", all_but(context.rank))):
         for _ in range(1_000_000):
             pass
 
@@ -232,7 +232,7 @@ def stuck_in_a_loop(context: RankContext) -> None:
 def stuck_in_c(context: RankContext, pipe: str) -> None:
     # PyDLL keeps the GIL: nothing of Python runs in this process while it reads.
     read, byte = ctypes.PyDLL(None).read, ctypes.create_string_buffer(1)
-    fd = os.open(pipe, os.O_RDWR)  # never at its end, though those who write come and go
+    fd = os.open(pipe, os.O_RDWR)  # never at end of file, even if writers come and go
     context.store.set(f"in {context.rank}", "")
     awaited = context.world_size - 1
     while awaited:
@@ -263,7 +263,7 @@ def in_another_group(context: RankContext) -> Any:
     pair = dist.new_group([1, 2])
     if context.rank == 2:
         context.store.set("in 2", "")
-        context.store.wait(keys("told", [0, 1]))
+        context.store.wait(keys("reported", [0, 1]))
     else:
         tell_when_explained(context)
     if context.rank in (1, 2):
@@ -282,21 +282,21 @@ def one_call_sooner(context: RankContext) -> Any:
     dist = begin(context, "gloo")
     if context.rank == 1:
         context.store.set("in 1", "")
-        context.store.wait(["told 0"])
+        context.store.wait(["reported 0"])
     else:
         tell_when_explained(context, after=NEVER)
     with stall_after(0.5):
         dist.all_reduce(torch.ones(4))
 
 
-def test_one_call_may_stall_sooner_than_the_rest(pool: RankPool) -> None:
+def test_a_single_call_may_have_a_shorter_stall_limit(pool: RankPool) -> None:
     outcomes = pool.try_run(one_call_sooner, world_size=2)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     assert "for rank 1" in outcomes[0].output
 
 
 def watched_badly(context: RankContext) -> Any:
-    """Its watch fails each time it looks, and its explanation fails too: neither may disturb, nor pass unseen."""
+    """The watch fails at every check, and so does the explanation: neither may disturb the job or stay hidden."""
     dist = begin(context, "gloo", timeout=3.0)
     watch.seconds = 1.0
     if context.rank == 1:
@@ -318,7 +318,7 @@ def watched_badly(context: RankContext) -> Any:
     return result
 
 
-def test_what_fails_in_the_watch_is_said_once_and_disturbs_nothing(pool: RankPool) -> None:
+def test_a_failure_of_the_watch_is_reported_once_and_disturbs_nothing(pool: RankPool) -> None:
     outcomes = pool.try_run(watched_badly, world_size=2, timeout=100)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     kind, _, facts = outcomes[0].value

@@ -1,4 +1,4 @@
-"""Who is waited for: a deliberate straggler, uneven records, sub-groups."""
+"""Which ranks others wait for: a deliberate straggler, uneven records, sub-groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_a_straggler(context: RankContext, backend: str) -> Any:
             continue
         work = dist.all_reduce(torch.ones(256), async_op=True)
         if number < 3:
-            # A call that rank 2 knows nothing of. Made here: however long one waits for the other, both wait longer
+            # A call that rank 2 does not make. Made here: however long one waits for the other, both wait longer
             # for rank 2.
             dist.all_reduce(torch.ones(4), group=pair)
         context.store.set(f"in {number}.{context.rank}", "")
@@ -68,7 +68,7 @@ def test_uneven_records_and_clocks_are_tolerated() -> None:
     arrivals = {
         0: [row("w", n, 1000 * n) for n in range(5)],
         1: [row("w", n, 1000 * n + 5_000_050) for n in range(3)],  # lost the last two, and its clock is ahead
-        2: [row("other", 0, 77)],  # nobody else was there
+        2: [row("other", 0, 77)],  # no other rank made this call
     }
     analysis = compare(arrivals, {1: -5_000_000}, rank=0)
     assert analysis.compared == 3
@@ -77,7 +77,7 @@ def test_uneven_records_and_clocks_are_tolerated() -> None:
     assert analysis.breakdown["all_reduce"][100].count == 3
 
 
-def test_a_latency_is_parted_into_the_least_of_all_ranks_and_the_rest() -> None:
+def test_a_latency_is_split_into_the_minimum_of_all_ranks_and_the_rest() -> None:
     def row(number: int, came: int, ended: int) -> Any:
         return ("w", number, 1, 100, came, ended, ("a.py", 1, "f"), "", 3)
 

@@ -1,4 +1,4 @@
-"""`ringway top` and `ringway report`: what they show of a running job, and that nobody's text is obeyed."""
+"""`ringway top` and `ringway report`: what they show, and that text from other processes is escaped."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def busy(context: RankContext) -> None:
 
 
 def own_pids(pool: RankPool) -> set[int]:
-    """Of the two ranks: the pool may have more, from tests before, or none yet."""
+    """The status of the two ranks. The pool may have more ranks from earlier tests, or none yet."""
     return {pid for rank, pid in pool.pids().items() if rank in (0, 1)}
 
 
 def settled(ranks: list[RankStatus]) -> bool:
-    """Whether rank 0 waits for rank 1, and both have said where they are."""
+    """Whether rank 0 waits for rank 1 and both have answered."""
     doing = [(status.rank, None if status.current is None else status.current.label) for status in ranks]
     return doing == [(0, EVIL), (1, None)]
 
 
 def look(pool: RankPool, address: tuple[str, int]) -> tuple[list[RankStatus], Any]:
-    """What is shown once rank 0 waits for rank 1. Looked at until it is: a rank that is slow to answer is left out."""
+    """The screen once rank 0 waits for rank 1. Retries, because a rank that is slow to answer is left out."""
     deadline = time.monotonic() + 120
     while True:
         ranks = [status for status in snapshot() if status.pid in own_pids(pool)]
@@ -62,9 +62,9 @@ def look(pool: RankPool, address: tuple[str, int]) -> tuple[list[RankStatus], An
     return ranks, result
 
 
-def test_top_shows_what_each_rank_is_in(pool: RankPool) -> None:
+def test_top_shows_the_current_call_of_each_rank(pool: RankPool) -> None:
     seen: list[Any] = []
-    address = pool._store_address()  # made here: the run would make another beside the thread's
+    address = pool._store_address()  # made here, because the run would make a second one
     watcher = threading.Thread(target=lambda: seen.append(look(pool, address)))
     watcher.start()
     pool.run(busy, world_size=2, timeout=200)
@@ -82,10 +82,10 @@ def test_top_shows_what_each_rank_is_in(pool: RankPool) -> None:
     assert "the program's own code" in result.output
     assert "\x1b[31m[bold]" not in result.output
     assert "\x07" not in result.output
-    assert "[bold]loss" in result.output  # shown as it was written
+    assert "[bold]loss" in result.output  # shown unchanged
 
 
-def test_nobody_there_is_said() -> None:
+def test_top_says_if_no_rank_is_running() -> None:
     console = Console(record=True, width=120)
     console.print(table([]))
     assert "No ringway rank" in console.export_text()
@@ -102,7 +102,7 @@ def shown(width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 64, 80, 200])
-def test_a_narrow_terminal_shows_the_rank_its_call_and_since_when(width: int) -> None:
+def test_a_narrow_terminal_shows_the_rank_its_call_and_the_time(width: int) -> None:
     lines = shown(width).splitlines()
     assert lines[2].strip().startswith("0/2")
     assert "all_reduce" in lines[2]
@@ -111,7 +111,7 @@ def test_a_narrow_terminal_shows_the_rank_its_call_and_since_when(width: int) ->
     assert len(lines) == 4
 
 
-def test_jobs_beside_one_another_are_kept_apart() -> None:
+def test_jobs_on_the_same_host_are_shown_separately() -> None:
     def status(job: str, rank: int, pid: int, came: int) -> RankStatus:
         call = RecordedCall(0, "all_reduce", 8, None, "SUM", None, "0", "", None, came, came + 10, "completed", 2)
         return RankStatus(rank, 2, "host", pid, 10**10, 1, (call,), "", job)
@@ -119,7 +119,7 @@ def test_jobs_beside_one_another_are_kept_apart() -> None:
     ranks = [status("a", 0, 1, 1_000), status("a", 1, 2, 2_000_000), status("b", 0, 3, 9 * 10**9)]
     late = skews(ranks)
     assert late[2] == pytest.approx(0.002, abs=1e-5)
-    assert 3 not in late  # nobody of its own job is there to be waited for
+    assert 3 not in late  # no other rank of its job is on this host
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(table(ranks, width=100))
     lines = console.export_text().splitlines()
@@ -127,8 +127,8 @@ def test_jobs_beside_one_another_are_kept_apart() -> None:
     assert [line.split()[0] if line.strip() else "" for line in lines[2:]] == ["0/2", "1/2", "", "0/2"]
 
 
-def test_what_speaks_like_another_version_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringway.observe.top._SECONDS", 60.0)  # what is left out for its silence proves nothing
+def test_ranks_of_another_version_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringway.observe.top._SECONDS", 60.0)  # a silent rank that is left out proves nothing
     name = f"ringway/{os.getpid() + 10_000_000}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + name)
@@ -151,7 +151,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("x" * 100, 10) == "x" * 9 + "…"
 
 
-def test_the_report_command_refuses_what_is_no_trace(tmp_path: Path) -> None:
+def test_the_report_command_refuses_a_file_that_is_not_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("{}")
     result = CliRunner().invoke(app, ["report", str(path), "-o", str(tmp_path / "r.html")])

@@ -23,7 +23,7 @@ NASTY = "</script><img src=x onerror=alert(1)> & 'loss' \"π\""
 
 
 def one_comes_late(context: RankContext, dist: Any) -> None:
-    """Rank 1 comes 20 ms after the others, however slow each of them is."""
+    """Rank 1 arrives 20 ms after the others, however slow they are."""
     if context.rank == 1:
         context.store.wait(["issued 0", "issued 2"])
         time.sleep(0.02)
@@ -105,7 +105,7 @@ def test_a_trace_is_bounded_and_survives_an_error(pool: RankPool, tmp_path: Path
 
 
 @pytest.mark.browser
-def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_path: Path) -> None:
+def test_the_page_draws_everything_and_makes_no_request(trace_file: Path, tmp_path: Path) -> None:
     program = find_chromium()
     if program is None:
         pytest.skip("no chromium on this machine: apt install chromium, or set RINGWAY_TEST_BROWSER")
@@ -124,7 +124,7 @@ def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_pa
         assert count("#lateness rect.cell") == cells >= 3
         assert count("#table tr") >= 6
         assert browser.evaluate("document.querySelector('#timeline svg').getBoundingClientRect().height") > 50
-        # What users wrote is shown, not obeyed.
+        # Text from users is shown, not interpreted.
         assert count("img") == 0
         assert NASTY in browser.evaluate("document.querySelector('#table').textContent")
         # Rank 1 slept, and is the reddest row of the heat map.
@@ -138,7 +138,7 @@ def test_the_page_draws_everything_and_asks_for_nothing(trace_file: Path, tmp_pa
         browser.close()
 
 
-def test_a_long_trace_of_one_rank_with_ever_new_names_and_sizes_is_drawn(tmp_path: Path) -> None:
+def test_a_long_trace_with_many_names_and_sizes_is_drawn(tmp_path: Path) -> None:
     rows = [
         (number, 1, 4 * number, 0, 0, -1, "0", f"step {number}", None, 1000 * number, 1000 * number + 400, 1, 2)
         for number in range(20_000)
@@ -165,7 +165,7 @@ def test_a_long_trace_of_one_rank_with_ever_new_names_and_sizes_is_drawn(tmp_pat
         browser.close()
 
 
-def test_a_trace_that_another_program_has_written_anew_is_read(trace_file: Path, tmp_path: Path) -> None:
+def test_a_trace_that_another_program_rewrote_can_be_read(trace_file: Path, tmp_path: Path) -> None:
     trace = json.loads(trace_file.read_text())
     trace["traceEvents"] += [{"ph": "X", "name": "cudaLaunch", "ts": 1, "dur": 2}, {"ph": "i"}, 3]
     (tmp_path / "merged.json").write_text(json.dumps(trace, indent=1))
@@ -175,7 +175,7 @@ def test_a_trace_that_another_program_has_written_anew_is_read(trace_file: Path,
     assert one.replace("trace.json", "merged.json") == two
 
 
-def test_one_trace_at_a_time_and_of_some_calls(tmp_path: Path) -> None:
+def test_only_one_trace_runs_at_a_time_and_its_calls_are_limited(tmp_path: Path) -> None:
     with ringway.trace(tmp_path / "outer.json"):
         inner = ringway.trace(tmp_path / "inner.json")
         with pytest.raises(UsageError, match="one at a time"):
@@ -188,7 +188,7 @@ def test_one_trace_at_a_time_and_of_some_calls(tmp_path: Path) -> None:
         pass
 
 
-def test_data_cannot_leave_its_element() -> None:
+def test_data_cannot_end_its_script_element() -> None:
     text = as_data({"a": "</script><!-- & \u2028"})
     assert "<" not in text
     assert ">" not in text
@@ -212,7 +212,7 @@ ARGS = '{"op": "o", "sequence": 1, "group": "0", "bytes": 1, "site": "", "state"
         "[" * 100_000,
     ],
 )
-def test_what_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(content)
     with pytest.raises(UsageError):
@@ -222,6 +222,6 @@ def test_what_is_not_a_trace_is_refused(tmp_path: Path, content: str) -> None:
     assert not (tmp_path / "out.html").exists()
 
 
-def test_a_page_that_cannot_be_written_is_said_with_the_reason(trace_file: Path, tmp_path: Path) -> None:
+def test_an_unwritable_page_is_an_error_with_the_reason(trace_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write .*No such file"):
         report(trace_file, tmp_path / "no" / "report.html")

@@ -1,4 +1,4 @@
-"""The rank pool: what ranks return, and what becomes of ranks that raise, die or hang."""
+"""The rank pool: what ranks return, and what happens to ranks that raise, die or hang."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_results_come_in_rank_order(pool: RankPool) -> None:
     assert pool.run(place, 10, world_size=3) == [(10, 3), (11, 3), (12, 3)]
 
 
-def test_ranks_are_used_again(pool: RankPool) -> None:
+def test_ranks_are_reused(pool: RankPool) -> None:
     first = pool.run(process_id, world_size=2)
     assert pool.run(process_id, world_size=2) == first
     assert pool.run(process_id, world_size=1) == first[:1]
@@ -183,7 +183,7 @@ def test_a_death_is_named_and_does_not_spoil_the_next_run(pool: RankPool, number
     assert not set(before) & set(pool.run(process_id, world_size=3))
 
 
-def test_a_rank_that_leaves(pool: RankPool) -> None:
+def test_a_rank_that_exits_is_reported(pool: RankPool) -> None:
     outcomes = pool.try_run(leave_on, 0, world_size=2)
     assert outcomes[0].detail == "it left the process with status 3"
 

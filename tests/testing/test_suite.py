@@ -32,7 +32,7 @@ def test_plain_gloo_passes_what_it_can(pool: RankPool) -> None:
     assert str(report) == "3 of 3 conformance cases passed"
 
 
-def test_plain_gloos_wrong_numbers_are_caught(pool: RankPool) -> None:
+def test_wrong_results_of_plain_gloo_are_caught(pool: RankPool) -> None:
     with pytest.raises(ConformanceFailed) as caught:
         on_plain_gloo(pool, "strided_broadcast", "barrier_waits_for_the_last")
     findings = [finding for _, finding in caught.value.report.findings]
@@ -42,7 +42,7 @@ def test_plain_gloos_wrong_numbers_are_caught(pool: RankPool) -> None:
     assert "expected" in str(caught.value)
 
 
-def test_what_plain_gloo_refuses_is_a_finding_with_its_traceback(pool: RankPool) -> None:
+def test_an_error_of_plain_gloo_is_a_finding_with_its_traceback(pool: RankPool) -> None:
     with pytest.raises(ConformanceFailed, match="Invalid scalar type") as caught:
         on_plain_gloo(pool, "gather")
     assert "gather was at: dtype=torch.int16" in str(caught.value)
@@ -72,7 +72,7 @@ def hangs(probe: Probe) -> None:
         pass
 
 
-def test_dead_and_hung_cases_are_named_and_the_next_goes_on(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_and_hung_cases_are_named_and_the_next_case_runs(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     suite.all_cases()
     for function in (dies, hangs):
         monkeypatch.setitem(CASES, function.__name__, Case(function.__name__, function, min_size=2))

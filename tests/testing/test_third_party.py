@@ -1,4 +1,4 @@
-"""A backend of a third party is held to the suite by one call."""
+"""One call runs the conformance suite on a third-party backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_sound_backend_passes() -> None:
     assert len(report.seconds) > 20
 
 
-def test_an_unsound_backend_is_found_out() -> None:
+def test_an_unsound_backend_is_reported() -> None:
     with pytest.raises(ConformanceFailed) as caught:
         check_backend(
             "unsound", (2,), preload=["third_party"], cases=["all_gather", "broadcast", "tags_are_kept_apart"]

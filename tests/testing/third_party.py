@@ -1,4 +1,4 @@
-"""Two backends as somebody else would write them: registered when this module is imported."""
+"""Two third-party backends, registered when this module is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringway.call import Call
 
 
 class Sound(GlooBackend):
-    """Natively only what the others can be composed of."""
+    """Has only the ops from which the others can be composed."""
 
     name = "sound"
     devices = ("cpu",)

@@ -83,8 +83,8 @@ class CclBackend(Backend):
         unique = UniqueId()
         if self.rank == 0:
             self._checked("onecclGetUniqueId", ctypes.byref(unique))
-        told = from_rank_0(self.group, "ccl/id", bytes(unique) if self.rank == 0 else None)
-        unique = UniqueId.from_buffer_copy(told)
+        reported = from_rank_0(self.group, "ccl/id", bytes(unique) if self.rank == 0 else None)
+        unique = UniqueId.from_buffer_copy(reported)
         self._checked("onecclCommInitRank", ctypes.byref(self._comm), self.size, unique, self.rank)
 
     def _checked(self, function: str, *arguments: Any) -> None:

@@ -47,8 +47,8 @@ def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
     """Checks that all ranks have the same table and every backend in it. All ranks raise if one does not."""
     lacking = {name: what.reason for name in sorted(names) if (what := obstacle(name)) is not None}
     mine = json.dumps({"digest": policy.digest, "lacking": lacking})
-    said = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
-    different = [info.ranks[rank] for rank, told in enumerate(said) if told["digest"] != said[0]["digest"]]
+    reports = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
+    different = [info.ranks[rank] for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
     if different:
         raise ConfigError(
             f"rank {', '.join(map(str, different))} loaded another policy than rank {info.ranks[0]} "
@@ -56,8 +56,8 @@ def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
             key="policy",
             source=policy.source,
         )
-    for rank, told in enumerate(said):
-        for name, reason in told["lacking"].items():
+    for rank, report in enumerate(reports):
+        for name, reason in report["lacking"].items():
             raise BackendUnavailable(
                 name,
                 f"{reason} (rank {info.ranks[rank]})",
@@ -75,7 +75,7 @@ class MixedBackend(BackendOfParts):
         self.torch_group = own.torch_group
         self._own = own
         here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
-        self._rules = [told for rule in rules for told in _on_devices(rule, here)]
+        self._rules = [applicable for rule in rules for applicable in _on_devices(rule, here)]
         self._backends[own.name] = own
         with ExitStack() as unless_all_are_made:
             unless_all_are_made.callback(self.close)

@@ -143,8 +143,8 @@ def _send_segment(member: socket.socket, segment: SharedSegment) -> None:
     parts = [have[at : at + _FDS_A_MESSAGE] for at in range(0, len(have), _FDS_A_MESSAGE)] or [[]]
     for index, ranks in enumerate(parts):
         fds = [segment.pidfds[rank] for rank in ranks] + ([segment.fd] if index == 0 else [])
-        told = {"pids": segment.pids, "cpus": sorted(segment.cpus), "ranks": ranks, "more": index + 1 < len(parts)}
-        _send(member, told, fds)
+        reported = {"pids": segment.pids, "cpus": sorted(segment.cpus), "ranks": ranks, "more": index + 1 < len(parts)}
+        _send(member, reported, fds)
 
 
 # The others' side
@@ -229,8 +229,8 @@ def _in_words(error: BaseException) -> dict[str, Any]:
     return {"error": str(error), "unavailable": False}
 
 
-def _error_in(told: dict[str, Any]) -> BackendUnavailable | RendezvousError:
-    return _no_memory(told["error"]) if told["unavailable"] else RendezvousError(told["error"])
+def _error_in(reported: dict[str, Any]) -> BackendUnavailable | RendezvousError:
+    return _no_memory(reported["error"]) if reported["unavailable"] else RendezvousError(reported["error"])
 
 
 def _own_pidfd() -> int:

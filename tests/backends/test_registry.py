@@ -1,4 +1,4 @@
-"""Names of backends that torch, or a package for torch, provides beside ringway's own."""
+"""Names of backends: ringway's own, and those that torch or a package for torch provides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringway.backends import registry
 from ringway.errors import BackendUnavailable
 
 
-def test_torchs_own_have_names_of_their_own() -> None:
+def test_torchs_own_backends_have_separate_names() -> None:
     assert registry.torch_spelling("torch:mpi") == "mpi"
     assert registry.user_spelling("mpi") == "torch:mpi"
     assert registry.torch_spelling("mpi") == "mpi4py"
@@ -20,7 +20,7 @@ def test_torchs_own_have_names_of_their_own() -> None:
     assert registry.user_spelling(registry.torch_spelling("ccl")) == "ccl"
 
 
-def test_oneccls_bindings_are_used_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_oneccl_bindings_for_torch_are_used_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match="Install oneccl_bindings_for_pytorch"):
         registry.torch_spelling("torch:ccl")
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("imported = True\n")
