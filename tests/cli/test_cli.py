@@ -125,7 +125,7 @@ def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
         timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right on every rank") == 7
+    assert done.stdout.count("correct on every rank") == 7
     assert "WRONG" not in done.stdout
     assert "weights are equal on all ranks" in done.stdout
     assert "ringway demo: 2 ranks finished" in done.stdout

@@ -77,7 +77,8 @@ class World:
     def communicator(self, group: c10d.ProcessGroup | None) -> Communicator:
         """The communicator of a group; None means the default group."""
         if group is None:
-            group = c10d_module._world._default_pg
+            torch_world: Any = c10d_module._world
+            group = torch_world._default_pg
             if group is None:
                 self._default = None
                 raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
