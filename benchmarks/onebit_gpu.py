@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/onebit_gpu.py --output docs/proofs/onebit_gpu.txt
 
-World size 1 without a short cut: every step and both collectives run. Bytes that must move: 36 per element with one
+World size 1, but nothing is skipped: every step and both collectives run. Bytes that must move: 36 per element with one
 scale per tensor (4.5 copies), 24 with a scale per block (3 copies). Then 2 and 4 ranks share the GPU through gloo, and
 their results are compared with the reference in plain torch on the CPU.
 

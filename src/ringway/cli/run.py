@@ -20,7 +20,7 @@ def run(
         str, typer.Option(help="When a rank fails: stop the others, or keep them running.", metavar="stop|keep")
     ] = "stop",
 ) -> None:
-    """Start several ranks of a program on this host. The launcher hosts the store, which survives the death of any rank."""
+    """Start several ranks of a program on this host. The store is in this launcher, so it survives any rank."""
     from ringway.launch import run as launcher
 
     if on_death not in launcher.ON_DEATH:
