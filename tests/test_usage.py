@@ -76,3 +76,23 @@ def start_with_a_typo(context: RankContext) -> None:
 
 def test_set_backend_refuses_unknown_names(pool: RankPool) -> None:
     pool.run(start_with_a_typo, world_size=1)
+
+
+def call_with_wrong_labels(context: RankContext, backend: str) -> None:
+    context.start(backend)
+    one, parts = torch.ones(2), [torch.ones(2)]
+    for wrong in (0, False, []):
+        for call in (
+            partial(ringway.all_reduce, one),
+            partial(ringway.broadcast, one, 0),
+            partial(ringway.all_gather, parts, one),
+            ringway.barrier,
+        ):
+            with pytest.raises(UsageError, match="log_name"):
+                call(log_name=wrong)
+    ringway.all_reduce(one, log_name="")
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_label_must_be_a_string_even_where_it_is_false(pool: RankPool, backend: str) -> None:
+    pool.run(call_with_wrong_labels, backend, world_size=1)

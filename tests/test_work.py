@@ -12,7 +12,7 @@ import torch
 import ringway as dist
 from ringway.errors import CommTimeout, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool
-from ringway.work import Completion, Finishing, Handle, PendingHandle, Together, Work, WorkHandle, seconds
+from ringway.work import DONE, Completion, Finishing, Handle, PendingHandle, Together, Work, WorkHandle, seconds
 
 
 class Scripted(Handle):
@@ -149,3 +149,21 @@ def test_a_wait_with_a_limit_ends_in_time_and_can_be_repeated(pool: RankPool, ba
     waited, _ = pool.run(_short_waits, backend, world_size=2)
     assert len(waited) == 2
     assert min(waited) >= 0.05
+
+
+def test_a_finished_last_step_leaves_nothing_to_the_garbage_collector() -> None:
+    class Step:
+        def __call__(self) -> None: ...
+
+    step = Step()
+    handle = Finishing(DONE, step)
+    handle.wait()
+    gone = weakref.ref(handle), weakref.ref(step)
+    gc.disable()
+    try:
+        del step
+        assert gone[1]() is None, "a handle that is kept must not keep the buffers of a step that has run"
+        del handle
+        assert gone[0]() is None, "a reference cycle keeps the call's tensors and its group"
+    finally:
+        gc.enable()

@@ -49,6 +49,7 @@ class CompletionCell:
             if self.finished:
                 return
             self.error = error if self._settle is None else self._settle(error)
+            self._settle = None  # it may hold this cell's owner, and buffers of the call
             self.finished = True
             callbacks, self._callbacks = self._callbacks, []
             if self._wake is not None and not self._hold_waiters:
@@ -191,7 +192,7 @@ class Finishing(PendingHandle):
     def __init__(self, inner: Handle, finish: Callable[[], None]) -> None:
         super().__init__(self._run_step)
         self._inner = inner
-        self._finish = finish
+        self._finish: Callable[[], None] | None = finish
         self.notifies = inner.notifies
 
     @property
@@ -199,10 +200,11 @@ class Finishing(PendingHandle):
         return self._inner.source
 
     def _run_step(self, error: BaseException | None) -> BaseException | None:
-        if error is None:
+        finish, self._finish = self._finish, None  # it holds the call's buffers
+        if error is None and finish is not None:
             try:
                 with torch.inference_mode():
-                    self._finish()
+                    finish()
             except BaseException as failure:
                 return failure
         return error

@@ -116,14 +116,14 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("src", src, group_src)
-        if not (async_op or log_name) and self.calls.run_fast(BROADCAST.code, tensor, tensor, root):
+        if not async_op and log_name is None and self.calls.run_fast(BROADCAST.code, tensor, tensor, root):
             return None
         return self.calls.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
         self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(_ALL_REDUCE, tensor, tensor):
+        if op is _SUM and not async_op and log_name is None and self.calls.run_fast(_ALL_REDUCE, tensor, tensor):
             return None
         reduce, factor = parse_reduce(op)
         if getattr(tensor, "layout", None) is torch.sparse_coo:
@@ -147,7 +147,7 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("dst", dst, group_dst)
-        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(REDUCE.code, tensor, tensor, root):
+        if op is _SUM and not async_op and log_name is None and self.calls.run_fast(REDUCE.code, tensor, tensor, root):
             return None
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
@@ -162,7 +162,7 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if not (async_op or log_name) and self.calls.run_fast(ALL_GATHER.code, tensor_list, tensor):
+        if not async_op and log_name is None and self.calls.run_fast(ALL_GATHER.code, tensor_list, tensor):
             return None
         return self.calls.issue(
             Call(
@@ -173,7 +173,11 @@ class Communicator:
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if not (async_op or log_name) and self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
+        if (
+            not async_op
+            and log_name is None
+            and self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor)
+        ):
             return None
         return self.calls.issue(
             Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name)
@@ -190,7 +194,7 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("dst", dst, group_dst, default=0)
-        if not (async_op or log_name) and self.calls.run_fast(GATHER.code, gather_list, tensor, root):
+        if not async_op and log_name is None and self.calls.run_fast(GATHER.code, gather_list, tensor, root):
             return None
         outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
         return self.calls.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
@@ -206,7 +210,7 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("src", src, group_src, default=0)
-        if not (async_op or log_name) and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root):
+        if not async_op and log_name is None and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root):
             return None
         inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
         return self.calls.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
@@ -220,7 +224,12 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list):
+        if (
+            op is _SUM
+            and not async_op
+            and log_name is None
+            and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list)
+        ):
             return None
         reduce, factor = parse_reduce(op)
         inputs = listed(REDUCE_SCATTER, "input_list", input_list)
@@ -237,7 +246,12 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if op is _SUM and not (async_op or log_name) and self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input):
+        if (
+            op is _SUM
+            and not async_op
+            and log_name is None
+            and self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input)
+        ):
             return None
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
@@ -267,7 +281,7 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         even = not (output_split_sizes or input_split_sizes)
-        if even and not (async_op or log_name) and self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input):
+        if even and not async_op and log_name is None and self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input):
             return None
         return self.calls.issue(
             Call(
@@ -370,7 +384,7 @@ class Communicator:
         if peer == self.rank:
             raise UsageError("a rank cannot send to itself")
         tag = _tag(tag)
-        if not label and self.calls.run_fast(SEND.code, (), tensor, peer, tag, not async_op):
+        if label is None and self.calls.run_fast(SEND.code, (), tensor, peer, tag, not async_op):
             return Sent() if async_op else None
         return self.calls.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
@@ -385,7 +399,7 @@ class Communicator:
     ) -> int:
         """Returns the global rank that the message came from."""
         peer, tag = self._source(src, group_src), _tag(tag)
-        if not log_name and self.calls.run_fast(RECV.code, tensor, (), peer, tag):
+        if log_name is None and self.calls.run_fast(RECV.code, tensor, (), peer, tag):
             return self.ranks[peer]
         call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
         self.calls.issue(call)
@@ -419,7 +433,7 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if timeout is None and not (async_op or log_name) and self.calls.run_fast(BARRIER.code, (), ()):
+        if timeout is None and not async_op and log_name is None and self.calls.run_fast(BARRIER.code, (), ()):
             return None
         return self.calls.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
 
