@@ -147,7 +147,7 @@ class Handle(abc.ABC):
         if not self.on_device:
             return Finishing(self, finish)
         # On a device the step is enqueued right away, behind the collective, on the caller's stream. It runs even if
-        # nobody waits, and becomes part of a graph that is being captured.
+        # no thread waits, and becomes part of a graph that is being captured.
         self.wait()
         with torch.inference_mode():
             finish()
@@ -310,7 +310,7 @@ class Work(c10d.Work):
         self._cell.finish(error)
 
     def has_ended(self) -> bool:
-        """Whether the backend has finished it, even if nobody has been informed yet."""
+        """Whether the backend has finished it, even if no callback has run yet."""
         return self._cell.finished or (self._handle.notifies and self._handle.done())
 
     def _watch(self) -> None:

@@ -99,11 +99,11 @@ def misuse() -> dict[str, Any]:
             dist.all_reduce(torch.ones(4), group=late)
     found["overlap"] = overlap(other)
     found["idle"] = idle(other)
-    found["parted"] = parted()
+    found["mismatch"] = mismatch()
     return found
 
 
-def parted() -> list[Any]:
+def mismatch() -> list[Any]:
     """Ranks call different things. The first to arrive is already inside MPI when the others call."""
     rank, group = dist.get_rank(), dist.new_group()
     if rank != 0:

@@ -91,7 +91,7 @@ def test_errors_can_be_caught_and_other_groups_stay_usable(mpi: str, tmp_path: P
         assert result["afterwards"] == 3.0
         assert result["overlap"] == 1.0
         assert result["idle"] < 0.5
-        text, waited = result["parted"]
+        text, waited = result["mismatch"]
         assert "called different things" in text
         assert waited < 30
 

@@ -53,7 +53,7 @@ def usual_call(group: Any, asynchronous: bool = False) -> None:
         work.wait()
 
 
-def parted(backend: str, odd: tuple[int, ...], late: bool, asynchronous: bool) -> dict[str, Any]:
+def mismatch(backend: str, odd: tuple[int, ...], late: bool, asynchronous: bool) -> dict[str, Any]:
     """The ranks in `odd` reduce eight elements, the others four."""
     group = dist.new_group(backend=backend, timeout=LIMIT)
     good_calls(group, 3)
@@ -84,10 +84,10 @@ def all_goes_well() -> None:
 def always() -> list[Any]:
     all_goes_well()
     return [
-        parted("gloo", (2, 3), True, False),
-        parted("gloo", (2, 3), False, True),
-        parted("gloo", (3,), True, False),
-        parted("hierarchical", (0, 1), True, False),
+        mismatch("gloo", (2, 3), True, False),
+        mismatch("gloo", (2, 3), False, True),
+        mismatch("gloo", (3,), True, False),
+        mismatch("hierarchical", (0, 1), True, False),
         in_ddp(),
         monitored(),
         in_a_sub_group(),
@@ -146,7 +146,7 @@ def in_a_sub_group() -> dict[str, Any]:
 
 def sample() -> list[Any]:
     all_goes_well()
-    first = parted("gloo", (2, 3), True, False)
+    first = mismatch("gloo", (2, 3), True, False)
     group = dist.new_group(timeout=LIMIT)
     good_calls(group, 40)
     # gloo does not see that: it adds the bits of integers as if they were floats.
@@ -158,7 +158,7 @@ def sample() -> list[Any]:
 
 
 def stall() -> list[Any]:
-    neighbours = parted("gloo", (3,), True, False)
+    neighbours = mismatch("gloo", (3,), True, False)
     group = dist.new_group(timeout=LIMIT)
     good_calls(group, 2)
     dist.communicator(group).set_timeout(6.0)

@@ -37,7 +37,7 @@ def launched(
     return list(map(list, zip(*(json.loads(out.splitlines()[-1]) for out in printed), strict=True)))
 
 
-def assert_told(facts: list[Any], sequence: int, odd: str, usual: str) -> None:
+def assert_mismatch(facts: list[Any], sequence: int, odd: str, usual: str) -> None:
     """Every rank knows the first call that differs, and both call sites."""
     for reported in facts:
         assert reported["kind"] == "CollectiveMismatch", reported
@@ -53,16 +53,16 @@ def assert_told(facts: list[Any], sequence: int, odd: str, usual: str) -> None:
 def test_always_raises_on_every_rank_before_anything_is_sent(
     pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *parted, in_ddp, monitored, sub_group = launched(pool, hosts, monkeypatch, "always", "always")
-    for facts in parted:
-        assert_told(
+    *mismatches, in_ddp, monitored, sub_group = launched(pool, hosts, monkeypatch, "always", "always")
+    for facts in mismatches:
+        assert_mismatch(
             facts, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
         )
         assert {reported["again"] for reported in facts} == {"CollectiveMismatch"}
     for reported in in_ddp:
         assert "called different things" in reported["text"]
         assert reported["seconds"] < SOON
-    assert_told(monitored, 1, "barrier #1 (group ", "all_reduce #1 (float32, 16 bytes, SUM, group ")
+    assert_mismatch(monitored, 1, "barrier #1 (group ", "all_reduce #1 (float32, 16 bytes, SUM, group ")
     for reported in (sub_group[1], sub_group[3]):
         assert set(reported["sides"]) == {"1", "3"}, reported  # keys of JSON
         assert "reduce #0 (float32, 16 bytes, SUM, root 1, group " in reported["sides"]["1"]
@@ -74,10 +74,10 @@ def test_sample_compares_the_first_calls_and_finds_later_differences(
     pool: RankPool, hosts: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, later = launched(pool, hosts, monkeypatch, "sample", "sample")
-    assert_told(
+    assert_mismatch(
         first, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
     )
-    assert_told(
+    assert_mismatch(
         later, 40, "all_reduce #40 (int32, 16 bytes, SUM, group ", "all_reduce #40 (float32, 16 bytes, SUM, group "
     )
 
@@ -88,7 +88,7 @@ def test_stall_compares_neighbours_at_once_and_hosts_at_the_timeout(
 ) -> None:
     monkeypatch.setenv("RINGWAY_STALL_AFTER", "1")
     neighbours, verdict = launched(pool, hosts, monkeypatch, "stall", "stall")
-    assert_told(
+    assert_mismatch(
         neighbours, 3, "all_reduce #3 (float32, 32 bytes, SUM, group ", "all_reduce #3 (float32, 16 bytes, SUM, group "
     )
     for reported in verdict:

@@ -34,7 +34,7 @@ class Ending(Protocol):
 
 
 class Pending(NamedTuple):
-    """Work whose end somebody wants to know."""
+    """Work whose end has to be reported."""
 
     ending: Ending
     completion: Completion

@@ -67,7 +67,7 @@ class CallPath:
 
     def refresh(self) -> None:
         """Listeners came or went, or a backend was made. The fast paths are for a healthy group on one host whose
-        calls nobody watches."""
+        calls no listener sees."""
         self._watchers = [listener for listener in self._listeners if listener.sees_calls]
         quiet = self._health.fault is None and not self._watchers and self._across_hosts is None
         if quiet and self._devices.first_is_made:

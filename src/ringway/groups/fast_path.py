@@ -15,7 +15,7 @@ _NONE: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
 
 
 class FastPaths:
-    """A backend is asked for its paths once. They are open while the group is healthy and nobody watches each call."""
+    """A backend is asked for its paths once. They are open while the group is healthy and no listener sees calls."""
 
     def __init__(self, record: _core.GroupRecord) -> None:
         self._record = record

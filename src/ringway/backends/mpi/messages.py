@@ -113,7 +113,7 @@ class Message(PendingHandle):
 
 
 class _ProgressThread:
-    """Progresses the messages that somebody wants to be called back for."""
+    """Progresses the messages that have a completion callback."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
