@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ringway
+from ringway.call import BROADCAST, Call
 from ringway.errors import UsageError
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
@@ -96,3 +97,9 @@ def call_with_wrong_labels(context: RankContext, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_label_must_be_a_string_even_where_it_is_false(pool: RankPool, backend: str) -> None:
     pool.run(call_with_wrong_labels, backend, world_size=1)
+
+
+def test_a_root_outside_the_group_can_be_described() -> None:
+    """torch passes such roots on unchecked; the backend's error describes the call."""
+    assert "root 7" in Call(BROADCAST, peer=7, ranks=[4, 5]).describe()
+    assert "root 5" in Call(BROADCAST, peer=1, ranks=[4, 5]).describe()

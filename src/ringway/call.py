@@ -276,7 +276,7 @@ class Call:
             dtype=self.dtype,
             counts=[tensor.numel() for tensor in tensors],
             reduce=self.reduce,
-            peer=self.peer if self.peer < 0 or not self.ranks else self.ranks[self.peer],
+            peer=self.ranks[self.peer] if 0 <= self.peer < len(self.ranks) else self.peer,
             tag=None if self.op.collective else self.tag,
             group=self.group,
         )
