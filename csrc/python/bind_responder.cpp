@@ -10,6 +10,7 @@ namespace nb = nanobind;
 using namespace ringway;
 
 void bind_responder(nb::module_& m) {
+    m.def("handle_terminate", &handle_terminate);
     m.def("stand_still_at_the_end", &stand_still_at_the_end);
     m.def("leave_threads_behind", &leave_threads_behind);
     m.def("dumps_stacks", &dumps_stacks);

@@ -16,7 +16,7 @@ namespace {
 thread_local bool stands_still = false;
 std::atomic<bool> threads_left_behind{false};
 pthread_t exiting_thread;
-std::terminate_handler handler_before = nullptr;
+std::atomic<std::terminate_handler> handler_before{nullptr};
 
 bool left_behind() {
     return threads_left_behind.load(std::memory_order_acquire) && pthread_equal(pthread_self(), exiting_thread) == 0;
@@ -26,12 +26,7 @@ bool left_behind() {
 // exception if the thread was handling one, such as the loss of a peer.
 void terminated() {
     while (left_behind() || (stands_still && !std::current_exception())) pause();
-    handler_before();
-}
-
-void replace_terminate_handler() {
-    static std::once_flag once;
-    std::call_once(once, [] { handler_before = std::set_terminate(terminated); });
+    handler_before.load()();
 }
 
 constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGABRT};
@@ -51,8 +46,15 @@ void end_now(int status, void*) {
 
 }  // namespace
 
+// An exception keeps the handler of the moment at which it is thrown, and a library that is loaded later may bring its
+// own handler. So this is called early, and again where it matters.
+void handle_terminate() {
+    const std::terminate_handler before = std::set_terminate(terminated);
+    if (before != terminated) handler_before.store(before);
+}
+
 void stand_still_at_the_end() {
-    replace_terminate_handler();
+    handle_terminate();
     stands_still = true;
 }
 
@@ -61,7 +63,7 @@ void leave_threads_behind() {
     std::call_once(once, [] {
         exiting_thread = pthread_self();
         threads_left_behind.store(true, std::memory_order_release);
-        replace_terminate_handler();
+        handle_terminate();
         struct sigaction action {};
         action.sa_handler = crashed;
         for (int i = 0; i < 3; ++i) sigaction(kCrashes[i], &action, &actions_before[i]);

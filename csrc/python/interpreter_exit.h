@@ -3,6 +3,9 @@
 
 namespace ringway {
 
+// Puts a handler before std::terminate's own, for the two functions below. Until one of them is called it changes nothing.
+void handle_terminate();
+
 // CPython before 3.14 ends a thread that asks for the GIL of a finalizing interpreter, wherever the thread is. In the
 // middle of C++ that takes the whole process down. After this call the calling thread sleeps instead, as it does from
 // 3.14 on.

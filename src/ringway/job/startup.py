@@ -17,6 +17,7 @@ from ringway.torch_versions import dlpack_exchange_api
 def start_up() -> None:
     """Prepares this process, so that a program that imports ringway and then calls torch's own `init_process_group`
     gets everything: the backends, the recorder, the stall watch and explained failures."""
+    _core.handle_terminate()
     _describe_python()
     introduce_to_torch()
     watch = install()
