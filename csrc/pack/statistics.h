@@ -30,21 +30,16 @@ struct Nothing {
     void take(float) {}
 };
 
-struct SumOfMagnitudes {
+template <bool kSquares>
+struct Sum {
     Floats lanes[kSets] = {};
     double rest = 0;
-    void take(int set, Floats value) { lanes[set] += magnitudes(value); }
-    void take(float value) { rest += std::fabs(value); }
+    void take(int set, Floats value) { lanes[set] += kSquares ? value * value : magnitudes(value); }
+    void take(float value) { rest += kSquares ? static_cast<double>(value) * value : std::fabs(value); }
     double sum() const { return sum_lanes(lanes) + rest; }
 };
-
-struct SumOfSquares {
-    Floats lanes[kSets] = {};
-    double rest = 0;
-    void take(int set, Floats value) { lanes[set] += value * value; }
-    void take(float value) { rest += static_cast<double>(value) * value; }
-    double sum() const { return sum_lanes(lanes) + rest; }
-};
+using SumOfMagnitudes = Sum<false>;
+using SumOfSquares = Sum<true>;
 
 // Compared as bits: magnitudes order like their bits, and NaN and infinity are above every number.
 struct Peak {

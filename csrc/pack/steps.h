@@ -54,8 +54,8 @@ struct Statistic {
     uint32_t peak = 0;
 
     void add(const Peak& taken) { peak = std::max(peak, taken.bits()); }
-    template <class Sum>
-    void add(const Sum& taken) { sum += taken.sum(); }
+    template <bool kSquares>
+    void add(const Sum<kSquares>& taken) { sum += taken.sum(); }
 
     float block_scale(int64_t n) const {
         float scale;
@@ -227,6 +227,13 @@ void in_rows(Window window, int64_t rows, Work work) {
     }
 }
 
+// The first frame whose status is not zero; frames.rows if there is none.
+int64_t first_failed(Frames frames) {
+    int64_t row = 0;
+    while (row < frames.rows && Frame{frames.data + row * frames.stride, 0, 0}.status() == 0) ++row;
+    return row;
+}
+
 // --- the steps --------------------------------------------------------------------------------------------
 
 double measure(Format format, Array values, Array residual, int64_t numel, int threads) {
@@ -269,12 +276,8 @@ double measure_mean(Format format, Frames frames, Array residual, int64_t count,
 void encode_mean(Format format, Frames frames, Array residual, int64_t count, uint8_t* to, float scale,
                  int threads) {
     const Frame out{to, format.block, count};
-    for (int64_t row = 0; row < frames.rows; ++row) {
-        if (Frame{frames.data + row * frames.stride, format.block, count}.status() != 0) {
-            out.set_status(static_cast<int32_t>(1 + row));
-            return;
-        }
-    }
+    const int64_t failed = first_failed(frames);
+    if (failed < frames.rows) return out.set_status(static_cast<int32_t>(1 + failed));
     with_kind(format.kind, [&](auto kind) {
         with_residual(residual, [&](auto* lost) {
             using Source = FromFrames<kind.value>;
@@ -323,9 +326,7 @@ void decode(Format format, Frames frames, Window window, Array values, int threa
 void decode_mean(Format format, Frames frames, int64_t count, Array values, int threads) {
     with_kind(format.kind, [&](auto kind) {
         with_values(values, [&](auto* data) {
-            for (int64_t row = 0; row < frames.rows; ++row)
-                if (Frame{frames.data + row * frames.stride, format.block, count}.status() != 0)
-                    return fill_nan(data, count);
+            if (first_failed(frames) < frames.rows) return fill_nan(data, count);
             decode_source(FromFrames<kind.value>{frames, format.block, count}, data, count, threads);
         });
     });

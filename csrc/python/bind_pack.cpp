@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "pack/checksum.h"
 #include "pack/pack.h"
 
 namespace nb = nanobind;
@@ -40,11 +41,23 @@ pack::Frames frames(FramesArgs args) {
     return {reinterpret_cast<uint8_t*>(std::get<0>(args)), std::get<1>(args), std::get<2>(args)};
 }
 
+uint32_t checksum(nb::handle buffer, uint32_t crc) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    {
+        nb::gil_scoped_release release;
+        crc = crc32c(crc, view.buf, static_cast<size_t>(view.len));
+    }
+    PyBuffer_Release(&view);
+    return crc;
+}
+
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
 }  // namespace
 
 void bind_pack(nb::module_& m) {
+    m.def("crc32c", &checksum, nb::arg("data"), nb::arg("crc") = 0);
     m.def("pack_instructions", [] { return pack::steps().instructions; });
     m.def("pack_measure", [](FormatArgs f, ArrayArgs values, ArrayArgs residual, int64_t numel, int threads) {
         return pack::steps().measure(format(f), array(values), array(residual), numel, threads);

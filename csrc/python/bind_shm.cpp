@@ -10,6 +10,7 @@
 namespace nb = nanobind;
 using namespace ringway;
 using namespace ringway::shm;
+using Release = nb::call_guard<nb::gil_scoped_release>;
 
 namespace {
 
@@ -62,9 +63,8 @@ void bind_shm(nb::module_& m) {
     nb::class_<PyTask>(m, "ShmTask")
         .def("wait", &PyTask::wait, nb::arg("timeout"))
         .def("withdraw", [](const PyTask& self) {
-            nb::gil_scoped_release gil;
             return self.message != nullptr && self.engine->messages.withdraw(*self.message);
-        })
+        }, Release())
         .def("done", [](const PyTask& self) { return self.task().done(); })
         .def("outcome", [](const PyTask& self) { return static_cast<int>(self.task().outcome()); })
         .def("fault", [](const PyTask& self) { return described(self.engine->members.fault()); })
@@ -82,8 +82,8 @@ void bind_shm(nb::module_& m) {
         .def("interrupted", [](PyGroup& self) { self.engine().members.report_interrupted(); })
         .def("set_timeout", &PyGroup::set_timeout, nb::arg("timeout"))
         .def("fault", &PyGroup::fault)
-        .def("close", &PyGroup::close)
-        .def("abort", &PyGroup::abort);
+        .def("close", &PyGroup::close, Release())
+        .def("abort", &PyGroup::abort, Release());
 
     nb::class_<ShmFastPath, FastPath>(m, "ShmFastPath", nb::type_slots(fast_slots))
         .def(nb::init<PyGroup&, GroupRecord&, nb::dict>(), nb::arg("group"), nb::arg("record"), nb::arg("profiler"),

@@ -1,4 +1,4 @@
-// A `ringway.call.Call` as the native side reads it.
+// Reads a `ringway.call.Call` from native code.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,12 +26,12 @@ class CallView {
     int32_t tag() const { return static_cast<int32_t>(integer(call_, names().tag)); }
     int64_t nbytes() const { return integer(call_, names().nbytes); }
     bool async_op() const { return read(names().async_op).ptr() == Py_True; }
-    // PREMUL_SUM's factor: a number, or a tensor of one.
+    // PREMUL_SUM's factor: a number, or a tensor with one element.
     double factor() const {
         const nb::object factor = read(names().factor);
         return factor.is_none() ? 1.0 : nb::cast<double>(nb::float_(factor));
     }
-    // What `recorded` wrote; a call that was never recorded has the number -1.
+    // As `recorded` wrote it. A call that was never recorded has the number -1; its sequence is 0 here.
     uint64_t sequence() const { return static_cast<uint64_t>(std::max<int64_t>(integer(call_, names().sequence), 0)); }
     uint32_t site() const { return static_cast<uint32_t>(integer(call_, names().site)); }
     void recorded(uint64_t sequence, uint32_t site) const {
@@ -46,7 +46,7 @@ class CallView {
     Splits output_splits() const { return splits(names().output_splits); }
 
   private:
-    // Made once: a lookup by a C string would make a Python string each time.
+    // Created once: a lookup by a C string would create a Python string each time.
     struct Names {
         nb::str op = name("op"), code = name("code"), dtype_code = name("dtype_code"), reduce = name("reduce"),
                 peer = name("peer"), tag = name("tag"), nbytes = name("nbytes"), async_op = name("async_op"),
@@ -55,7 +55,7 @@ class CallView {
         static nb::str name(const char* text) { return nb::steal<nb::str>(PyUnicode_InternFromString(text)); }
     };
     static const Names& names() {
-        static const Names* names = new Names;  // never destroyed: the interpreter may be gone by then
+        static const Names* names = new Names;  // never destroyed: the interpreter may have ended by then
         return *names;
     }
 

@@ -1,4 +1,4 @@
-// The fast path: a synchronous call on plain tensors is read, checked, recorded and compared in one native step.
+// The fast path: one native step reads, checks, records and compares a synchronous call on plain tensors.
 //
 // A path belongs to one backend of one group. It takes sums only, and only dense, contiguous tensors on its device;
 // everything else is for the general path, which converts it or says what is wrong with it.
@@ -19,14 +19,10 @@ namespace ringway {
 
 namespace nb = nanobind;
 
-// What the tensors of a call say, once they are known to be plain.
-struct PlainCall {
-    Op op = Op::Barrier;
-    DType dtype = DType::Unknown;
-    int32_t peer = -1;      // root, destination or source, as a rank of the group
-    int64_t bytes = 0;      // of the message, as the recorder counts them
-    int64_t count = 0;      // elements that one rank contributes or gets
-    shm::Blocks in, out;
+// A call whose tensors are known to be plain. `root` may also be the destination or the source of a message, whose memory
+// is `in`.
+struct PlainCall : shm::Request {
+    int64_t bytes = 0;               // of the message, as the recorder counts them
     std::vector<std::byte*> blocks;  // of a list of tensors,
     std::vector<nb::object> kept;    // which the program may change while the call runs
 };
@@ -34,7 +30,7 @@ struct PlainCall {
 class FastPath {
   public:
     // `device` is the kind of device, `moved` and `summed` have a bit for each dtype that the backend moves and sums as
-    // it is, `ops` a bit for each op that the path takes.
+    // it is, `ops` a bit for each op that the path takes. It never takes an all_to_all of lists.
     FastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint32_t ops);
 
     // Fills `call` and returns true if the path takes it. False leaves no trace.
@@ -44,7 +40,7 @@ class FastPath {
 
     // The path takes calls of an op only if their bytes lie in one of these ranges; the rest go to another backend.
     void serve(int op, const std::vector<std::pair<int64_t, int64_t>>& ranges) { served_.at(static_cast<size_t>(op)) = ranges; }
-    // While the sum of all changes is not zero, the path takes nothing: an earlier call runs on another backend.
+    // While the sum of all changes is not zero, the path takes no calls: an earlier call runs on another backend.
     void hold(int change) { held_ += change; }
     bool has(int op) const { return op >= 0 && op < kOps && (ops_ >> op & 1) != 0; }
 
@@ -60,9 +56,9 @@ class FastPath {
 
     bool plain(nb::handle tensor, TensorView& view) const { return view_tensor(tensor.ptr(), view) && view.on(device_); }
     bool serves(const PlainCall& call) const;
-    bool same_kind(const TensorView& one, const TensorView& other) const;
-    bool list_like(nb::handle list, const TensorView& one, PlainCall& call) const;
-    bool list_at_root(nb::handle list, const TensorView& one, PlainCall& call) const;
+    bool read_list(nb::handle list, const TensorView& share, PlainCall& call) const;
+    bool read_blocks(nb::handle blocks, const TensorView& share, PlainCall& call, shm::Blocks& at) const;
+    bool read_all_to_all(nb::handle outputs, nb::handle inputs, PlainCall& call) const;
     bool read_tensors(nb::handle outputs, nb::handle inputs, PlainCall& call) const;
 
     GroupRecord& record_;

@@ -1,4 +1,4 @@
-// A Python thread as the engine's host: it gives the GIL away while it waits, and listens to Ctrl-C.
+// A Python thread as the engine's host: it releases the GIL while it waits, and checks for Ctrl-C.
 #pragma once
 
 #include <Python.h>
@@ -33,7 +33,7 @@ class GilHost final : public Host {
 
   private:
     PyThreadState* saved_ = nullptr;
-    bool raised_ = false;  // a Python error is set, and the GIL is held until the caller hands it on
+    bool raised_ = false;  // a Python error is set, and the GIL stays held until the caller raises it
 };
 
 }  // namespace ringway::shm

@@ -1,4 +1,4 @@
-// Calls handed to a shared-memory group: from Python's objects to the engine's requests.
+// Calls to a shared-memory group: Python's objects become the engine's requests.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,22 +7,13 @@
 
 namespace ringway::shm {
 
-// The line of the program that a call site names, as text that stays. Needs the GIL.
+// A call site as text that stays valid. Needs the GIL.
 const char* text_of_site(uint32_t site);
 
-struct MessageFacts {
-    Op op;
-    DType dtype;
-    int peer, tag;
-    std::byte* data;
-    int64_t bytes;
-    double timeout_s;
-    uint64_t number;
-    uint32_t site;
-};
-void fill(Message& message, const MessageFacts& facts);
+// Fills the message of a send or receive. Its memory is `call.in`, and `call.root` is the other rank.
+void describe(Message& message, const Request& call, int64_t bytes, int tag);
 
-// Starts a `ringway.call.Call`. A synchronous collective is done when it returns, and returns None.
+// Start a `ringway.call.Call`. A synchronous collective is done on return, and returns None.
 nb::object collective(PyGroup& group, nb::handle call, double timeout_s);
 PyTask message(PyGroup& group, nb::handle call, double timeout_s);
 

@@ -7,6 +7,7 @@ namespace ringway::shm {
 namespace {
 
 constexpr uint64_t kEveryDtype = ~uint64_t{0};
+constexpr uint32_t kEveryOp = ~uint32_t{0};
 
 uint64_t summed_dtypes() {
     uint64_t bits = 0;
@@ -15,17 +16,15 @@ uint64_t summed_dtypes() {
     return bits;
 }
 
-uint32_t every_op_but_list_all_to_all() { return ~(uint32_t{1} << static_cast<int>(Op::AllToAll)); }
-
 }  // namespace
 
 ShmFastPath::ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler)
     : FastPath(record, group.engine().members.rank(), group.engine().members.size(), kCpu, kEveryDtype,
-               summed_dtypes(), every_op_but_list_all_to_all()),
+               summed_dtypes(), kEveryOp),
       group_(group),
       profiler_(std::move(profiler)) {}
 
-// A profiler sees a call only on the general path, which makes it an event.
+// Profilers only see calls on the general path, which creates an event for each.
 bool ShmFastPath::profiled() const {
     static PyObject* const name = PyUnicode_InternFromString("_is_profiler_enabled");
     return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
@@ -34,66 +33,56 @@ bool ShmFastPath::profiled() const {
 bool ShmFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait) {
     PlainCall call;
     if (profiled() || !read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
+    call.timeout_s = group_.timeout_s();
+    call.site = current_site();
+    call.place = text_of_site(call.site);
     if (is_point_to_point(call.op))
         return peer >= 0 && peer != rank() && run_message(call, call.op == Op::Send ? inputs : outputs, tag, wait);
     run_collective(call);
     return true;
 }
 
-void ShmFastPath::run_collective(const PlainCall& call) {
-    Request r;
-    r.op = call.op;
-    r.dtype = call.dtype;
-    r.root = call.peer;
-    r.count = call.count;
-    r.element = element_bytes(call.dtype);
-    r.in = call.in;
-    r.out = call.out;
-    r.timeout_s = group_.timeout_s();
-    r.site = current_site();
-    r.place = text_of_site(r.site);
-    const GroupRecord::Begun begun = begin(call, r.site);
-    r.number = begun.sequence;
-    GilHost host;
-    if (call.bytes >= kLarge) host.block();
+template <class Run>
+void ShmFastPath::run_recorded(uint64_t token, const Run& run) {
     try {
-        group_.run(r, host);
+        run();
     } catch (...) {
-        record().end(begun.token, State::Failed);
+        record().end(token, State::Failed);
         throw;
     }
-    record().end(begun.token, State::Completed);
+    record().end(token, State::Completed);
 }
 
-bool ShmFastPath::run_message(const PlainCall& call, nb::handle tensor, int tag, bool wait) {
-    const uint32_t site = current_site();
-    std::byte* data = call.op == Op::Send ? call.in.base : call.out.base;
-    const MessageFacts facts{call.op,    call.dtype, call.peer, tag, data, call.bytes, group_.timeout_s(),
-                             record().messages(), site};
+void ShmFastPath::run_collective(PlainCall& call) {
+    const GroupRecord::Begun begun = begin(call, call.site);
+    call.number = begun.sequence;
+    call.element = element_bytes(call.dtype);
+    run_recorded(begun.token, [&] {
+        GilHost host;
+        if (call.bytes >= kLarge) host.block();
+        group_.run(call, host);
+    });
+}
+
+bool ShmFastPath::run_message(PlainCall& call, nb::handle tensor, int tag, bool wait) {
+    call.number = record().messages();
     if (call.op == Op::Send) {
         Message message;
-        fill(message, facts);
+        describe(message, call, call.bytes, tag);
         GilHost host;
         if (call.bytes >= kLarge) host.block();
         const bool sent = group_.engine().messages.send_now(message);
         host.resume();
         if (sent) {
-            record().end(begin(call, site).token, State::Completed);
+            record().end(begin(call, call.site).token, State::Completed);
             return true;
         }
         if (!wait) return false;
     }
     auto message = std::make_shared<PythonMessage>();
     message->attachment.keep(tensor);
-    fill(*message, facts);
-    const uint64_t token = begin(call, site).token;
-    try {
-        group_.run(message);
-    } catch (...) {
-        record().end(token, State::Failed);
-        throw;
-    }
-    record().end(token, State::Completed);
+    describe(*message, call, call.bytes, tag);
+    run_recorded(begin(call, call.site).token, [&] { group_.run(message); });
     return true;
 }
 

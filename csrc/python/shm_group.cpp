@@ -17,13 +17,13 @@ nb::dict described(const CallFacts& facts) {
     d["root"] = facts.root;
     d["count"] = facts.count;
     d["number"] = facts.number;
-    // Another process wrote it, and may have cut it in the middle of a character.
+    // Another process wrote it, and may have truncated it in the middle of a character.
     d["place"] = nb::steal(PyUnicode_DecodeUTF8(
         facts.place, static_cast<Py_ssize_t>(strnlen(facts.place, kTextBytes)), "replace"));
     return d;
 }
 
-// Ending threads may want the GIL, so it is released while they are joined.
+// Releases the GIL while the engine joins its threads: they may need it to end.
 void release(Engine* engine) {
     nb::gil_scoped_release gil;
     Engine::destroy(engine);
@@ -72,13 +72,7 @@ PyGroup::PyGroup(int fd, int rank, int size, const std::vector<int>& pids, const
     engine_ = std::shared_ptr<Engine>(new Engine(std::move(mapping), rank, std::move(peers), cpus), &release);
 }
 
-void PyGroup::close() {
-    nb::gil_scoped_release gil;
-    engine_->close();
-}
-
 void PyGroup::abort() {
-    nb::gil_scoped_release gil;
     if (!engine_->members.forked()) engine_->members.abort();
     engine_->close();
 }
@@ -128,7 +122,7 @@ PyTask PyGroup::start(std::shared_ptr<PythonMessage> message, bool in_background
     return handle;
 }
 
-// The task uses the caller's memory until it is done, so an interrupted caller ends the group and waits.
+// The task uses the caller's memory until it is done. So an interrupted caller ends the group, and then waits for it.
 Outcome PyGroup::run_in_turn(const Request& request, GilHost& host) {
     auto task = std::make_shared<Collective>();
     task->request = request;
@@ -137,7 +131,7 @@ Outcome PyGroup::run_in_turn(const Request& request, GilHost& host) {
     if (engine_->progress.wait(*task, kForever, host)) return task->outcome();
     engine_->members.report_interrupted();
     Host deaf;
-    nb::gil_scoped_release gil;  // earlier calls may have to call back
+    nb::gil_scoped_release gil;  // callbacks of earlier calls may need it
     engine_->progress.wait(*task, kForever, deaf);
     return Outcome::Interrupted;
 }

@@ -14,10 +14,10 @@ namespace ringway::shm {
 
 namespace nb = nanobind;
 
-// A call of at least so many bytes releases the GIL before it starts; a smaller one only if it has to wait.
+// A call of at least this many bytes releases the GIL before it starts; a smaller one only if it has to wait.
 inline constexpr int64_t kLarge = 16 << 10;
 
-// A pending call. It is separate from the group, so that it outlives it.
+// A pending call. It may outlive the group.
 struct PyTask {
     std::shared_ptr<Engine> engine;
     std::shared_ptr<PythonCollective> collective;  // one of the two
@@ -26,7 +26,7 @@ struct PyTask {
     const Task& task() const { return collective ? static_cast<const Task&>(*collective) : *message; }
     Attachment& attachment() const { return collective ? collective->attachment : message->attachment; }
 
-    // Whether it is done after at most so many seconds.
+    // Waits for at most `timeout_s`; returns whether the call is done.
     bool wait(double timeout_s) const;
 };
 
@@ -36,7 +36,8 @@ class PyGroup {
     PyGroup(int fd, int rank, int size, const std::vector<int>& pids, const std::vector<int>& pidfds, int cpus,
             double timeout_s, nb::object raise);
 
-    void close();
+    // Without the GIL: ending threads may need it.
+    void close() { engine_->close(); }
     void abort();
 
     nb::object fault() const;
@@ -44,10 +45,10 @@ class PyGroup {
     double timeout_s() const { return timeout_s_; }
     void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
 
-    // Runs the call on this thread if it can run now; else queues it and waits. Raises what went wrong.
+    // Runs the call on this thread if it can run now; else queues it and waits. Raises the error if it fails.
     void run(const Request& request, GilHost& host);
-    // Sends or receives, and waits. An interrupted message is withdrawn, or it would take what is meant for the next
-    // one; if it has begun to move, the group is over.
+    // Sends or receives, and waits. An interrupted message is withdrawn, or it would take the data of the next one. If it
+    // has begun to move, the group ends.
     void run(const std::shared_ptr<PythonMessage>& message);
 
     PyTask submit(std::shared_ptr<PythonCollective> task);

@@ -1,4 +1,4 @@
-// Calls under way, as Python sees them: they keep their tensors, and call back when they are done.
+// Calls in flight, as Python sees them: they keep their tensors alive and run callbacks when they are done.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@ namespace ringway::shm {
 
 namespace nb = nanobind;
 
-// What Python adds to a task. Objects are released with the GIL held, on whichever thread that happens.
+// What Python adds to a task. Objects are released with the GIL held, on any thread.
 class Attachment {
   public:
     ~Attachment() {
@@ -25,7 +25,7 @@ class Attachment {
 
     void keep(nb::handle object) { kept_.push_back(nb::borrow(object)); }
 
-    // With the GIL. Calls back now if the task has been told done.
+    // Needs the GIL. Calls back now if the task is already done.
     void when_done(nb::object callback) {
         {
             std::lock_guard<std::mutex> guard(lock_);
@@ -37,7 +37,7 @@ class Attachment {
         callback();
     }
 
-    // Without the GIL, which it takes only if somebody wants to be called: the next collective may be waiting.
+    // Called without the GIL. Takes it only if there are callbacks: the next collective may be waiting.
     void tell() {
         std::vector<nb::object> callbacks;
         {
@@ -52,11 +52,11 @@ class Attachment {
         }
         kept_.clear();
         for (nb::object& callback : callbacks) {
-            PyObject* result = PyObject_CallNoArgs(callback.ptr());
-            if (result == nullptr)
-                PyErr_WriteUnraisable(callback.ptr());
-            else
-                Py_DECREF(result);
+            try {
+                callback();
+            } catch (nb::python_error& error) {
+                error.discard_as_unraisable(callback);
+            }
         }
         callbacks.clear();
     }
@@ -68,23 +68,22 @@ class Attachment {
     std::vector<nb::object> callbacks_;
 };
 
-// A collective with the lists that its request points to.
-class PythonCollective final : public Collective {
+template <class Base>
+class Attached : public Base {
   public:
     Attachment attachment;
-    std::vector<std::byte*> in, out;
-    std::vector<int64_t> send_bytes, recv_bytes;
 
   protected:
     void finished() override { attachment.tell(); }
 };
 
-class PythonMessage final : public Message {
-  public:
-    Attachment attachment;
+using PythonMessage = Attached<Message>;
 
-  protected:
-    void finished() override { attachment.tell(); }
+// A collective with the lists that its request points to.
+class PythonCollective final : public Attached<Collective> {
+  public:
+    std::vector<std::byte*> in, out;
+    std::vector<int64_t> send_bytes, recv_bytes;
 };
 
 }  // namespace ringway::shm

@@ -46,35 +46,22 @@ struct State {
 };
 State state;
 
+// By DLPack's code of the type, for 8, 16, 32, 64 and 128 bits.
+constexpr DType kNone = DType::Unknown;
+constexpr DType kDTypes[7][5] = {
+    {DType::I8, DType::I16, DType::I32, DType::I64, kNone},
+    {DType::U8, DType::U16, DType::U32, DType::U64, kNone},
+    {kNone, DType::F16, DType::F32, DType::F64, kNone},
+    {kNone, kNone, kNone, kNone, kNone},
+    {kNone, DType::BF16, kNone, kNone, kNone},
+    {kNone, kNone, kNone, DType::C64, DType::C128},
+    {DType::Bool, kNone, kNone, kNone, kNone},
+};
+
 DType dtype_of(DLDataType type) {
-    if (type.lanes != 1) return DType::Unknown;
-    switch (type.code) {
-        case 0:
-            return type.bits == 8    ? DType::I8
-                   : type.bits == 16 ? DType::I16
-                   : type.bits == 32 ? DType::I32
-                   : type.bits == 64 ? DType::I64
-                                     : DType::Unknown;
-        case 1:
-            return type.bits == 8    ? DType::U8
-                   : type.bits == 16 ? DType::U16
-                   : type.bits == 32 ? DType::U32
-                   : type.bits == 64 ? DType::U64
-                                     : DType::Unknown;
-        case 2:
-            return type.bits == 16   ? DType::F16
-                   : type.bits == 32 ? DType::F32
-                   : type.bits == 64 ? DType::F64
-                                     : DType::Unknown;
-        case 4:
-            return type.bits == 16 ? DType::BF16 : DType::Unknown;
-        case 5:
-            return type.bits == 64 ? DType::C64 : type.bits == 128 ? DType::C128 : DType::Unknown;
-        case 6:
-            return type.bits == 8 ? DType::Bool : DType::Unknown;
-        default:
-            return DType::Unknown;
-    }
+    const bool whole_bytes = type.bits >= 8 && (type.bits & (type.bits - 1)) == 0;
+    if (type.lanes != 1 || type.code >= 7 || !whole_bytes) return DType::Unknown;
+    return kDTypes[type.code][__builtin_ctz(type.bits) - 3];
 }
 
 bool is_contiguous(const DLTensor& tensor) {
@@ -88,8 +75,8 @@ bool is_contiguous(const DLTensor& tensor) {
     return true;
 }
 
-// A real tensor may be negated lazily, which DLPack does not show. Such a tensor is the imaginary part of a
-// conjugated one, so it has every second element of its memory and is never contiguous, unless it has only one.
+// A real tensor may be negated lazily, which DLPack does not show. It is then the imaginary part of a conjugated tensor,
+// so it has every second element of its memory and is not contiguous, unless it has only one element.
 bool is_negated(PyObject* tensor) {
     static PyObject* const name = PyUnicode_InternFromString("is_neg");
     PyObject* answer = PyObject_CallMethodNoArgs(tensor, name);
@@ -105,7 +92,7 @@ void set_tensor_types(PyObject* types, PyObject* exchange_capsule) {
     const Py_ssize_t count = PyTuple_Size(types);
     for (Py_ssize_t i = 0; i < count && i < static_cast<Py_ssize_t>(kMaxTypes); ++i) {
         PyObject* type = PyTuple_GetItem(types, i);
-        Py_INCREF(type);  // held for the life of the process, as torch itself is
+        Py_INCREF(type);  // kept until the process ends, like torch itself
         state.types[static_cast<size_t>(i)] = reinterpret_cast<PyTypeObject*>(type);
     }
     if (exchange_capsule != Py_None) {

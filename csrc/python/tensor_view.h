@@ -1,4 +1,4 @@
-// What the native side needs to know of a torch tensor, without torch's headers.
+// What native code needs to know about a torch tensor, without torch's headers.
 #pragma once
 
 #include <Python.h>
@@ -16,7 +16,7 @@ struct TensorView {
     int64_t nbytes = 0;
     int64_t rows = 1;  // of the first dimension
     DType dtype = DType::Unknown;
-    int32_t device = 0;  // what kind, by DLPack's codes, and which of its kind
+    int32_t device = 0;  // the kind of device, by DLPack's codes, and its number
     int32_t device_index = 0;
     bool contiguous = false;
 
@@ -27,9 +27,9 @@ struct TensorView {
 // Called once, with the GIL, when ringway is imported.
 void set_tensor_types(PyObject* types, PyObject* exchange_capsule);
 
-// Fills `out` and returns true for a plain, dense tensor of a known type. Returns false, with no Python error
-// set, for anything else (a subclass, a sparse or conjugated tensor, not a tensor): the caller takes the
-// general path, which says what is wrong. Needs the GIL; takes some tens of nanoseconds.
+// Fills `out` and returns true for a plain, dense tensor of a known type. Returns false, with no Python error set, for
+// anything else (a subclass, a sparse or conjugated tensor, not a tensor): the caller takes the general path, which
+// reports what is wrong. Needs the GIL; takes some tens of nanoseconds.
 bool view_tensor(PyObject* object, TensorView& out);
 
 }  // namespace ringway

@@ -50,20 +50,17 @@ struct CallBoard::Header {
 
 int CallBoard::create(int size, int seats, const std::string& token) {
     if (token.size() != kTokenBytes) throw std::runtime_error("the token of a call board has 32 characters");
-    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC);
-    const auto bytes = static_cast<off_t>(sizeof(Header) + static_cast<size_t>(seats) * sizeof(Seat));
-    // Reserve the pages now: running out of memory is then an error here, not a SIGBUS in a call.
-    if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0) {
-        if (fd >= 0) close(fd);
-        throw std::runtime_error(std::string("no memory for the call board of a group: ") + std::strerror(errno));
-    }
     Header header{};
     std::memcpy(header.token, token.data(), kTokenBytes);
     header.size = size;
     header.seats = seats;
-    if (pwrite(fd, &header, sizeof(header), 0) != static_cast<ssize_t>(sizeof(header))) {
-        close(fd);
-        throw std::runtime_error("the call board of a group cannot be written");
+    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC);
+    const auto bytes = static_cast<off_t>(sizeof(Header) + static_cast<size_t>(seats) * sizeof(Seat));
+    // Reserve the pages now: running out of memory is then an error here, not a SIGBUS in a call.
+    if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0 ||
+        pwrite(fd, &header, sizeof(header), 0) < 0) {
+        if (fd >= 0) close(fd);
+        throw std::runtime_error(std::string("no memory for the call board of a group: ") + std::strerror(errno));
     }
     return fd;
 }
@@ -101,7 +98,7 @@ void CallBoard::take_seat(int rank, const std::string& token) {
 void CallBoard::keep_place(uint32_t id) {
     Place& own = own_->places[id % kPlaces];
     if (own.site.load(std::memory_order_relaxed) == id) return;
-    const CallSite where = site(id);
+    const CallSite& where = *site(id);
     const std::string text = where.file + ":" + std::to_string(where.line);
     const size_t skipped = text.size() < sizeof(own.text) ? 0 : text.size() - sizeof(own.text) + 1;
     own.site.store(0, std::memory_order_release);

@@ -1,5 +1,7 @@
 #define Py_BUILD_CORE 1  // for the layout of frames, below
 
+#include <Python.h>
+
 #include "record/callsite.h"
 
 #include <frameobject.h>
@@ -29,9 +31,9 @@ struct KeyHash {
     }
 };
 
-// One program has one set of lines, so these are the process's; the GIL guards them. Code objects in them are
-// kept alive, so that their addresses stay theirs.
-// In front of each map stands a small table of what was asked last in each place: most calls come from few lines.
+// The lines of a program are the same for all groups, so there is one set of tables per process, guarded by the GIL. They
+// keep their code objects alive, so that no address is used twice. A small direct-mapped cache comes before each map,
+// because most calls come from few lines.
 constexpr size_t kRecent = 256;
 
 struct RecentCode {
@@ -53,7 +55,7 @@ struct Tables {
     uint32_t count = 1;
 };
 
-// Read by threads that cannot have the GIL: an entry is written once, and never again.
+// Threads without the GIL read these: each entry is written once and never changes.
 std::atomic<const CallSite*> known_sites[kMaxSites];
 
 Tables& tables() {
@@ -127,8 +129,8 @@ void set_machinery(std::vector<std::string> inside, std::vector<std::string> out
 
 #if PY_VERSION_HEX >= 0x030b0000 && PY_VERSION_HEX < 0x030e0000
 
-// The interpreter's own frames, read where they lie: the public functions make an object of each frame they pass,
-// which takes longer than all the rest of a record.
+// Reads the interpreter's own frames in place: the public functions create an object for each frame they visit, which
+// takes longer than the rest of a record.
 uint32_t current_site() {
     PyThreadState* thread = PyThreadState_Get();
 #if PY_VERSION_HEX >= 0x030d0000
@@ -173,9 +175,8 @@ uint32_t current_site() {
 
 #endif
 
-CallSite site(uint32_t id) {
-    const CallSite* known = id < kMaxSites ? known_sites[id].load(std::memory_order_acquire) : nullptr;
-    return known == nullptr ? CallSite{} : *known;
+const CallSite* site(uint32_t id) {
+    return id < kMaxSites ? known_sites[id].load(std::memory_order_acquire) : nullptr;
 }
 
 }  // namespace ringway

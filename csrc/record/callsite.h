@@ -1,8 +1,6 @@
 // Which line of the user's program made a call.
 #pragma once
 
-#include <Python.h>
-
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,15 +13,15 @@ struct CallSite {
     int line = 0;
 };
 
-// Frames of files that start with one of `inside`, and not with one of `outside`, belong to the machinery and
-// are passed over. Called once, with the GIL, when ringway is imported.
+// Frames whose file starts with one of `inside`, and with none of `outside`, are machinery: the search for the user's
+// line skips them. Called once, with the GIL, when ringway is imported.
 void set_machinery(std::vector<std::string> inside, std::vector<std::string> outside);
 
-// A small number for the innermost frame of the current thread that is not machinery; 0 where there is none
-// (the autograd engine's threads). Needs the GIL. The table of sites is bounded: past it, 0.
+// A small number for the innermost frame of the current thread that is not machinery; 0 if there is none (threads of the
+// autograd engine), or if the bounded table of sites is full. Needs the GIL.
 uint32_t current_site();
 
-// Any thread may ask, with or without the GIL.
-CallSite site(uint32_t id);
+// Null for 0. The site stays valid. Callable from any thread, with or without the GIL.
+const CallSite* site(uint32_t id);
 
 }  // namespace ringway

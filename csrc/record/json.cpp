@@ -3,24 +3,27 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "record/callsite.h"
+#include "record/row.h"
 
 namespace ringway {
 namespace {
 
-void append_row(std::string& out, const Recorder& recorder, const Entry& entry) {
-    const CallSite where = site(entry.site);
-    out += '[';
-    out += std::to_string(entry.sequence) + ',' + std::to_string(static_cast<int>(entry.op)) + ',' +
-           std::to_string(entry.bytes) + ',' + std::to_string(static_cast<int>(entry.dtype)) + ',' +
-           std::to_string(static_cast<int>(entry.reduce)) + ',' + std::to_string(entry.peer) + ',' +
-           json_text(recorder.text(entry.group)) + ',' + json_text(recorder.text(entry.label)) + ',';
-    if (entry.site == 0)
+void append(std::string& out, int64_t number) { out += std::to_string(number); }
+void append(std::string& out, const std::string& text) { out += json_text(text); }
+void append(std::string& out, const CallSite* where) {
+    if (where == nullptr)
         out += "null";
     else
-        out += '[' + json_text(where.file) + ',' + std::to_string(where.line) + ',' + json_text(where.function) + ']';
-    out += ',' + std::to_string(entry.issued_ns) + ',' + std::to_string(entry.completed_ns) + ',' +
-           std::to_string(static_cast<int>(entry.state)) + ',' + std::to_string(entry.size) + ']';
+        out += '[' + json_text(where->file) + ',' + std::to_string(where->line) + ',' + json_text(where->function) + ']';
+}
+
+void append_row(std::string& out, const Recorder& recorder, const Entry& entry) {
+    const auto append_all = [&out](const auto&... fields) {
+        out += '[';
+        ((append(out, fields), out += ','), ...);
+        out.back() = ']';
+    };
+    with_row(entry, recorder.text(entry.group), recorder.text(entry.label), site(entry.site), append_all);
 }
 
 }  // namespace

@@ -71,9 +71,7 @@ void Ledger::add(const Entry& call) {
     if (!chosen(op, call.label)) return;
     add_locked({op, call.label, choice_.by_caller ? call.site : 0, call.size, call.bytes},
                call.completed_ns - call.issued_ns);
-    if (is_point_to_point(call.op)) return;
-    arrivals_[arrived_++ % kMaxArrivals] = {call.sequence, call.issued_ns, call.completed_ns, call.bytes, call.group,
-                                            call.site,     call.label,     call.size,         op};
+    if (!is_point_to_point(call.op)) arrivals_[arrived_++ % kMaxArrivals] = call;
 }
 
 void Ledger::add(const Kind& kind, int64_t ns) {
@@ -84,7 +82,7 @@ void Ledger::add(const Kind& kind, int64_t ns) {
 void Ledger::add_locked(Kind kind, int64_t ns) {
     auto found = books_.find(kind);
     if (found == books_.end() && books_.size() >= kMaxKinds) {
-        // A program with ever new sizes or labels: from here on sizes are powers of two, and labels one.
+        // The program keeps using new sizes or labels: from now on round sizes down to powers of two and drop labels.
         kind.label = kind.op == kUserOp ? kind.label : 0;
         kind.site = 0;
         if (kind.bytes > 0) kind.bytes = int64_t{1} << highest_bit(static_cast<uint64_t>(kind.bytes));
@@ -105,10 +103,10 @@ std::vector<Ledger::Row> Ledger::rows() const {
     return rows;
 }
 
-std::vector<Arrival> Ledger::arrivals() const {
+std::vector<Entry> Ledger::arrivals() const {
     std::lock_guard<std::mutex> guard(lock_);
     const uint64_t kept = std::min<uint64_t>(arrived_, arrivals_.size());
-    std::vector<Arrival> latest;
+    std::vector<Entry> latest;
     latest.reserve(kept);
     for (uint64_t at = arrived_ - kept; at < arrived_; ++at) latest.push_back(arrivals_[at % kMaxArrivals]);
     return latest;

@@ -1,6 +1,6 @@
-// The logger's books: for each kind of call (op, label, size of message, size of group) how many there were and
-// how long they took, as a histogram. Kept at the end of each call, so nothing is copied, queued or waited for;
-// bounded, whatever the program does.
+// The logger's books: for each kind of call (op, label, size of message, size of group), the number of calls and a
+// histogram of their durations. Updated at the end of each call, so nothing is copied, queued or waited for. Bounded
+// whatever the program does.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ struct LedgerChoice {
     std::unordered_set<uint32_t> labels;
 };
 
-// Durations in buckets an eighth of an octave wide, so a percentile is within 6 % of the truth.
+// Durations in buckets an eighth of an octave wide, so percentiles are accurate to 6 %.
 class Histogram {
   public:
     static constexpr int kBuckets = 336;
@@ -41,7 +41,7 @@ class Histogram {
 };
 
 struct Kind {
-    uint8_t op = 0;  // kUserOp where the label is the name of an op of the user's own
+    uint8_t op = 0;  // kUserOp if the label is the name of a user's own op
     uint32_t label = 0;
     uint32_t site = 0;
     int32_t size = 1;
@@ -53,27 +53,14 @@ struct Kind {
 };
 inline constexpr uint8_t kUserOp = 255;
 
-// When this rank came to a call, to be compared with when the others did.
-struct Arrival {
-    uint64_t sequence;
-    int64_t issued_ns;
-    int64_t completed_ns;
-    int64_t bytes;
-    uint32_t group;
-    uint32_t site;
-    uint32_t label;
-    int32_t size;
-    uint8_t op;
-};
-
 class Ledger {
   public:
     void choose(LedgerChoice choice);
     bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
 
-    // The end of a call that succeeded.
+    // A call that has succeeded.
     void add(const Entry& call);
-    // A call that was not recorded, or whose end is known only later (CUDA).
+    // A call that was not recorded, or whose duration is known only later (CUDA).
     void add(const Kind& kind, int64_t ns);
 
     struct Row {
@@ -82,8 +69,8 @@ class Ledger {
         int64_t total_ns, max_ns, p50_ns, p99_ns;
     };
     std::vector<Row> rows() const;
-    // The latest arrivals at collectives, oldest first.
-    std::vector<Arrival> arrivals() const;
+    // The latest collectives, oldest first: ranks compare when each of them arrived.
+    std::vector<Entry> arrivals() const;
     void reset();
 
   private:
@@ -97,7 +84,7 @@ class Ledger {
     mutable std::mutex lock_;
     LedgerChoice choice_;
     std::unordered_map<Kind, std::unique_ptr<Histogram>, KindHash> books_;
-    std::vector<Arrival> arrivals_;
+    std::vector<Entry> arrivals_;
     uint64_t arrived_ = 0;
 };
 

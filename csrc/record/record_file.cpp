@@ -3,11 +3,11 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -21,17 +21,20 @@ constexpr size_t kTextRoom = 1 << 20;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "the ring is read by other processes");
 
-size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
-size_t header_bytes() { return whole_lines(sizeof(RecordHeader)); }
+constexpr size_t kHeaderBytes = (sizeof(RecordHeader) + 63) / 64 * 64;
+
+// One entry of the texts: `length` bytes follow, padded to eight. A site's line is in `line`.
+struct TextEntry {
+    TextKind kind;
+    uint32_t id;
+    int32_t line;
+    uint32_t length;
+};
+
+size_t padded(size_t bytes) { return (bytes + 7) / 8 * 8; }
 
 std::runtime_error failed(const std::string& what, const std::string& path) {
     return std::runtime_error("cannot " + what + " the recorder's file " + path + ": " + std::strerror(errno));
-}
-
-int64_t unix_ns() {
-    timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
 
 }  // namespace
@@ -47,12 +50,12 @@ bool read_slot(const Slot& slot, uint64_t token, Entry& out) {
 
 RecordFile::RecordFile(size_t capacity, const std::string& path)
     : capacity_(std::max<size_t>(capacity, 1)), text_bytes_(path.empty() ? 0 : kTextRoom) {
-    bytes_ = header_bytes() + capacity_ * sizeof(Slot) + text_bytes_;
+    bytes_ = kHeaderBytes + capacity_ * sizeof(Slot) + text_bytes_;
     int fd = -1;
     if (!path.empty()) {
         fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (fd < 0) throw failed("create", path);
-        // The room is taken now: a full disk is an error here, not a SIGBUS in the middle of a call.
+        // Reserve the room now: a full disk is then an error here, not a SIGBUS in the middle of a call.
         const int refused = posix_fallocate(fd, 0, static_cast<off_t>(bytes_));
         if (refused != 0) {
             ::close(fd);
@@ -72,10 +75,10 @@ RecordFile::RecordFile(size_t capacity, const std::string& path)
     header_->capacity = capacity_;
     header_->text_bytes = text_bytes_;
     header_->pid = getpid();
-    header_->started_unix_ns = unix_ns();
+    header_->started_unix_ns = std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
     header_->started_ns = monotonic_ns();
     header_->next.store(1, std::memory_order_relaxed);
-    slots_ = reinterpret_cast<Slot*>(static_cast<char*>(base_) + header_bytes());  // zeroes are empty slots
+    slots_ = reinterpret_cast<Slot*>(static_cast<char*>(base_) + kHeaderBytes);  // zeroes are empty slots
     texts_ = reinterpret_cast<char*>(slots_ + capacity_);
 }
 
@@ -85,11 +88,11 @@ RecordFile::RecordFile(const std::string& path) {
     struct stat facts {};
     fstat(fd, &facts);
     bytes_ = static_cast<size_t>(facts.st_size);
-    void* base = bytes_ < header_bytes() ? MAP_FAILED : mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd, 0);
+    void* base = bytes_ < kHeaderBytes ? MAP_FAILED : mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, fd, 0);
     ::close(fd);
     if (base == MAP_FAILED) throw std::runtime_error(path + " is not a recorder's file");
     header_ = static_cast<RecordHeader*>(base);
-    const size_t room = bytes_ - header_bytes();
+    const size_t room = bytes_ - kHeaderBytes;
     if (std::memcmp(header_->magic, kMagic, sizeof(kMagic)) != 0 || header_->layout != kLayout ||
         header_->slot_bytes != sizeof(Slot) || header_->capacity == 0 || header_->capacity > room / sizeof(Slot) ||
         header_->text_bytes != room - header_->capacity * sizeof(Slot)) {
@@ -99,7 +102,7 @@ RecordFile::RecordFile(const std::string& path) {
     base_ = base;
     capacity_ = header_->capacity;
     text_bytes_ = header_->text_bytes;
-    slots_ = reinterpret_cast<Slot*>(static_cast<char*>(base) + header_bytes());
+    slots_ = reinterpret_cast<Slot*>(static_cast<char*>(base) + kHeaderBytes);
     texts_ = reinterpret_cast<char*>(slots_ + capacity_);
 }
 
@@ -109,12 +112,45 @@ RecordFile::~RecordFile() {
 
 void RecordFile::keep(TextKind kind, uint32_t id, int32_t line, const std::string& text) {
     const uint64_t used = header_->text_used.load(std::memory_order_relaxed);
-    const size_t needed = sizeof(TextEntry) + (text.size() + 7) / 8 * 8;
+    const size_t needed = sizeof(TextEntry) + padded(text.size());
     if (used + needed > text_bytes_) return;
     const TextEntry entry{kind, id, line, static_cast<uint32_t>(text.size())};
     std::memcpy(texts_ + used, &entry, sizeof(entry));
     std::memcpy(texts_ + used + sizeof(entry), text.data(), text.size());
     header_->text_used.store(used + needed, std::memory_order_release);
+}
+
+Texts RecordFile::texts() const {
+    Texts found;
+    const uint64_t used = std::min<uint64_t>(header_->text_used.load(std::memory_order_acquire), text_bytes_);
+    for (uint64_t at = 0; at + sizeof(TextEntry) <= used;) {
+        TextEntry entry;
+        std::memcpy(&entry, texts_ + at, sizeof(entry));
+        at += sizeof(entry);
+        if (entry.length > used - at) break;
+        const std::string text(texts_ + at, entry.length);
+        at += padded(entry.length);
+        const size_t cut = text.find('\n');
+        if (entry.kind == TextKind::Text)
+            found.texts[entry.id] = text;
+        else
+            found.sites[entry.id] = {text.substr(0, cut), text.substr(cut + 1), entry.line};
+    }
+    return found;
+}
+
+std::vector<Entry> RecordFile::recent(size_t count, bool only_pending) const {
+    const uint64_t last = total();
+    const uint64_t kept = std::min<uint64_t>({count, last, capacity_});
+    std::vector<Entry> entries;
+    if (!only_pending) entries.reserve(kept);
+    Entry entry;
+    for (uint64_t token = last - kept + 1; token <= last; ++token) {
+        const auto ended = [&](State state) { return only_pending && state != State::Issued; };
+        if (ended(static_cast<State>(slot(token).state.load(std::memory_order_relaxed)))) continue;
+        if (read_slot(slot(token), token, entry) && !ended(entry.state)) entries.push_back(entry);
+    }
+    return entries;
 }
 
 }  // namespace ringway

@@ -1,16 +1,19 @@
-// Where the recorder's ring lies: in memory of the process, or in a file that outlives it.
+// The memory of the recorder's ring: private to the process, or a file that outlives it.
 //
 //   header | slots | texts
 //
-// The texts are a list that only grows: what an id stands for (a group, a label, a line of the program). Nothing
-// is flushed: the pages belong to the system, which keeps them when the process dies, whatever killed it.
+// The texts only grow: they say what each id stands for (a group, a label, a line of the program). Nothing is flushed:
+// the pages belong to the kernel, which keeps them however the process dies.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <unordered_map>
+#include <vector>
 
+#include "record/callsite.h"
 #include "record/record.h"
 
 namespace ringway {
@@ -22,7 +25,7 @@ struct alignas(64) Slot {
     std::atomic<uint8_t> state{0};
 };
 
-// Whether the slot holds the record `token`, whole; it is then in `out`.
+// Fills `out` and returns true if the slot holds the whole record `token`.
 bool read_slot(const Slot& slot, uint64_t token, Entry& out);
 
 struct RecordHeader {
@@ -40,12 +43,10 @@ struct RecordHeader {
 
 enum class TextKind : uint32_t { Text = 0, Site = 1 };
 
-// One entry of the texts: `length` bytes follow, padded to eight. A site's line is in `line`.
-struct TextEntry {
-    TextKind kind;
-    uint32_t id;
-    int32_t line;
-    uint32_t length;
+// By id: groups and labels, and lines of the program.
+struct Texts {
+    std::unordered_map<uint32_t, std::string> texts;
+    std::unordered_map<uint32_t, CallSite> sites;
 };
 
 class RecordFile {
@@ -56,7 +57,7 @@ class RecordFile {
     RecordFile(const RecordFile&) = delete;
     RecordFile& operator=(const RecordFile&) = delete;
 
-    // What another process left. Throws where the file is not one of ours.
+    // Maps what another process left. Throws if it is not a recorder's file.
     explicit RecordFile(const std::string& path);
 
     RecordHeader& header() const { return *header_; }
@@ -64,9 +65,14 @@ class RecordFile {
     size_t capacity() const { return capacity_; }
     bool keeps_texts() const { return text_bytes_ != 0; }
 
-    // Not for two threads at a time. Past the room for texts nothing is kept.
+    // The latest `count` records, or those of them that have not ended; oldest first.
+    std::vector<Entry> recent(size_t count, bool only_pending = false) const;
+    uint64_t total() const { return header_->next.load(std::memory_order_acquire) - 1; }
+
+    // Keeps nothing once the room for texts is used up. Not thread-safe.
     void keep(TextKind kind, uint32_t id, int32_t line, const std::string& text);
-    const char* texts() const { return texts_; }
+    // What `keep` has kept, in a file that another process may still be writing.
+    Texts texts() const;
 
   private:
     void* base_ = nullptr;

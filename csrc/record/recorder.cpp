@@ -11,7 +11,7 @@ namespace ringway {
 namespace {
 
 constexpr uint32_t kMaxLabels = 16384;
-constexpr uint32_t kMaxTexts = kMaxLabels + 65536;  // labels without end leave room for the names of groups
+constexpr uint32_t kMaxTexts = kMaxLabels + 65536;  // the rest is for the names of groups
 constexpr uint32_t kNoRoom = UINT32_MAX;            // shows as "…"
 thread_local bool quiet_here = false;
 
@@ -19,8 +19,8 @@ thread_local bool quiet_here = false;
 
 int64_t monotonic_ns() {
 #if defined(__aarch64__)
-    // The counter that the kernel's monotonic clock is made of, and like it the same for all processes of a host.
-    // Read directly it takes a third of the time; it only lacks the kernel's slow adjustments of its rate.
+    // The counter behind the kernel's monotonic clock, the same for all processes of a host. Reading it directly takes a
+    // third of the time; it only lacks the kernel's slow adjustments of its rate.
     static const uint64_t scale = [] {
         uint64_t frequency;
         asm("mrs %0, cntfrq_el0" : "=r"(frequency));
@@ -61,7 +61,7 @@ uint64_t Recorder::begin(const Entry& call) {
 
 void Recorder::end(uint64_t token, State state) {
     Slot& slot = file_.slot(token);
-    if (slot.token.load(std::memory_order_relaxed) != token) return;  // the ring came round meanwhile
+    if (slot.token.load(std::memory_order_relaxed) != token) return;  // the ring has wrapped since
     const int64_t now = monotonic_ns();
     slot.completed_ns.store(now, std::memory_order_relaxed);
     slot.state.store(static_cast<uint8_t>(state), std::memory_order_release);
@@ -93,36 +93,17 @@ Recorder::Trace Recorder::stop_trace() {
 
 bool Recorder::find(uint64_t token, Entry& out) const { return read_slot(file_.slot(token), token, out); }
 
-std::vector<Entry> Recorder::recent(size_t count) const {
-    const uint64_t last = total();
-    const uint64_t kept = std::min<uint64_t>({count, last, capacity()});
-    std::vector<Entry> entries;
-    entries.reserve(kept);
-    Entry entry;
-    for (uint64_t token = last - kept + 1; token <= last; ++token)
-        if (find(token, entry)) entries.push_back(entry);
-    return entries;
-}
-
-std::vector<Entry> Recorder::under_way() const {
-    const uint64_t last = total();
-    std::vector<Entry> entries;
-    Entry entry;
-    for (uint64_t token = last - std::min<uint64_t>(last, capacity()) + 1; token <= last; ++token) {
-        if (file_.slot(token).state.load(std::memory_order_relaxed) != static_cast<uint8_t>(State::Issued)) continue;
-        if (find(token, entry) && entry.state == State::Issued) entries.push_back(entry);
-    }
-    return entries;
-}
-
 uint32_t Recorder::intern(const std::string& text) {
     std::lock_guard<std::mutex> guard(texts_lock_);
     const auto found = text_ids_.find(text);
     if (found != text_ids_.end()) return found->second;
     if (text_ids_.size() >= kMaxLabels || texts_.size() >= kMaxTexts) return kNoRoom;
+    return text_ids_.emplace(text, add_text(text)).first->second;
+}
+
+uint32_t Recorder::add_text(const std::string& text) {
     const auto id = static_cast<uint32_t>(texts_.size());
     texts_.push_back(text);
-    text_ids_.emplace(text, id);
     file_.keep(TextKind::Text, id, 0, text);
     return id;
 }
@@ -130,18 +111,13 @@ uint32_t Recorder::intern(const std::string& text) {
 uint32_t Recorder::group(const std::string& name) {
     std::lock_guard<std::mutex> guard(texts_lock_);
     if (texts_.size() >= kMaxTexts) return kNoRoom;
-    const auto id = static_cast<uint32_t>(texts_.size());
-    const auto before = groups_.find(name);
-    const int number = before == groups_.end() ? 1 : before->second.number + 1;
-    if (before != groups_.end()) {
-        const Life& earlier = before->second;
-        texts_[earlier.id] = name + "~" + std::to_string(earlier.number);
-        file_.keep(TextKind::Text, earlier.id, 0, texts_[earlier.id]);
+    Life& life = groups_[name];
+    if (life.number > 0) {
+        texts_[life.id] = name + "~" + std::to_string(life.number);
+        file_.keep(TextKind::Text, life.id, 0, texts_[life.id]);
     }
-    groups_[name] = {id, number};
-    texts_.push_back(name);
-    file_.keep(TextKind::Text, id, 0, name);
-    return id;
+    life = {add_text(name), life.number + 1};
+    return life.id;
 }
 
 std::string Recorder::text(uint32_t id) const {
@@ -149,11 +125,11 @@ std::string Recorder::text(uint32_t id) const {
     return id < texts_.size() ? texts_[id] : "…";
 }
 
-// Sites are numbered in the order they are met, so a file is complete once it has all below the newest.
+// Sites are numbered in the order in which they are found, so the file is complete once it has all up to the newest.
 void Recorder::keep_site(uint32_t newest) {
     std::lock_guard<std::mutex> guard(texts_lock_);
     for (uint32_t id = sites_kept_.load(std::memory_order_relaxed); id <= newest; ++id) {
-        const CallSite where = site(id);
+        const CallSite& where = *site(id);
         file_.keep(TextKind::Site, id, where.line, where.file + "\n" + where.function);
         sites_kept_.store(id + 1, std::memory_order_relaxed);
     }

@@ -1,10 +1,10 @@
 // The recorder: a fixed ring of the latest collective calls of this process, always on.
 //
-// Writers are the threads that issue and complete calls; a reader may look at any time. A record is written in
-// two strokes (begin, end), and its `token` is stored last at begin and checked around every read, so that a
-// reader drops a record that was overwritten under it instead of showing half of it.
+// The threads that issue and complete calls write; a reader may read at any time. A record is written in two steps
+// (begin, end). Its `token` is stored last at begin and checked before and after every read, so a reader drops a record
+// that was overwritten meanwhile instead of showing half of it.
 //
-// The ring and its texts may lie in a file, which then tells what a process did that is gone.
+// The ring and its texts may be in a file, which then tells what a process did that has died.
 #pragma once
 
 #include <atomic>
@@ -26,29 +26,29 @@ class Recorder {
   public:
     explicit Recorder(size_t capacity, const std::string& path = "");
 
-    // A record's token counts from 1; it names the record as long as the ring has not come round.
+    // Tokens count from 1. A token names its record until the ring wraps.
     uint64_t begin(const Entry& call);
     void end(uint64_t token, State state);
     // The record's entry, if the ring still holds it.
     bool find(uint64_t token, Entry& out) const;
     // The latest `count` records, oldest first.
-    std::vector<Entry> recent(size_t count) const;
-    // Those of the ring that have not ended, oldest first.
-    std::vector<Entry> under_way() const;
+    std::vector<Entry> recent(size_t count) const { return file_.recent(count); }
+    // The records that have not ended, oldest first.
+    std::vector<Entry> under_way() const { return file_.recent(capacity(), true); }
 
-    uint64_t total() const { return file_.header().next.load(std::memory_order_acquire) - 1; }
+    uint64_t total() const { return file_.total(); }
     size_t capacity() const { return file_.capacity(); }
 
-    // Small numbers for texts (group names, labels). Bounded: a text past the limit becomes "…".
+    // Small numbers for texts (labels). Bounded: texts beyond the limit become "…".
     uint32_t intern(const std::string& text);
     std::string text(uint32_t id) const;
-    // The number of a new group. An earlier one of the same name, destroyed by now, is "name~1" from here on, the
-    // next "name~2", so that their calls are not taken for the new one's.
+    // The number of a new group. Earlier groups of the same name, destroyed by now, become "name~1", "name~2" and so on,
+    // so that their calls are not mistaken for the new group's.
     uint32_t group(const std::string& name);
 
     Ledger& ledger() { return ledger_; }
 
-    // While a trace is kept, every call that ends is added to it, up to `limit`.
+    // While a trace runs, every call that ends is added to it, up to `limit` calls.
     void start_trace(size_t limit);
     struct Trace {
         std::vector<Entry> calls;
@@ -56,12 +56,12 @@ class Recorder {
     };
     Trace stop_trace();
 
-    // Whether somebody wants to know how long calls take.
+    // Whether anything uses the durations of calls.
     bool keeps_times() { return tracing_.load(std::memory_order_relaxed) || ledger_.enabled(); }
 
   private:
-    Slot& slot(uint64_t token) const { return file_.slot(token); }
-    void keep_site(uint32_t id);
+    uint32_t add_text(const std::string& text);
+    void keep_site(uint32_t newest);
 
     RecordFile file_;
     Ledger ledger_;
@@ -69,10 +69,10 @@ class Recorder {
     std::vector<std::string> texts_;
     std::unordered_map<std::string, uint32_t> text_ids_;
     struct Life {
-        uint32_t id;
-        int number;
+        uint32_t id = 0;
+        int number = 0;
     };
-    std::unordered_map<std::string, Life> groups_;
+    std::unordered_map<std::string, Life> groups_;  // the latest group of each name
     std::atomic<uint32_t> sites_kept_{1};
     std::atomic<bool> tracing_{false};
     std::mutex trace_lock_;
@@ -80,7 +80,7 @@ class Recorder {
     Trace trace_;
 };
 
-// While a thread is quiet, what it issues is recorded but not logged: the logger's own traffic.
+// The calls of a quiet thread are recorded but not logged. The logger makes its own calls so.
 void set_quiet(bool quiet);
 bool is_quiet();
 

@@ -26,13 +26,12 @@ namespace ringway {
 namespace {
 
 constexpr size_t kTokenBytes = 32;
-constexpr size_t kMaxStackBytes = 32768;
 constexpr size_t kOfGroup = 64, kOfAll = 64;
 constexpr auto kPatience = std::chrono::milliseconds(1000);  // for the GIL
-constexpr int64_t kStacksStayTrue = 2000000000;
+constexpr int64_t kStacksStayTrue = 2000000000;  // ns for which stacks are reused
 constexpr int kMaxSignals = 65;
 
-// What a signal handler may touch: where to say that it was raised, and who had the signal before.
+// The signal handler uses only these: the eventfd to write to, and the handler it replaced.
 std::atomic<int> signal_wakes[kMaxSignals];
 struct sigaction handlers_before[kMaxSignals];
 
@@ -78,7 +77,7 @@ int listen_tcp(const std::string& address, int& port) {
     return fd;
 }
 
-// For tools of the same user on the same host. Not having it costs `ringway top` only, so it is not an error.
+// For tools of the same user on the same host. Only `ringway top` needs it, so failing is not an error.
 int listen_local() {
     sockaddr_un where{};
     where.sun_family = AF_UNIX;
@@ -122,7 +121,7 @@ Responder::Responder(std::shared_ptr<Recorder> recorder, const std::string& addr
     listener_ = listen_tcp(address, port_);
     local_listener_ = listen_local();
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    // All signals are for the program's own threads.
+    // This thread takes no signals: they are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -135,10 +134,8 @@ Responder::~Responder() { close(); }
 void Responder::close() {
     if (closing_.exchange(true)) return;
     if (getpid() != pid_) {
-        // A forked child has no such thread, but it has the sockets, which would keep its parent's name alive.
-        for (const int fd : {listener_, local_listener_, wake_})
-            if (fd >= 0) ::close(fd);
-        return;
+        // A forked child has no such thread, but it has the sockets, which would keep its parent's address in use.
+        return close_sockets();
     }
     for (auto& wake : signal_wakes) {
         int own = wake_;
@@ -149,6 +146,10 @@ void Responder::close() {
     std::unique_lock<std::mutex> guard(lock_);
     changed_.notify_all();
     changed_.wait(guard, [this] { return ended_; });
+    close_sockets();
+}
+
+void Responder::close_sockets() {
     for (const int fd : {listener_, local_listener_, wake_})
         if (fd >= 0) ::close(fd);
 }
@@ -194,31 +195,37 @@ void Responder::serve(int connection, bool vouched_for) {
 }
 
 std::string Responder::reply(char kind, const std::string& group) {
-    const std::string where = kind == 'S' ? stacks() : "";
+    std::string extra = ",\"stacks\":" + json_text(kind == 'S' ? stacks() : "");
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        extra += ",\"leaving\":" + json_text(leaving_);
+    }
+    return report(extra, group, kOfGroup, kOfAll);
+}
+
+std::string Responder::report(const std::string& extra, const std::string& group, size_t of_group, size_t of_all) {
     std::shared_ptr<Recorder> recorder;
-    std::string leaving, facts;
+    std::string facts;
     {
         std::lock_guard<std::mutex> guard(lock_);
         recorder = recorder_;
-        leaving = leaving_;
         facts = facts_;
     }
     return "{\"facts\":" + facts + ",\"pid\":" + std::to_string(pid_) + ",\"now\":" +
-           std::to_string(monotonic_ns()) + ",\"total\":" + std::to_string(recorder->total()) +
-           ",\"leaving\":" + json_text(leaving) + ",\"stacks\":" + json_text(where) +
-           ",\"calls\":" + calls_json(*recorder, group, kOfGroup, kOfAll) + "}";
+           std::to_string(monotonic_ns()) + ",\"total\":" + std::to_string(recorder->total()) + extra +
+           ",\"calls\":" + calls_json(*recorder, group, of_group, of_all) + "}";
 }
 
 std::string Responder::stacks() {
     std::unique_lock<std::mutex> guard(lock_);
-    if (!leaving_.empty()) return "";  // the interpreter may be gone any moment
+    if (!leaving_.empty()) return "";  // the interpreter may end at any moment
     const uint64_t question = ++asked_;
-    changed_.notify_all();  // whoever asks also wakes the rank's watch, which may have a fault to read
+    changed_.notify_all();  // also wakes the rank's watch, which may have a fault to read
     if (latest_stacks_ns_ != 0 && monotonic_ns() - latest_stacks_ns_ < kStacksStayTrue) return latest_stacks_;
     if (changed_.wait_for(guard, kPatience, [&] { return answered_ >= question || closing_; }) && !closing_) {
         latest_stacks_ = answer_;
     } else if (!closing_) {
-        // Somebody holds the GIL and does not let go of it.
+        // A thread holds the GIL and does not release it.
         const int number = signal_, fd = signal_fd_;
         guard.unlock();
         const std::string text = stacks_of_a_copy(number, fd);
@@ -281,20 +288,15 @@ void Responder::dump_at(int number, const std::string& path) {
     if (sigaction(number, &action, nullptr) != 0) throw failed("install the handler of a signal");
 }
 
-// Written aside and renamed, so that a reader never sees half of it. Nothing here may disturb the rank.
+// Writes another file and renames it, so that a reader never sees half of it. Errors must not disturb the rank.
 void Responder::write_dump() {
-    std::string path, facts;
-    std::shared_ptr<Recorder> recorder;
+    std::string path;
     {
         std::lock_guard<std::mutex> guard(lock_);
         path = dump_path_;
-        recorder = recorder_;
-        facts = facts_;
     }
     if (path.empty()) return;
-    const std::string text = "{\"facts\":" + facts + ",\"pid\":" + std::to_string(pid_) + ",\"now\":" +
-                             std::to_string(monotonic_ns()) + ",\"total\":" + std::to_string(recorder->total()) +
-                             ",\"calls\":" + calls_json(*recorder, "", 0, recorder->capacity()) + "}\n";
+    const std::string text = report("", "", 0, SIZE_MAX) + "\n";
     const std::string aside = path + ".part";
     std::FILE* file = std::fopen(aside.c_str(), "w");
     const bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();

@@ -1,11 +1,11 @@
 // A thread of each rank that tells others where the rank is, whatever the rank itself is doing.
 //
 // It needs neither the GIL nor the rank's help: a rank that is stuck in C code with the GIL held answers too. It
-// listens on TCP for the ranks of the job, who show the job's token, and on an abstract unix socket for the
-// user's own tools on the host (`ringway top`), whom the system vouches for. It sleeps until somebody asks.
+// listens on TCP for the ranks of the job, which send the job's token, and on an abstract unix socket for the user's own
+// tools on the host (`ringway top`), whose user the kernel confirms. It sleeps until it gets a request.
 //
 //   request   token (32 bytes), kind (1), length of a group's name (2, little endian), the name
-//   kinds     'C' calls; 'S' calls and the Python stacks: somebody here is waited for
+//   kinds     'C' calls; 'S' calls and the Python stacks, asked for when others wait for this rank
 //   reply     one JSON object, to the end of the connection
 #pragma once
 
@@ -23,7 +23,7 @@ namespace ringway {
 
 class Responder {
   public:
-    // `address` is the one to listen on. `facts` is a JSON object that is part of each reply.
+    // Listens on `address`. `facts` is a JSON object that is part of each reply.
     Responder(std::shared_ptr<Recorder> recorder, const std::string& address, const std::string& token,
               const std::string& facts);
     ~Responder();
@@ -32,32 +32,34 @@ class Responder {
 
     int port() const { return port_; }
 
-    // For a thread of the rank's that does nothing else, without the GIL: sleeps until somebody asks for stacks;
-    // false at the end.
+    // Sleeps until a request for stacks comes; false at the end. The rank runs this in a thread of its own, without the
+    // GIL.
     bool wait();
-    // That thread's answer: stacks taken with the GIL. If it does not come in time, they are read without.
+    // That thread's answer: stacks taken with the GIL. If it is late, the responder reads them without the GIL.
     void answer(const std::string& stacks);
-    // Where the interpreter cannot be asked for stacks directly: a signal at which faulthandler writes them to
-    // `fd`. It is raised in the responder's own thread only.
+    // For interpreters that cannot be asked for stacks directly: a signal at which faulthandler writes them to `fd`. It is
+    // raised in the responder's own thread only.
     void use_signal(int number, int fd);
-    // From now on replies say that the rank is leaving, and why; waits end, and Python is left alone.
+    // From now on replies say that the rank is leaving, and why. Waits end, and Python is not called any more.
     void farewell(const std::string& why);
-    // A later job of this process: other facts, perhaps another recorder.
+    // For a later job of this process: other facts, perhaps another recorder.
     void tell_of(std::shared_ptr<Recorder> recorder, const std::string& facts);
 
-    // At this signal the recorder's calls are written to `path`, by the responder's thread. A handler that was
-    // there before is called too.
+    // At this signal the responder's thread writes the recorder's calls to `path`. The handler that was installed before
+    // is called too.
     void dump_at(int number, const std::string& path);
 
-    // Idempotent and bounded. After it the thread touches nothing any more.
+    // Idempotent and bounded. The thread has stopped when it returns.
     void close();
 
   private:
     void run();
     void serve(int connection, bool vouched_for);
     std::string reply(char kind, const std::string& group);
+    std::string report(const std::string& extra, const std::string& group, size_t of_group, size_t of_all);
     std::string stacks();
     void write_dump();
+    void close_sockets();
 
     std::mutex lock_;
     std::condition_variable changed_;

@@ -15,7 +15,6 @@
 namespace ringway {
 namespace {
 
-constexpr size_t kMaxStackBytes = 32768;
 constexpr auto kLongest = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(2);
 
@@ -26,9 +25,9 @@ DumpThreads dump_threads() {
     return found;
 }
 
-// What the copy does. It may hold any lock of the process forever, so it calls nothing that takes one.
+// What the copy does. Any lock of the process may be held forever in it, so it calls nothing that takes one.
 [[noreturn]] void dump_and_end(DumpThreads dump, int number, int fd) {
-    // A crash of the copy is silent: no handler of the program's, no core file.
+    // A crash of the copy is silent: none of the program's handlers run, and there is no core file.
     const rlimit none{0, 0};
     setrlimit(RLIMIT_CORE, &none);
     struct sigaction plain {};
@@ -41,7 +40,7 @@ DumpThreads dump_threads() {
         sigemptyset(&own);
         sigaddset(&own, number);
         sigprocmask(SIG_UNBLOCK, &own, nullptr);
-        // By the kernel's own numbers: the C library still knows those of the original.
+        // With the kernel's own ids: the C library still has those of the original.
         syscall(SYS_tgkill, syscall(SYS_getpid), syscall(SYS_gettid), number);
     }
     syscall(SYS_exit_group, 0);
@@ -77,7 +76,7 @@ std::string stacks_of_a_copy(int signal, int fd) {
     if (into < 0) return "";
     std::string text;
     if (dump != nullptr || (ftruncate(into, 0) == 0 && lseek(into, 0, SEEK_SET) == 0)) {
-        // The system call itself: handlers of fork() want locks, and SIGCHLD would reach the program.
+        // The bare system call: fork()'s handlers take locks, and SIGCHLD would reach the program.
         const auto copy = static_cast<pid_t>(syscall(SYS_clone, 0, nullptr, nullptr, nullptr, nullptr));
         if (copy == 0) dump_and_end(dump, signal, into);
         if (copy > 0) {

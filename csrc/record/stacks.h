@@ -1,16 +1,19 @@
 // The Python stacks of this process, read without the GIL.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace ringway {
 
-// Whether this interpreter lets its frames be read without the GIL by a plain call.
+inline constexpr size_t kMaxStackBytes = 32768;
+
+// Whether this interpreter has a function that reads its frames without the GIL.
 bool dumps_stacks();
 
-// Reads them in a copy of the process: there nothing runs but the reader, so no frame changes under it, and if it
-// meets one half made, it is the copy that crashes. `signal` and `fd` serve interpreters that cannot be asked by a
-// plain call: the signal at which faulthandler writes to `fd`. Empty where nothing could be read.
+// Reads them in a copy of the process: only the reader runs there, so no frame changes while it reads, and if it meets a
+// half-made frame, only the copy crashes. `signal` and `fd` are for interpreters without that function: the signal at
+// which faulthandler writes to `fd`. Empty if nothing could be read.
 std::string stacks_of_a_copy(int signal, int fd);
 
 }  // namespace ringway

@@ -81,26 +81,11 @@ inline void narrow(Wide value, T& to) {
     to = static_cast<T>(value);
 }
 
-// The type in which a dtype is accumulated. Integers use unsigned types, whose overflow is defined.
+// The type in which a dtype is accumulated.
 template <class T>
-struct Widened {
-    using type = T;
-};
-template <>
-struct Widened<Half> {
-    using type = float;
-};
-template <>
-struct Widened<Brain> {
-    using type = float;
-};
-template <>
-struct Widened<Boolean> {
-    using type = uint8_t;
-};
-template <class T>
-using Wide = typename Widened<T>::type;
+using Wide = decltype(widen(T{}));
 
+// Integers are added and multiplied as unsigned ones, whose overflow is defined.
 struct Add {
     template <class A>
     A operator()(A a, A b) const {
@@ -121,36 +106,25 @@ struct Multiply {
             return a * b;
     }
 };
-struct Least {
+template <bool kLeast>
+struct Extreme {
     template <class A>
     A operator()(A a, A b) const {
-        return (a < b || a != a) ? a : b;
+        return ((kLeast ? a < b : a > b) || a != a) ? a : b;
     }
 };
-struct Greatest {
+template <Reduce kReduce>
+struct Bitwise {
     template <class A>
     A operator()(A a, A b) const {
-        return (a > b || a != a) ? a : b;
+        if constexpr (kReduce == Reduce::Band) return static_cast<A>(a & b);
+        else if constexpr (kReduce == Reduce::Bor) return static_cast<A>(a | b);
+        else return static_cast<A>(a ^ b);
     }
 };
-struct And {
-    template <class A>
-    A operator()(A a, A b) const {
-        return static_cast<A>(a & b);
-    }
-};
-struct Or {
-    template <class A>
-    A operator()(A a, A b) const {
-        return static_cast<A>(a | b);
-    }
-};
-struct Xor {
-    template <class A>
-    A operator()(A a, A b) const {
-        return static_cast<A>(a ^ b);
-    }
-};
+using And = Bitwise<Reduce::Band>;
+using Or = Bitwise<Reduce::Bor>;
+using Xor = Bitwise<Reduce::Bxor>;
 
 template <class T>
 const T* source(const Reduction& r, int index) {
@@ -239,19 +213,11 @@ void fold(const Reduction& r) {
 
 template <class T>
 void average(const Reduction& r) {
-    if constexpr (std::is_integral_v<T>) {
-        const int64_t count = r.count_sources;
-        blocks<T, int64_t>(
-            r, [](T x) { return static_cast<int64_t>(x); },
-            [](int64_t acc, T x, int) { return Add{}(acc, static_cast<int64_t>(x)); },
-            [count](int64_t acc) { return acc / count; });
-    } else {
-        using A = Wide<T>;
-        const A count = static_cast<A>(r.count_sources);
-        blocks<T, A>(
-            r, [](T x) { return widen(x); }, [](A acc, T x, int) { return acc + widen(x); },
-            [count](A acc) { return acc / count; });
-    }
+    using A = std::conditional_t<std::is_integral_v<T>, int64_t, Wide<T>>;
+    const A count = static_cast<A>(r.count_sources);
+    blocks<T, A>(
+        r, [](T x) { return static_cast<A>(widen(x)); },
+        [](A acc, T x, int) { return Add{}(acc, static_cast<A>(widen(x))); }, [count](A acc) { return acc / count; });
 }
 
 template <class T>
@@ -264,7 +230,7 @@ void premultiplied(const Reduction& r) {
 }
 
 template <class T>
-Reducer real(Reduce reduce) {
+Reducer number(Reduce reduce) {
     switch (reduce) {
         case Reduce::Sum:
             return fold<T, Add>;
@@ -273,29 +239,22 @@ Reducer real(Reduce reduce) {
         case Reduce::Product:
             return fold<T, Multiply>;
         case Reduce::Min:
-            return fold<T, Least>;
+            return fold<T, Extreme<true>>;
         case Reduce::Max:
-            return fold<T, Greatest>;
-        case Reduce::PremulSum:
-            return premultiplied<T>;
+            return fold<T, Extreme<false>>;
         default:
             return nullptr;
     }
 }
 
 template <class T>
+Reducer real(Reduce reduce) {
+    return reduce == Reduce::PremulSum ? premultiplied<T> : number<T>(reduce);
+}
+
+template <class T>
 Reducer integer(Reduce reduce) {
     switch (reduce) {
-        case Reduce::Sum:
-            return fold<T, Add>;
-        case Reduce::Avg:
-            return average<T>;
-        case Reduce::Product:
-            return fold<T, Multiply>;
-        case Reduce::Min:
-            return fold<T, Least>;
-        case Reduce::Max:
-            return fold<T, Greatest>;
         case Reduce::Band:
             return fold<T, And>;
         case Reduce::Bor:
@@ -303,7 +262,7 @@ Reducer integer(Reduce reduce) {
         case Reduce::Bxor:
             return fold<T, Xor>;
         default:
-            return nullptr;
+            return number<T>(reduce);
     }
 }
 

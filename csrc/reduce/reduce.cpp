@@ -3,43 +3,32 @@
 namespace ringway::shm {
 namespace {
 
-enum class Isa { Plain, Avx2, Avx512 };
+struct Isa {
+    const char* name;
+    Reducer (*find)(DType, Reduce);
+};
 
 Isa detect() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2")) return Isa::Plain;
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return wide ? Isa::Avx512 : Isa::Avx2;
-#else
-    return Isa::Plain;
+    if (__builtin_cpu_supports("avx2")) return wide ? Isa{"avx512", avx512::find} : Isa{"avx2", avx2::find};
+#elif defined(__aarch64__)
+    return {"neon", plain::find};
 #endif
+    return {"plain", plain::find};
 }
 
-Isa isa() {
+const Isa& isa() {
     static const Isa found = detect();
     return found;
 }
 
 }  // namespace
 
-Reducer find_reducer(DType dtype, Reduce reduce) {
-#if defined(__x86_64__)
-    if (isa() == Isa::Avx512) return avx512::find(dtype, reduce);
-    if (isa() == Isa::Avx2) return avx2::find(dtype, reduce);
-#endif
-    return plain::find(dtype, reduce);
-}
+Reducer find_reducer(DType dtype, Reduce reduce) { return isa().find(dtype, reduce); }
 
-const char* reducer_isa() {
-    if (isa() == Isa::Avx512) return "avx512";
-    if (isa() == Isa::Avx2) return "avx2";
-#if defined(__aarch64__)
-    return "neon";
-#else
-    return "plain";
-#endif
-}
+const char* reducer_isa() { return isa().name; }
 
 }  // namespace ringway::shm

@@ -1,4 +1,4 @@
-// One algorithm a collective: small ones ride in the entries, large ones stream through the cells.
+// One algorithm per collective: small calls travel in the entries, large ones stream through the cells.
 #include <algorithm>
 #include <stdexcept>
 
@@ -8,23 +8,19 @@ namespace ringway::shm {
 namespace {
 
 // The thresholds, measured with benchmarks/collectives.py.
-constexpr int64_t kFlatReduce = 256 << 10;  // bytes that are read in all when every rank reduces everything
-constexpr int64_t kLeastPart = 32 << 10;    // bytes a rank's part of a step has at least, while there are more steps
-constexpr int64_t kStepsAimed = 4;          // a call of medium size is cut into so many steps, to overlap them
+constexpr int64_t kFlatReduce = 256 << 10;  // most bytes read in all when every rank reduces everything
+constexpr int64_t kLeastPart = 32 << 10;    // least bytes of a rank's part of a step, except of the last
+constexpr int64_t kStepsAimed = 4;          // steps of a medium call, so that they overlap
 
-bool overlap(const std::byte* a, int64_t a_bytes, const std::byte* b, int64_t b_bytes) {
-    return a < b + b_bytes && b < a + a_bytes;
-}
-
-// Whether `one` overlaps a block otherwise than by being exactly it. A block that is the very same memory is
-// safe: each step reads its input before it writes its output.
+// Whether `one` overlaps a block without being exactly that block. A block in exactly the same memory is safe: each step
+// reads its input before it writes its output.
 bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64_t bytes) {
     for (int rank = 0; rank < ranks; ++rank)
         if (blocks.at(rank) != one && overlap(one, bytes, blocks.at(rank), bytes)) return true;
     return false;
 }
 
-// A request whose only input is a copy.
+// A request with a copy of its single input.
 struct CopiedInput {
     CopiedInput(const Request& r, int64_t bytes) : copy(r.in.at(0), r.in.at(0) + bytes), request(r) {
         request.in = Blocks{copy.data(), 0, nullptr};
@@ -43,14 +39,13 @@ void Collectives::dispatch(const Request& r) {
         case Op::Broadcast:
             return broadcast(r);
         case Op::AllReduce:
-            return all_reduce(r);
         case Op::Reduce:
             return reduce(r);
         case Op::AllGather:
         case Op::AllGatherSingle:
-            return all_gather(r);
+            return gather(r, kEverybody);
         case Op::Gather:
-            return gather(r);
+            return gather(r, r.root);
         case Op::Scatter:
             return scatter(r);
         case Op::ReduceScatter:
@@ -103,9 +98,9 @@ void Collectives::broadcast(const Request& r) {
     }
     announce();
     const auto cell = static_cast<int64_t>(segment_.geometry().cell_bytes);
-    const auto size_at = [&](int64_t turn) { return std::min(cell, bytes - turn * cell); };
+    const auto size_at = [&](int64_t turn) { return piece_at(bytes, cell, turn); };
     stream(
-        ceil_div(bytes, cell), {r.root, kEverybody, kNobody},
+        ceil_div(bytes, cell), r.root, kEverybody,
         [&](int64_t turn, uint64_t step) {
             move_bytes(segment_.in_cell(rank_, step), r.in.at(0) + turn * cell, size_at(turn));
         },
@@ -113,8 +108,7 @@ void Collectives::broadcast(const Request& r) {
             if (root) return;
             reach(r.root, &RankControl::produced, step + 1);
             move_bytes(r.out.at(0) + turn * cell, segment_.in_cell(r.root, step), size_at(turn));
-        },
-        [](int64_t, uint64_t) {});
+        });
 }
 
 const double* Collectives::factors(const Request& r) {
@@ -125,7 +119,7 @@ const double* Collectives::factors(const Request& r) {
     return factors_.data();
 }
 
-// `sources_` holds where each rank's elements are.
+// `sources_` points to each rank's elements.
 void Collectives::reduce_sources(const Request& r, void* result, void* also, int64_t bytes) {
     if (bytes == 0) return;
     Reduction reduction{sources_.data(), size_,  bytes / r.element * reals_per_element(r.dtype), factors(r),
@@ -135,7 +129,7 @@ void Collectives::reduce_sources(const Request& r, void* result, void* also, int
 
 bool Collectives::reduces_flat(int64_t bytes) const { return fits_entry(bytes) && bytes * size_ * size_ <= kFlatReduce; }
 
-// Everybody publishes everything, and reduces all of it for itself.
+// Every rank publishes all its elements, and reduces everything for itself.
 void Collectives::reduce_flat(const Request& r) {
     const int64_t bytes = r.count * r.element;
     const bool takes = r.op == Op::AllReduce || rank_ == r.root;
@@ -165,7 +159,20 @@ Collectives::Deal::Part Collectives::Deal::part(int64_t step, int rank) const {
     return {(first + from) * element, (to - from) * element};
 }
 
-// In each step every rank reduces its own part and publishes the result for those that collect it.
+// The bytes of a cell that are for one rank.
+int64_t Collectives::part_bytes() const {
+    return static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
+}
+
+// Lays out the pieces of a step for the other ranks: `part` bytes of the block for each.
+void Collectives::lay_out_blocks(const Request& r, int64_t part, int64_t turn, uint64_t step) {
+    for (int rank = 0; rank < size_; ++rank)
+        if (rank != rank_)
+            move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part,
+                       piece_at(r.bytes_to(rank), part, turn));
+}
+
+// In each step every rank reduces its part and publishes the result for the ranks that collect it.
 void Collectives::reduce_in_steps(const Request& r, int collector) {
     const Deal d = deal(r);
     const bool takes = collector == kEverybody || collector == rank_;
@@ -202,46 +209,20 @@ void Collectives::reduce_in_steps(const Request& r, int collector) {
         });
 }
 
-void Collectives::all_reduce(const Request& r) {
-    if (reduces_flat(r.count * r.element)) return reduce_flat(r);
-    announce();
-    reduce_in_steps(r, kEverybody);
-}
-
 void Collectives::reduce(const Request& r) {
     if (reduces_flat(r.count * r.element)) return reduce_flat(r);
     announce();
-    reduce_in_steps(r, r.root);
+    reduce_in_steps(r, r.op == Op::AllReduce ? kEverybody : r.root);
 }
 
-void Collectives::all_gather(const Request& r) {
-    const int64_t bytes = r.count * r.element;
-    if (overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
-        CopiedInput copy(r, bytes);
-        return all_gather(copy.request);
-    }
-    if (fits_entry(bytes)) {
-        announce_with(r.in.at(0), bytes);
-        move_bytes(r.out.at(rank_), payload(rank_), bytes);
-        for (int i = 1; i < size_; ++i) {
-            const int rank = (rank_ + i) % size_;
-            meet(rank);
-            move_bytes(r.out.at(rank), payload(rank), bytes);
-        }
-        return;
-    }
-    announce();
-    gather_in_steps(r, kEverybody);
-}
-
-// Everybody lays its block out; everybody, or the root, takes all of them.
+// Every rank lays out its block; every rank, or the root, takes all of them.
 void Collectives::gather_in_steps(const Request& r, int taker) {
     const int64_t bytes = r.count * r.element;
     const auto cell = static_cast<int64_t>(segment_.geometry().cell_bytes);
-    const auto size_at = [&](int64_t turn) { return std::min(cell, bytes - turn * cell); };
+    const auto size_at = [&](int64_t turn) { return piece_at(bytes, cell, turn); };
     const bool takes = taker == kEverybody || taker == rank_;
     stream(
-        ceil_div(bytes, cell), {kEverybody, taker, kNobody},
+        ceil_div(bytes, cell), kEverybody, taker,
         [&](int64_t turn, uint64_t step) {
             const std::byte* from = r.in.at(0) + turn * cell;
             if (taker != rank_) move_bytes(segment_.in_cell(rank_, step), from, size_at(turn));
@@ -253,25 +234,29 @@ void Collectives::gather_in_steps(const Request& r, int taker) {
                 reach(rank, &RankControl::produced, step + 1);
                 move_bytes(r.out.at(rank) + turn * cell, segment_.in_cell(rank, step), size_at(turn));
             }
-        },
-        [](int64_t, uint64_t) {});
+        });
 }
 
-void Collectives::gather(const Request& r) {
+// To the root, or to every rank.
+void Collectives::gather(const Request& r, int taker) {
     const int64_t bytes = r.count * r.element;
-    const bool root = rank_ == r.root;
-    if (root && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
+    const bool takes = taker == kEverybody || taker == rank_;
+    if (takes && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
         CopiedInput copy(r, bytes);
-        return gather(copy.request);
+        return gather(copy.request, taker);
     }
     if (!fits_entry(bytes)) {
         announce();
-        return gather_in_steps(r, r.root);
+        return gather_in_steps(r, taker);
     }
     announce_with(r.in.at(0), bytes);
-    if (!root) return;
-    meet_everybody();
-    for (int rank = 0; rank < size_; ++rank) move_bytes(r.out.at(rank), payload(rank), bytes);
+    if (!takes) return;
+    move_bytes(r.out.at(rank_), payload(rank_), bytes);
+    for (int i = 1; i < size_; ++i) {
+        const int rank = (rank_ + i) % size_;
+        meet(rank);
+        move_bytes(r.out.at(rank), payload(rank), bytes);
+    }
 }
 
 void Collectives::scatter(const Request& r) {
@@ -287,22 +272,17 @@ void Collectives::scatter(const Request& r) {
         return move_bytes(r.out.at(0), payload(r.root) + bytes * rank_, bytes);
     }
     announce();
-    const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
-    const auto size_at = [&](int64_t turn) { return std::min(part, bytes - turn * part); };
+    const int64_t part = part_bytes();
     stream(
-        ceil_div(bytes, part), {r.root, kEverybody, kNobody},
-        [&](int64_t turn, uint64_t step) {
-            for (int rank = 0; rank < size_; ++rank)
-                if (rank != rank_)
-                    move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part, size_at(turn));
-        },
+        ceil_div(bytes, part), r.root, kEverybody,
+        [&](int64_t turn, uint64_t step) { lay_out_blocks(r, part, turn, step); },
         [&](int64_t turn, uint64_t step) {
             if (root) return;
             reach(r.root, &RankControl::produced, step + 1);
-            move_bytes(r.out.at(0) + turn * part, segment_.in_cell(r.root, step) + rank_ * part, size_at(turn));
-        },
-        [](int64_t, uint64_t) {});
-    // Last, because the root's output may be one of the blocks that it sent.
+            move_bytes(r.out.at(0) + turn * part, segment_.in_cell(r.root, step) + rank_ * part,
+                       piece_at(bytes, part, turn));
+        });
+    // Last, because the root's output may be one of the blocks that it sends.
     if (root) std::memmove(r.out.at(0), r.in.at(rank_), static_cast<size_t>(bytes));
 }
 
@@ -323,23 +303,17 @@ void Collectives::reduce_scatter(const Request& r) {
         return reduce_sources(r, r.out.at(0), nullptr, bytes);
     }
     announce();
-    const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
-    const auto size_at = [&](int64_t turn) { return std::min(part, bytes - turn * part); };
+    const int64_t part = part_bytes();
     stream(
-        ceil_div(bytes, part), {},
-        [&](int64_t turn, uint64_t step) {
-            for (int rank = 0; rank < size_; ++rank)
-                if (rank != rank_)
-                    move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part, size_at(turn));
-        },
+        ceil_div(bytes, part), kEverybody, kEverybody,
+        [&](int64_t turn, uint64_t step) { lay_out_blocks(r, part, turn, step); },
         [&](int64_t turn, uint64_t step) {
             reach_all(kEverybody, &RankControl::produced, step + 1);
             for (int rank = 0; rank < size_; ++rank)
                 sources_[static_cast<size_t>(rank)] = rank == rank_ ? r.in.at(rank_) + turn * part
                                                                     : segment_.in_cell(rank, step) + rank_ * part;
-            reduce_sources(r, r.out.at(0) + turn * part, nullptr, size_at(turn));
-        },
-        [](int64_t, uint64_t) {});
+            reduce_sources(r, r.out.at(0) + turn * part, nullptr, piece_at(bytes, part, turn));
+        });
 }
 
 }  // namespace ringway::shm

@@ -1,9 +1,9 @@
 // all_to_all, whose blocks may differ in size from pair to pair.
 //
-// A rank knows how much it sends and expects, not what the others exchange. So its entry carries a row: the
-// bytes it sends to each rank and those it expects from each. Every pair is compared by its receiver, and all
-// agree on the number of steps from the largest block of each rank that streams. A rank whose blocks fit the
-// rest of the entry sends them there and streams nothing.
+// A rank knows how much it sends and expects, not what the others exchange. So its entry carries a row: the bytes that
+// it sends to each rank and those that it expects from each. Both ranks of a pair compare what they exchange, and all
+// derive the number of steps from the largest streamed block of each rank. A rank whose blocks fit the rest of the entry
+// sends them there and streams nothing.
 #include <algorithm>
 
 #include "shm/stream.h"
@@ -23,7 +23,7 @@ struct Row {
 
 }  // namespace
 
-// Writes this rank's row, and its data if that fits. Returns whether it does.
+// Writes this rank's row, and its data if it fits. Returns whether it fits.
 bool Collectives::announce_row(const Request& r) {
     auto* row = reinterpret_cast<Row*>(own_payload());
     int64_t all = 0;
@@ -50,7 +50,7 @@ bool Collectives::announce_row(const Request& r) {
     return eager;
 }
 
-// The block for this rank in the entry of `from`: it lies behind those for the ranks before.
+// The block for this rank in the entry of `from`: it comes after those for lower ranks.
 const std::byte* Collectives::eager_block(int from, int64_t bytes) {
     const auto* row = reinterpret_cast<const Row*>(payload(from));
     int64_t at = Row::size_for(size_);
@@ -62,11 +62,12 @@ const std::byte* Collectives::eager_block(int from, int64_t bytes) {
         at += inside ? before : 0;
     }
     if (inside && fits_entry(at + bytes)) return payload(from) + at;
-    members_.report_corrupt(*facts_, from);
+    members_.report(FaultKind::Corrupt, from, *facts_);
     throw Unfinished{Outcome::Faulted};
 }
 
-// Whether a block that is written may still have to be read. The own block that stays where it is may not.
+// Whether writing an output block could overwrite an input block that is still to be read. The rank's own block may stay
+// where it is.
 bool Collectives::shares_memory(const Request& r) const {
     for (int i = 0; i < size_; ++i)
         for (int o = 0; o < size_; ++o) {
@@ -74,7 +75,7 @@ bool Collectives::shares_memory(const Request& r) const {
             const std::byte* out = r.out.at(o);
             const int64_t in_bytes = r.bytes_to(i), out_bytes = r.bytes_from(o);
             const bool same = i == rank_ && o == rank_ && in == out;
-            if (!same && in_bytes > 0 && out_bytes > 0 && in < out + out_bytes && out < in + in_bytes) return true;
+            if (!same && overlap(in, in_bytes, out, out_bytes)) return true;
         }
     return false;
 }
@@ -94,13 +95,7 @@ void Collectives::all_to_all(const Request& r) {
 }
 
 void Collectives::check_pair(int peer, int from, int to, int64_t sent, int64_t expected) {
-    if (sent == expected) return;
-    members_.report(FaultKind::Mismatch, *facts_, [&](Fault& fault) {
-        fault.rank = peer;
-        fault.theirs = segment_.control(peer).facts[sequence_ % kEntrySlots];
-        fault.pair = {from, to, sent, expected};
-    });
-    throw Unfinished{Outcome::Faulted};
+    if (sent != expected) mismatch(peer, {from, to, sent, expected});
 }
 
 void Collectives::exchange(const Request& r) {
@@ -119,17 +114,11 @@ void Collectives::exchange(const Request& r) {
     move_bytes(r.out.at(rank_), r.in.at(rank_), r.bytes_to(rank_));
     if (largest == 0) return;
 
-    const auto part = static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
-    const auto size_at = [&](int64_t block, int64_t turn) {
-        return std::clamp(block - turn * part, int64_t{0}, part);
-    };
+    const int64_t part = part_bytes();
     stream(
-        ceil_div(largest, part), {},
+        ceil_div(largest, part), kEverybody, kEverybody,
         [&](int64_t turn, uint64_t step) {
-            for (int rank = 0; rank < size_ && !eager; ++rank)
-                if (rank != rank_)
-                    move_bytes(segment_.in_cell(rank_, step) + rank * part, r.in.at(rank) + turn * part,
-                               size_at(r.bytes_to(rank), turn));
+            if (!eager) lay_out_blocks(r, part, turn, step);
         },
         [&](int64_t turn, uint64_t step) {
             for (int i = 1; i < size_; ++i) {
@@ -137,10 +126,9 @@ void Collectives::exchange(const Request& r) {
                 if (row(peer)->largest_streamed == 0) continue;
                 reach(peer, &RankControl::produced, step + 1);
                 move_bytes(r.out.at(peer) + turn * part, segment_.in_cell(peer, step) + rank_ * part,
-                           size_at(r.bytes_from(peer), turn));
+                           piece_at(r.bytes_from(peer), part, turn));
             }
-        },
-        [](int64_t, uint64_t) {});
+        });
 }
 
 }  // namespace ringway::shm

@@ -1,4 +1,4 @@
-// Entries, waiting, and the flow of steps; the ops themselves are in algorithms.cpp.
+// Entries and waiting; the ops themselves are in algorithms.cpp.
 #include "shm/collectives.h"
 
 #include <cstring>
@@ -40,9 +40,9 @@ Outcome Collectives::run(const Request& request, Host& host) {
     }
 }
 
-// Before a rank posts a call, everybody has come to the one before, and had called the same. So what nobody had to
-// wait for (a broadcast's root waits for nobody) is compared one call later at the latest, and an entry slot
-// that is used again has been read by all: who came to the call after it is done with it.
+// Before a rank posts a call, it checks that every rank has come to the previous one and called the same. So a call in
+// which a rank waits for nobody (the root of a broadcast) is compared one call later at the latest. And an entry slot that
+// is used again has been read by all: a rank that came to the call after it is done with it.
 void Collectives::settle_previous() {
     for (int peer = 0; peer < size_; ++peer)
         if (peer != rank_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
@@ -65,7 +65,7 @@ void Collectives::describe(const Request& r) {
     if (reduces(r.op)) reducer_ = find_reducer(r.dtype, r.reduce);
 }
 
-// Posts that this rank has come. Small data has been put into the entry before.
+// Posts that this rank has come. Small data is already in the entry.
 void Collectives::announce() {
     Entry& entry = segment_.entry(rank_, sequence_);
     entry.signature = signature_;
@@ -76,7 +76,7 @@ void Collectives::announce() {
 void Collectives::meet(int peer) {
     const Entry& entry = segment_.entry(peer, sequence_);
     wait(peer, [&] { return entry.sequence.load(kObserveEntry) >= sequence_; });
-    if (entry.signature != signature_) mismatch(peer);
+    if (entry.signature != signature_) mismatch(peer, {});
     met_[static_cast<size_t>(peer)] = sequence_;
 }
 
@@ -85,17 +85,17 @@ void Collectives::meet_everybody() {
         if (peer != rank_) meet(peer);
 }
 
-void Collectives::mismatch(int peer) {
-    members_.report(FaultKind::Mismatch, *facts_, [&](Fault& fault) {
-        fault.rank = peer;
+void Collectives::mismatch(int peer, const Pair& pair) {
+    members_.report(FaultKind::Mismatch, peer, *facts_, [&](Fault& fault) {
         fault.theirs = segment_.control(peer).facts[sequence_ % kEntrySlots];
+        fault.pair = pair;
     });
     throw Unfinished{Outcome::Faulted};
 }
 
 void Collectives::give_up(Waking why, int peer) {
     if (why == Waking::Interrupted) {
-        members_.report(FaultKind::Interrupted, *facts_, [&](Fault& fault) { fault.rank = rank_; });
+        members_.report(FaultKind::Interrupted, rank_, *facts_);
         throw Unfinished{Outcome::Interrupted};
     }
     if (why == Waking::TimedOut) {
@@ -105,8 +105,8 @@ void Collectives::give_up(Waking why, int peer) {
     throw Unfinished{members_.faulted() ? Outcome::Faulted : Outcome::Closed};
 }
 
-// Whose fault it is that `peer` is waited for in vain: those that have not come to the call; or, where all have, the
-// one that the peer waits for itself, or that one in its turn.
+// The ranks to blame when the wait for `peer` times out: those that have not come to the call. If all have come, the rank
+// that `peer` itself waits for, followed from rank to rank.
 std::vector<int> Collectives::late(int peer) const {
     std::vector<int> missing;
     for (int other = 0; other < size_; ++other)
@@ -126,7 +126,7 @@ void Collectives::post(Counter& counter, uint64_t value) {
     waiter_.tell();
 }
 
-// Steps beyond `base_` belong to this call, so the peer must have made the same call for them to mean the same.
+// Steps beyond `base_` belong to this call, so first make sure that the peer made the same call.
 void Collectives::reach(int peer, Counter RankControl::*counter, uint64_t target) {
     if (peer == rank_) return;
     const Counter& value = segment_.control(peer).*counter;

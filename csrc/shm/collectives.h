@@ -34,6 +34,9 @@ inline bool reduces(Op op) {
     return op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter || op == Op::ReduceScatterSingle;
 }
 
+inline bool gathers(Op op) { return op == Op::AllGather || op == Op::AllGatherSingle || op == Op::Gather; }
+inline bool scatters(Op op) { return op == Op::ReduceScatter || op == Op::ReduceScatterSingle || op == Op::Scatter; }
+
 struct Request {
     Op op = Op::Barrier;
     DType dtype = DType::U8;
@@ -90,12 +93,10 @@ class Collectives final : public Guard {
     void alone(const Request& r);
     void barrier();
     void broadcast(const Request& r);
-    void all_reduce(const Request& r);
     void reduce(const Request& r);
     void reduce_flat(const Request& r);
     void reduce_in_steps(const Request& r, int collector);
-    void all_gather(const Request& r);
-    void gather(const Request& r);
+    void gather(const Request& r, int taker);
     void scatter(const Request& r);
     void reduce_scatter(const Request& r);
     void all_to_all(const Request& r);
@@ -105,6 +106,8 @@ class Collectives final : public Guard {
     const std::byte* eager_block(int from, int64_t bytes);
     void check_pair(int peer, int from, int to, int64_t sent, int64_t expected);
     void gather_in_steps(const Request& r, int taker);
+    int64_t part_bytes() const;
+    void lay_out_blocks(const Request& r, int64_t part, int64_t turn, uint64_t step);
 
     void describe(const Request& r);
     void settle_previous();
@@ -113,10 +116,12 @@ class Collectives final : public Guard {
     void announce_with_blocks(const Request& r, int64_t block);
     void meet(int peer);
     void meet_everybody();
-    [[noreturn]] void mismatch(int peer);
+    [[noreturn]] void mismatch(int peer, const Pair& pair);
 
     template <class Produce, class Combine, class Collect>
     void stream(int64_t steps, Roles roles, const Produce& produce, const Combine& combine, const Collect& collect);
+    template <class Produce, class Combine>
+    void stream(int64_t steps, int producer, int combiner, const Produce& produce, const Combine& combine);
     void reach(int peer, Counter RankControl::*counter, uint64_t target);
     void reach_all(int role, Counter RankControl::*counter, uint64_t target);
     void post(Counter& counter, uint64_t value);

@@ -13,8 +13,8 @@
 namespace ringway::shm {
 namespace {
 
-// A forked child has the mapping and the descriptors of its parent, but no membership. The count of forks that
-// lead to this process tells; asking for the pid would cost a system call each time.
+// A forked child has its parent's mapping and descriptors, but is no member. The count of forks on the way to this
+// process tells it apart; asking for the pid would cost a system call each time.
 std::atomic<uint32_t> forks{0};
 
 uint32_t generation() {
@@ -23,7 +23,7 @@ uint32_t generation() {
     return forks.load(std::memory_order_relaxed);
 }
 
-// A child that was killed and not yet reaped shows its exit code at the end of its stat line.
+// A process that was killed and is not yet reaped has its exit code at the end of its stat line.
 int signal_of_zombie(int pid) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -41,7 +41,7 @@ int signal_of_zombie(int pid) {
     return code & 0x7f;
 }
 
-// The kernel's struct pidfd_info, as far as its first version goes (Linux 6.13; the exit code since 6.15).
+// The first version of the kernel's struct pidfd_info (Linux 6.13; it has the exit code since 6.15).
 struct PidfdInfo {
     uint64_t mask;
     uint64_t cgroup;
@@ -57,15 +57,26 @@ int signal_of_reaped(int pidfd) {
     return info.exit_code & 0x7f;
 }
 
-// 0 where the kernel does not tell, or where the process ended by itself.
+// 0 if the kernel does not say, or if the process ended by itself.
 int signal_that_ended(const Peer& peer) {
     for (int tries = 0; tries < 5; ++tries) {
         int number = signal_of_zombie(peer.pid);
         if (number == 0 && peer.pidfd >= 0) number = signal_of_reaped(peer.pidfd);
         if (number != 0) return number;
-        usleep(1000);  // it may be between the two
+        usleep(1000);  // it may be between the two states
     }
     return 0;
+}
+
+// For kernels without pidfds: each member locks its byte of the memfd. The kernel drops the lock when the process ends,
+// however it ends, and a forked child does not inherit it.
+struct flock byte_of(int rank) {
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = rank;
+    lock.l_len = 1;
+    return lock;
 }
 
 }  // namespace
@@ -77,24 +88,14 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<P
       born_in_(generation()),
       segment_(std::move(mapping), rank),
       peers_(std::move(peers)) {
-    hold_lock();
+    struct flock lock = byte_of(rank_);
+    fcntl(segment_.fd(), F_SETLK, &lock);
     segment_.header().joined[rank_].store(1, std::memory_order_seq_cst);
 }
 
 Membership::~Membership() {
     for (const Peer& peer : peers_)
         if (peer.pidfd >= 0) close(peer.pidfd);
-}
-
-// Where the kernel has no pidfds: a byte of the memfd, locked by each member. The kernel drops the lock with the
-// process, however it ends, and a forked child does not inherit it.
-void Membership::hold_lock() {
-    struct flock lock {};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = rank_;
-    lock.l_len = 1;
-    fcntl(segment_.fd(), F_SETLK, &lock);
 }
 
 bool Membership::dead(int peer) {
@@ -105,28 +106,16 @@ bool Membership::dead(int peer) {
         return poll(&probe, 1, 0) == 1 && (probe.revents & POLLIN) != 0;
     }
     if (segment_.header().joined[peer].load(std::memory_order_seq_cst) == 0) return false;
-    struct flock lock {};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = peer;
-    lock.l_len = 1;
+    struct flock lock = byte_of(peer);
     return fcntl(segment_.fd(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
 bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
     const Peer& other = peers_[static_cast<size_t>(peer)];
-    if (segment_.header().left[peer].load(std::memory_order_seq_cst) != 0) {
-        if (ready()) return false;
-        report(FaultKind::PeerLeft, own, [&](Fault& fault) {
-            fault.rank = peer;
-            fault.pid = other.pid;
-        });
-        return true;
-    }
-    if (!look_for_dead || !dead(peer) || ready()) return false;
-    const int signal = signal_that_ended(other);
-    report(FaultKind::PeerLost, own, [&](Fault& fault) {
-        fault.rank = peer;
+    const bool left = segment_.header().left[peer].load(std::memory_order_seq_cst) != 0;
+    if ((!left && (!look_for_dead || !dead(peer))) || ready()) return false;
+    const int signal = left ? 0 : signal_that_ended(other);
+    report(left ? FaultKind::PeerLeft : FaultKind::PeerLost, peer, own, [&](Fault& fault) {
         fault.pid = other.pid;
         fault.signal = signal;
     });
@@ -136,7 +125,7 @@ bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const 
 bool Membership::stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
     if (leaving_.load(std::memory_order_seq_cst) || faulted()) return true;
     if (peer != kAnyone) return gone(peer, look_for_dead, own, ready);
-    // From anyone: one that has left can still be missed by nobody, as long as there are others.
+    // From anyone: a rank that has left is not missed as long as there are others.
     int there = 0;
     int last = rank_;
     for (int other = 0; other < size_; ++other) {
@@ -159,23 +148,20 @@ void Membership::check() {
 
 const Fault* Membership::fault() const {
     const Fault& fault = segment_.header().fault;
-    // Whoever writes it needs some milliseconds at most, unless it is killed just then.
+    // Writing it takes some milliseconds at most, unless the writer is killed meanwhile.
     for (int tries = 0; tries < 200 && fault.state.load(std::memory_order_seq_cst) == 1; ++tries) usleep(1000);
     return fault.state.load(std::memory_order_seq_cst) == 2 ? &fault : nullptr;
 }
 
-Fault* Membership::claim(FaultKind kind, const CallFacts& own) {
+void Membership::report(FaultKind kind, int rank, const CallFacts& own, const std::function<void(Fault&)>& fill) {
     Fault& fault = segment_.header().fault;
     uint32_t none = 0;
-    if (!fault.state.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) return nullptr;
+    if (!fault.state.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) return;
     fault.kind = kind;
     fault.reporter = rank_;
-    fault.rank = -1;
+    fault.rank = rank;
     fault.own = own;
-    return &fault;
-}
-
-void Membership::publish(Fault& fault) {
+    if (fill) fill(fault);
     fault.state.store(2, std::memory_order_seq_cst);
     wake_everybody();
 }
@@ -188,30 +174,11 @@ void Membership::wake_everybody() {
     }
 }
 
-void Membership::report_memory(const CallFacts& own, int64_t bytes) {
-    report(FaultKind::Memory, own, [&](Fault& fault) {
-        fault.rank = rank_;
-        fault.bytes = bytes;
-    });
-}
-
 void Membership::report_timeout(const CallFacts& own, double waited, const std::vector<int>& missing) {
-    report(FaultKind::Timeout, own, [&](Fault& fault) {
+    report(FaultKind::Timeout, -1, own, [&](Fault& fault) {
         fault.waited = waited;
         for (const int rank : missing) fault.missing[rank / 64] |= uint64_t{1} << (rank % 64);
     });
-}
-
-void Membership::report_corrupt(const CallFacts& own, int peer) {
-    report(FaultKind::Corrupt, own, [&](Fault& fault) { fault.rank = peer; });
-}
-
-void Membership::report_interrupted() {
-    report(FaultKind::Interrupted, CallFacts{}, [&](Fault& fault) { fault.rank = rank_; });
-}
-
-void Membership::abort() {
-    report(FaultKind::Aborted, CallFacts{}, [&](Fault& fault) { fault.rank = rank_; });
 }
 
 void Membership::leave() {

@@ -34,7 +34,7 @@ void PointToPoint::join() {
     if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }
 
-// In a forked child nobody takes the lock: a thread of the parent may have held it.
+// A forked child must not take the lock: a thread of the parent may have held it.
 void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_background) {
     if (members_.forked()) return message->finish(Outcome::Forked);
     Messages finished;
@@ -69,7 +69,7 @@ void PointToPoint::reserve(int to) {
     ring_reserved_[static_cast<size_t>(to)] = true;
 }
 
-// Ends what is finished, without the lock.
+// Ends the finished messages, without the lock.
 void PointToPoint::tell(const Messages& finished) {
     for (const auto& done : finished) done->finish(done->verdict);
     if (finished.empty()) return;
@@ -86,8 +86,8 @@ void PointToPoint::start_thread(const Message& message, Messages& finished) {
     }
 }
 
-// Makes the thread that sleeps for all messages of this rank look at them: there is a new one, one is done, or
-// another thread wants its place.
+// Wakes the thread that sleeps for all messages of this rank: there is a new message, one is done, or another thread
+// wants its place.
 void PointToPoint::look_again() {
     nudged_.store(true, std::memory_order_seq_cst);
     waiter_.nudge();
@@ -112,7 +112,7 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     awaited_sends_ -= message.sends ? 1 : 0;
     const bool rest = !idle();
     guard.unlock();
-    if (rest) {  // somebody has to go on with it
+    if (rest) {  // another thread has to go on with the rest
         changed_.notify_all();
         wanted_.notify_one();
     }
@@ -123,26 +123,24 @@ bool PointToPoint::withdraw(const Message& message) {
     Messages finished;
     {
         std::lock_guard<std::mutex> guard(lock_);
-        const auto is_it = [&message](const auto& other) { return other.get() == &message; };
-        const auto receive = std::find_if(receives_.begin(), receives_.end(), is_it);
-        if (receive != receives_.end()) {
-            end(*receive, Outcome::Interrupted, finished);
-            receives_.erase(receive);
-        } else if (message.sends && !message.framed) {
-            auto& box = outbox_[static_cast<size_t>(message.peer)];
-            const auto send = std::find_if(box.begin(), box.end(), is_it);
-            if (send != box.end()) {
-                end(*send, Outcome::Interrupted, finished);
-                box.erase(send);
-            }
-        }
+        const auto take_from = [&](auto& pending) {
+            const auto is_it = [&](const auto& other) { return other.get() == &message; };
+            const auto found = std::find_if(pending.begin(), pending.end(), is_it);
+            if (found == pending.end()) return;
+            end(*found, Outcome::Interrupted, finished);
+            pending.erase(found);
+        };
+        if (!message.sends)
+            take_from(receives_);
+        else if (!message.framed)
+            take_from(outbox_[static_cast<size_t>(message.peer)]);
     }
     tell(finished);
     return !finished.empty();
 }
 
-// Moves what can be moved, or sleeps until something can, or until `awaited` is done: the thread that ended it may
-// be telling so only now. False when interrupted.
+// Moves what can be moved, or sleeps until something can be moved or `awaited` is done: another thread may be finishing
+// it right now. False if interrupted.
 bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host) {
     if (driving_) return give_way(guard, host);
     Messages finished;
@@ -164,13 +162,13 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awai
     }
     guard.unlock();
     tell(finished);
-    if (awaited == nullptr) changed_.notify_all();  // it was the background thread, which gives way
-    finished.clear();  // the last to hold a message may need the GIL, whose holder may need the lock
+    if (awaited == nullptr) changed_.notify_all();  // this is the background thread, which gives way
+    finished.clear();  // releasing a message may need the GIL, whose holder may need the lock
     guard.lock();
     return waking != Waking::Interrupted;
 }
 
-// Another thread moves the messages of all. The background thread leaves that to one that waits.
+// Another thread moves all messages. If that is the background thread, it gives way to one that waits.
 bool PointToPoint::give_way(std::unique_lock<std::mutex>& guard, Host& host) {
     if (thread_drives_) look_again();
     guard.unlock();
@@ -230,7 +228,7 @@ int64_t PointToPoint::next_deadline() const {
     return next;
 }
 
-// A message whose time is over ends the group, as a collective does.
+// A message that times out ends the group, as a collective does.
 void PointToPoint::expire(Messages& finished) {
     const int64_t now = now_ns();
     const Message* late = nullptr;

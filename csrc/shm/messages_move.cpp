@@ -1,4 +1,4 @@
-// How messages move: into the rings, out of them, to the receives that ask for them. p2p.cpp has their life.
+// How messages move: into the rings, out of them, and to their receives. messages.cpp starts, waits for and ends them.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@ namespace ringway::shm {
 namespace {
 
 constexpr uint64_t kGrain = 64;       // frames begin at multiples of this
-constexpr int64_t kPiece = 64 << 10;  // bytes that are copied before the other side may see them
+constexpr int64_t kPiece = 64 << 10;  // bytes that are copied before the other side sees them
 
 constexpr uint64_t padded(uint64_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
 
@@ -54,14 +54,14 @@ bool PointToPoint::send_now(const Message& message) {
             waiter_.tell(message.peer);
         } while (moved < message.bytes);
     } catch (const Unfinished&) {
-        return false;  // whoever goes on with it finds the same
+        return false;  // the general path finds the same, and reports it
     } catch (const OutOfMemory&) {
         return false;
     }
     return true;
 }
 
-// Copies of the oldest messages for `peer` into the ring what has room, at most a ring at a time.
+// Copies the oldest messages for `peer` into the ring as far as there is room, at most a ring's worth at a time.
 bool PointToPoint::push(int peer, Messages& finished) {
     auto& box = outbox_[static_cast<size_t>(peer)];
     RingControl& ring = segment_.ring(rank_, peer);
@@ -77,7 +77,7 @@ bool PointToPoint::push(int peer, Messages& finished) {
             head += padded(sizeof frame);
             message.framed = true;
         } else {
-            // Positions keep to the grain, so room does too; only the end of a message is padded.
+            // Positions are multiples of the grain, so room is too; only the end of a message is padded.
             const auto piece = std::min({message.bytes - message.moved, static_cast<int64_t>(room), kPiece});
             if (piece == 0) break;
             write_ring(peer, head, message.data + message.moved, piece);
@@ -95,18 +95,18 @@ bool PointToPoint::push(int peer, Messages& finished) {
     return head != start;
 }
 
-// The bytes between a ring's two ends, which never are more than the ring.
+// Checks the bytes between a ring's two ends: they are never more than the ring.
 uint64_t PointToPoint::under_way(int peer, uint64_t bytes, const CallFacts& facts) {
     if (bytes > ring_bytes_) corrupt(peer, facts);
     return bytes;
 }
 
 void PointToPoint::corrupt(int peer, const CallFacts& facts) {
-    members_.report_corrupt(facts, peer);
+    members_.report(FaultKind::Corrupt, peer, facts);
     throw Unfinished{Outcome::Faulted};
 }
 
-// Copies what has arrived from `peer` to where it belongs, as far as that is known.
+// Copies what has arrived from `peer` to its destination, as far as that is known.
 bool PointToPoint::pull(int peer, Messages& finished) {
     Inbox& box = inbox_[static_cast<size_t>(peer)];
     RingControl& ring = segment_.ring(peer, rank_);
@@ -143,7 +143,7 @@ bool PointToPoint::pull(int peer, Messages& finished) {
     return matched || tail != start;
 }
 
-// Decides where the message goes whose frame was just read. False: nowhere yet, it stays in the ring.
+// Decides where the message goes whose frame was just read. False if that is unknown yet: it stays in the ring.
 bool PointToPoint::open_frame(int peer, Messages& finished) {
     Inbox& box = inbox_[static_cast<size_t>(peer)];
     if (auto receive = match(peer, box.frame.tag)) {
@@ -161,7 +161,7 @@ bool PointToPoint::open_frame(int peer, Messages& finished) {
     return true;
 }
 
-// A message that was set aside, and is now asked for. One that still arrives is taken when it is whole.
+// Hands messages that were set aside to their receives. One that is still arriving is taken once it is whole.
 bool PointToPoint::match_aside(int peer, Messages& finished) {
     Inbox& box = inbox_[static_cast<size_t>(peer)];
     bool moved = false;
@@ -195,7 +195,7 @@ std::shared_ptr<Message> PointToPoint::match(int source, int tag) {
 }
 
 bool PointToPoint::sets_aside(int peer) const {
-    // A receive may be about to come, so what arrives is not set aside as long as nobody waits for what cannot leave.
+    // A receive may come soon, so messages are set aside only if a send cannot leave and is waited for, or is stuck.
     if (full_ && (awaited_sends_ > 0 || now_ns() - pushed_ns_ > kStuck)) return true;
     return std::any_of(receives_.begin(), receives_.end(), [peer](const auto& receive) {
         return receive->peer == kAnyone || receive->peer == peer;
@@ -205,8 +205,7 @@ bool PointToPoint::sets_aside(int peer) const {
 void PointToPoint::check_fits(const std::shared_ptr<Message>& receive, int source, const Frame& frame,
                               Messages& finished) {
     if (receive->bytes == frame.bytes && receive->facts.dtype == frame.facts.dtype) return;
-    members_.report(FaultKind::Mismatch, receive->facts, [&](Fault& fault) {
-        fault.rank = source;
+    members_.report(FaultKind::Mismatch, source, receive->facts, [&](Fault& fault) {
         fault.theirs = frame.facts;
         fault.pair = {source, rank_, frame.bytes, receive->bytes};
     });

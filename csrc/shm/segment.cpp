@@ -28,18 +28,20 @@ size_t ring_size(size_t pairs) {
     return bytes;
 }
 
-std::string why(int error) { return std::strerror(error); }
+OutOfMemory out_of_memory(const std::string& what, size_t bytes, int error) {
+    return OutOfMemory("could not " + what + ": " + std::strerror(error), static_cast<int64_t>(bytes));
+}
 
-// Makes the pages real now, so that a later write cannot fail.
+std::string a_segment_of(size_t bytes) { return "a shared segment of " + std::to_string(bytes) + " bytes"; }
+
+// Allocates the pages now, so that a later write cannot fail.
 void allocate(int fd, size_t offset, size_t bytes, const std::string& purpose) {
     int error;
     do {
         error = posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
     } while (error == EINTR);
     if (error != 0)
-        throw OutOfMemory("could not reserve " + std::to_string(bytes) + " bytes of shared memory for " + purpose +
-                              ": " + why(error),
-                          static_cast<int64_t>(bytes));
+        throw out_of_memory("reserve " + std::to_string(bytes) + " bytes of shared memory for " + purpose, bytes, error);
 }
 
 }  // namespace
@@ -65,20 +67,18 @@ int Segment::create(int size) {
                                     std::to_string(size));
     const Geometry geometry(size);
     const int fd = memfd_create("ringway", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0) throw OutOfMemory("memfd_create failed: " + why(errno), static_cast<int64_t>(geometry.total));
+    if (fd < 0) throw out_of_memory("create " + a_segment_of(geometry.total), geometry.total, errno);
     try {
         if (ftruncate(fd, static_cast<off_t>(geometry.total)) != 0)
-            throw OutOfMemory("could not size a shared segment of " + std::to_string(geometry.total) +
-                                  " bytes: " + why(errno),
-                              static_cast<int64_t>(geometry.total));
+            throw out_of_memory("size " + a_segment_of(geometry.total), geometry.total, errno);
         allocate(fd, 0, geometry.cells_at, "a group of " + std::to_string(size) + " ranks");
         Header header{};
         header.magic = kMagic;
         header.layout = geometry.total;
         header.size = size;
         if (pwrite(fd, static_cast<const void*>(&header), offsetof(Header, fault), 0) < 0)
-            throw OutOfMemory("could not write the segment's header: " + why(errno), 0);
-        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);  // who cut it would kill all with SIGBUS
+            throw out_of_memory("write the segment's header", 0, errno);
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);  // shrinking it would kill all ranks with SIGBUS
     } catch (...) {
         close(fd);
         throw;
@@ -89,9 +89,7 @@ int Segment::create(int size) {
 Mapping::Mapping(int fd, int size) : fd(fd), size(size), geometry(size) {
     void* mapped = mmap(nullptr, geometry.total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (mapped == MAP_FAILED)
-        throw OutOfMemory("could not map a shared segment of " + std::to_string(geometry.total) + " bytes: " +
-                              why(errno),
-                          static_cast<int64_t>(geometry.total));
+        throw out_of_memory("map " + a_segment_of(geometry.total), geometry.total, errno);
     base = static_cast<std::byte*>(mapped);
     const auto* header = reinterpret_cast<const Header*>(base);
     if (header->magic == kMagic && header->layout == geometry.total && header->size == size) return;

@@ -1,6 +1,7 @@
-// The flow of a large call's steps; see collectives.h. Included by the files that hold algorithms.
+// The flow of a large call's steps; see collectives.h. Included by the files with the algorithms.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "shm/collectives.h"
@@ -13,6 +14,20 @@ inline void move_bytes(void* to, const void* from, int64_t bytes) {
     if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
+inline bool overlap(const std::byte* a, int64_t a_bytes, const std::byte* b, int64_t b_bytes) {
+    return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
+// The bytes of a block in one step, if each step takes `part` of it.
+inline int64_t piece_at(int64_t block, int64_t part, int64_t turn) {
+    return std::clamp(block - turn * part, int64_t{0}, part);
+}
+
+template <class Produce, class Combine>
+void Collectives::stream(int64_t steps, int producer, int combiner, const Produce& produce, const Combine& combine) {
+    stream(steps, {producer, combiner, kNobody}, produce, combine, [](int64_t, uint64_t) {});
+}
+
 template <class Produce, class Combine, class Collect>
 void Collectives::stream(int64_t steps, Roles roles, const Produce& produce, const Combine& combine,
                          const Collect& collect) {
@@ -21,8 +36,8 @@ void Collectives::stream(int64_t steps, Roles roles, const Produce& produce, con
     const uint64_t end = base_ + static_cast<uint64_t>(steps);
     const auto plays = [this](int role) { return role == kEverybody || role == rank_; };
     const bool produces = plays(roles.producer), combines = plays(roles.combiner), collects = plays(roles.collector);
-    // Who takes no part in a role says so at once. The first use of a cell in this call waits for everybody all the
-    // same: another call may have used it before, in which others had that role.
+    // A rank that does not play a role posts all of its steps at once. The first use of a cell in this call still waits
+    // for everybody: an earlier call, in which other ranks had that role, may have used it.
     const auto wait_for_free = [&](int64_t turn, int role, Counter RankControl::*counter) {
         const uint64_t step = base_ + static_cast<uint64_t>(turn);
         if (step >= kCells && role != kNobody) reach_all(turn < kCells ? kEverybody : role, counter, step - kCells + 1);
