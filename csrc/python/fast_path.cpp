@@ -3,8 +3,6 @@
 namespace ringway {
 namespace {
 
-std::byte* memory(const TensorView& view) { return static_cast<std::byte*>(view.data); }
-
 bool same_kind(const TensorView& one, const TensorView& other) {
     return one.dtype == other.dtype && one.device_index == other.device_index;
 }
@@ -37,7 +35,7 @@ bool FastPath::read_list(nb::handle list, const TensorView& share, PlainCall& ca
         PyObject* tensor = PyList_GET_ITEM(list.ptr(), rank);
         TensorView view;
         if (!plain(tensor, view) || !same_kind(view, share) || view.numel != share.numel) return false;
-        call.blocks.push_back(memory(view));
+        call.blocks.push_back(view.data);
         call.kept.push_back(nb::borrow(tensor));
     }
     return true;
@@ -49,7 +47,7 @@ bool FastPath::read_blocks(nb::handle blocks, const TensorView& share, PlainCall
     if (call.op == Op::AllGatherSingle || call.op == Op::ReduceScatterSingle) {
         TensorView all;
         if (!plain(blocks, all) || !same_kind(all, share) || all.numel != share.numel * size_) return false;
-        at = {memory(all), share.nbytes, nullptr};
+        at = {all.data, share.nbytes, nullptr};
         return true;
     }
     const bool rooted = call.op == Op::Gather || call.op == Op::Scatter;
@@ -62,8 +60,8 @@ bool FastPath::read_blocks(nb::handle blocks, const TensorView& share, PlainCall
 bool FastPath::read_all_to_all(nb::handle outputs, nb::handle inputs, PlainCall& call) const {
     TensorView in, out;
     if (!plain(inputs, in) || !plain(outputs, out) || !same_kind(in, out) || in.numel != out.numel) return false;
-    call.in = {memory(in), in.nbytes / size_, nullptr};
-    call.out = {memory(out), out.nbytes / size_, nullptr};
+    call.in = {in.data, in.nbytes / size_, nullptr};
+    call.out = {out.data, out.nbytes / size_, nullptr};
     call.dtype = in.dtype;
     call.bytes = in.nbytes;
     call.count = in.numel / size_;
@@ -76,7 +74,7 @@ bool FastPath::read_tensors(nb::handle outputs, nb::handle inputs, PlainCall& ca
     const bool gathers = shm::gathers(call.op), scatters = shm::scatters(call.op);
     TensorView share;  // what this rank contributes or gets
     if (!plain(gathers || call.op == Op::Send ? inputs : outputs, share)) return false;
-    call.in = call.out = {memory(share), 0, nullptr};
+    call.in = call.out = {share.data, 0, nullptr};
     call.dtype = share.dtype;
     call.count = share.numel;
     call.bytes = gathers || scatters ? share.nbytes * size_ : share.nbytes;

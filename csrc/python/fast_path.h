@@ -48,7 +48,6 @@ class FastPath {
 
   protected:
     int rank() const { return rank_; }
-    int size() const { return size_; }
 
   private:
     static constexpr int kOps = 14;  // all up to Recv; coalesced calls have no fast path

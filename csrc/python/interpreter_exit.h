@@ -6,9 +6,8 @@ namespace ringway {
 // Puts a handler before std::terminate's own, for the two functions below. Until one of them is called it changes nothing.
 void handle_terminate();
 
-// CPython before 3.14 ends a thread that asks for the GIL of a finalizing interpreter, wherever the thread is. In the
-// middle of C++ that takes the whole process down. After this call the calling thread sleeps instead, as it does from
-// 3.14 on.
+// CPython before 3.14 ends a thread that asks for the GIL of a finalizing interpreter. In the middle of C++ that takes the
+// whole process down. After this call the calling thread sleeps instead, as it does from 3.14 on.
 void stand_still_at_the_end();
 
 // For an exit while threads of other libraries are inside calls that may never be answered. The calling thread is the one

@@ -13,8 +13,6 @@ namespace {
 
 using Views = std::vector<TensorView>;
 
-std::byte* memory(const TensorView& view) { return static_cast<std::byte*>(view.data); }
-
 // Any contiguous CPU tensors. Those that DLPack cannot describe are read through their attributes: address and sizes.
 Views views_of(const nb::sequence& tensors, Attachment& attachment) {
     Views views;
@@ -23,7 +21,7 @@ Views views_of(const nb::sequence& tensors, Attachment& attachment) {
         TensorView& view = views.emplace_back();
         if (view_tensor(tensor.ptr(), view)) continue;
         const auto shape = nb::cast<std::vector<int64_t>>(nb::list(tensor.attr("shape")));
-        view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(tensor.attr("data_ptr")()));
+        view.data = reinterpret_cast<std::byte*>(nb::cast<uintptr_t>(tensor.attr("data_ptr")()));
         view.nbytes = nb::cast<int64_t>(tensor.attr("nbytes"));
         view.rows = shape.empty() ? 1 : shape[0];
     }
@@ -32,14 +30,14 @@ Views views_of(const nb::sequence& tensors, Attachment& attachment) {
 
 // One block for each rank: the tensors of a list, or equal parts of a single tensor.
 Blocks blocks_of(const Views& views, bool split, int size, std::vector<std::byte*>& list) {
-    if (views.size() == 1) return {memory(views[0]), split ? views[0].nbytes / size : 0, nullptr};
-    for (const TensorView& view : views) list.push_back(memory(view));
+    if (views.size() == 1) return {views[0].data, split ? views[0].nbytes / size : 0, nullptr};
+    for (const TensorView& view : views) list.push_back(view.data);
     return {nullptr, 0, list.data()};
 }
 
 // The pieces of one tensor that go to, or come from, each rank.
 Blocks pieces_of(const TensorView& whole, const std::vector<int64_t>& bytes, std::vector<std::byte*>& list) {
-    std::byte* at = memory(whole);
+    std::byte* at = whole.data;
     for (const int64_t piece : bytes) {
         list.push_back(at);
         at += piece;
@@ -123,11 +121,7 @@ void describe(Message& message, const Request& call, int64_t bytes, int tag) {
     message.data = call.in.base;
     message.bytes = bytes;
     message.timeout_s = call.timeout_s;
-    message.facts.op = call.op;
-    message.facts.dtype = call.dtype;
-    message.facts.count = bytes / element_bytes(call.dtype);
-    message.facts.root = call.root;
-    message.facts.number = call.number;
+    fill_facts(call, message.facts);
     std::strncpy(message.facts.place, call.place, kTextBytes - 1);
 }
 
@@ -137,7 +131,8 @@ PyTask message(PyGroup& group, nb::handle call, double timeout_s) {
     Request r;
     read_facts(view, timeout_s, r);
     const TensorView tensor = views_of(r.op == Op::Send ? view.inputs() : view.outputs(), task->attachment)[0];
-    r.in.base = memory(tensor);
+    r.in.base = tensor.data;
+    r.count = tensor.nbytes / r.element;
     describe(*task, r, tensor.nbytes, view.tag());
     return group.start(std::move(task), view.async_op());
 }

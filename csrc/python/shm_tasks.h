@@ -3,7 +3,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -44,12 +43,9 @@ class Attachment {
             std::lock_guard<std::mutex> guard(lock_);
             told_ = true;
             if (callbacks_.empty()) return;
-        }
-        nb::gil_scoped_acquire gil;
-        {
-            std::lock_guard<std::mutex> guard(lock_);
             callbacks.swap(callbacks_);
         }
+        nb::gil_scoped_acquire gil;
         kept_.clear();
         for (nb::object& callback : callbacks) {
             try {

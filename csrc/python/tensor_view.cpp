@@ -40,11 +40,8 @@ struct DLExchange {
 
 constexpr size_t kMaxTypes = 4;
 
-struct State {
-    std::array<PyTypeObject*, kMaxTypes> types{};
-    const DLExchange* exchange = nullptr;
-};
-State state;
+std::array<PyTypeObject*, kMaxTypes> known_types{};
+const DLExchange* dlpack = nullptr;
 
 // By DLPack's code of the type, for 8, 16, 32, 64 and 128 bits.
 constexpr DType kNone = DType::Unknown;
@@ -93,25 +90,25 @@ void set_tensor_types(PyObject* types, PyObject* exchange_capsule) {
     for (Py_ssize_t i = 0; i < count && i < static_cast<Py_ssize_t>(kMaxTypes); ++i) {
         PyObject* type = PyTuple_GetItem(types, i);
         Py_INCREF(type);  // kept until the process ends, like torch itself
-        state.types[static_cast<size_t>(i)] = reinterpret_cast<PyTypeObject*>(type);
+        known_types[static_cast<size_t>(i)] = reinterpret_cast<PyTypeObject*>(type);
     }
     if (exchange_capsule != Py_None) {
         auto* exchange =
             static_cast<const DLExchange*>(PyCapsule_GetPointer(exchange_capsule, "dlpack_exchange_api"));
         if (exchange == nullptr) PyErr_Clear();
-        else if (exchange->header.major == 1 && exchange->tensor_from_object != nullptr) state.exchange = exchange;
+        else if (exchange->header.major == 1 && exchange->tensor_from_object != nullptr) dlpack = exchange;
     }
 }
 
 bool view_tensor(PyObject* object, TensorView& out) {
-    if (state.exchange == nullptr) return false;
+    if (dlpack == nullptr) return false;
     PyTypeObject* type = Py_TYPE(object);
     bool known = false;
-    for (PyTypeObject* candidate : state.types) known = known || candidate == type;
+    for (PyTypeObject* candidate : known_types) known = known || candidate == type;
     if (!known) return false;
 
     DLTensor tensor;
-    if (state.exchange->tensor_from_object(object, &tensor) != 0) {
+    if (dlpack->tensor_from_object(object, &tensor) != 0) {
         PyErr_Clear();
         return false;
     }
@@ -122,7 +119,7 @@ bool view_tensor(PyObject* object, TensorView& out) {
     out.numel = 1;
     for (int32_t dim = 0; dim < tensor.ndim; ++dim) out.numel *= tensor.shape[dim];
     out.nbytes = out.numel * (tensor.dtype.bits / 8);
-    out.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+    out.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
     out.device = tensor.device.type;
     out.device_index = tensor.device.id;
     out.contiguous = is_contiguous(tensor);

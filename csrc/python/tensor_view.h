@@ -3,6 +3,8 @@
 
 #include <Python.h>
 
+#include <cstddef>
+
 #include "codes.h"
 
 namespace ringway {
@@ -11,7 +13,7 @@ constexpr int32_t kCpu = 1;
 constexpr int32_t kCuda = 2;
 
 struct TensorView {
-    void* data = nullptr;
+    std::byte* data = nullptr;
     int64_t numel = 0;
     int64_t nbytes = 0;
     int64_t rows = 1;  // of the first dimension

@@ -1,6 +1,5 @@
-// The call board of one group on one host: each rank posts what it calls, and compares it with what the others
-// posted. Ranks that call different things learn so before anything wrong is sent. It serves the backends that do
-// not compare calls themselves.
+// The call board of one group on one host: each rank posts its calls, and compares them with those of the others. Ranks
+// that call different things find out before any wrong data is sent. For backends that do not compare calls themselves.
 //
 // A rank posts its call, then looks at what the others posted under the same number. If two ranks differ, the one
 // that posts later sees it, writes the group's fault and sends nothing. The other may already be waiting for data;
@@ -10,7 +9,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 

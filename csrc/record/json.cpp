@@ -1,6 +1,5 @@
 #include "record/json.h"
 
-#include <algorithm>
 #include <cstdio>
 
 #include "record/row.h"

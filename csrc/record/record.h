@@ -9,7 +9,7 @@ namespace ringway {
 
 enum class State : uint8_t { Issued = 0, Completed = 1, Failed = 2 };
 
-// Nanoseconds of a monotonic clock that all processes of a host share.
+// Nanoseconds of a monotonic clock, the same for all processes of a host.
 int64_t monotonic_ns();
 
 struct Entry {
@@ -27,7 +27,7 @@ struct Entry {
     DType dtype = DType::Unknown;
     Reduce reduce = Reduce::Sum;
     State state = State::Issued;
-    bool quiet = false;  // not for the ledger
+    bool quiet = false;  // not logged
 };
 
 }  // namespace ringway

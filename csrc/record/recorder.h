@@ -15,7 +15,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "codes.h"
 #include "record/ledger.h"
 #include "record/record.h"
 #include "record/record_file.h"

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 
 #include "codes.h"
 
@@ -28,28 +29,18 @@ Reducer find_reducer(DType dtype, Reduce reduce);
 // Complex numbers reduce like twice as many reals.
 inline int64_t reals_per_element(DType dtype) { return dtype == DType::C64 || dtype == DType::C128 ? 2 : 1; }
 
+// By the dtype's code.
+inline constexpr int8_t kElementBytes[] = {
+    4, 8,  2, 2,        // F32, F64, F16, BF16
+    1, 1,  2, 4, 8, 1,  // I8, U8, I16, I32, I64, Bool
+    8, 16, 2, 4, 8,     // C64, C128, U16, U32, U64
+    1, 1,  4, 1, 1, 1,  // F8E4M3FN, F8E5M2, C32, F8E4M3FNUZ, F8E5M2FNUZ, F8E8M0FNU
+};
+static_assert(std::size(kElementBytes) == static_cast<size_t>(DType::F8E8M0FNU) + 1);
+
 inline int64_t element_bytes(DType dtype) {
-    switch (dtype) {
-        case DType::F64:
-        case DType::I64:
-        case DType::U64:
-        case DType::C64:
-            return 8;
-        case DType::C128:
-            return 16;
-        case DType::F32:
-        case DType::I32:
-        case DType::U32:
-        case DType::C32:
-            return 4;
-        case DType::F16:
-        case DType::BF16:
-        case DType::I16:
-        case DType::U16:
-            return 2;
-        default:
-            return 1;
-    }
+    const auto code = static_cast<size_t>(dtype);
+    return code < std::size(kElementBytes) ? kElementBytes[code] : 1;
 }
 
 // The instruction set that find_reducer picks: "avx512", "avx2", "neon" or "plain".

@@ -20,22 +20,14 @@ bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64
     return false;
 }
 
-// A request with a copy of its single input.
-struct CopiedInput {
-    CopiedInput(const Request& r, int64_t bytes) : copy(r.in.at(0), r.in.at(0) + bytes), request(r) {
-        request.in = Blocks{copy.data(), 0, nullptr};
-    }
-    std::vector<std::byte> copy;
-    Request request;
-};
-
 }  // namespace
 
 void Collectives::dispatch(const Request& r) {
     if (size_ == 1) return alone(r);
     switch (r.op) {
         case Op::Barrier:
-            return barrier();
+            announce();
+            return meet_everybody();
         case Op::Broadcast:
             return broadcast(r);
         case Op::AllReduce:
@@ -68,11 +60,6 @@ void Collectives::alone(const Request& r) {
     } else if (r.op != Op::Barrier && r.op != Op::Broadcast && bytes > 0) {
         std::memmove(r.out.at(0), r.in.at(0), static_cast<size_t>(bytes));
     }
-}
-
-void Collectives::barrier() {
-    announce();
-    meet_everybody();
 }
 
 void Collectives::announce_with(const void* data, int64_t bytes) {
@@ -179,7 +166,7 @@ void Collectives::reduce_in_steps(const Request& r, int collector) {
     const std::byte* in = r.in.at(0);
     std::byte* out = r.out.at(0);
     stream(
-        d.steps, {kEverybody, kEverybody, collector},
+        d.steps, kEverybody, kEverybody, collector,
         [&](int64_t turn, uint64_t step) {
             for (int rank = 0; rank < size_; ++rank) {
                 if (rank == rank_) continue;
@@ -242,8 +229,10 @@ void Collectives::gather(const Request& r, int taker) {
     const int64_t bytes = r.count * r.element;
     const bool takes = taker == kEverybody || taker == rank_;
     if (takes && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
-        CopiedInput copy(r, bytes);
-        return gather(copy.request, taker);
+        std::vector<std::byte> copy(r.in.at(0), r.in.at(0) + bytes);
+        Request apart = r;
+        apart.in = Blocks{copy.data(), 0, nullptr};
+        return gather(apart, taker);
     }
     if (!fits_entry(bytes)) {
         announce();

@@ -50,13 +50,7 @@ void Collectives::settle_previous() {
 
 void Collectives::describe(const Request& r) {
     facts_ = &own().facts[sequence_ % kEntrySlots];
-    facts_->number = r.number;
-    facts_->count = r.count;
-    facts_->factor = r.factor;
-    facts_->root = r.root;
-    facts_->op = r.op;
-    facts_->dtype = r.dtype;
-    facts_->reduce = r.reduce;
+    fill_facts(r, *facts_);
     if (facts_->site != r.site) {
         facts_->site = r.site;
         std::strncpy(facts_->place, r.place, kTextBytes - 1);

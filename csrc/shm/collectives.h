@@ -1,16 +1,16 @@
 // The collectives of one group over its segment.
 //
-// Every call begins with an entry: the rank posts its sequence number, the signature of what it called and, if
-// the data is small, the data. Whoever waits for another rank sees its signature first; a rank that called
-// something else is found there. Small calls end there. Large ones stream through the cells in steps:
+// Every call begins with an entry: the rank posts its sequence number, the signature of its call and, if the data is
+// small, the data. A rank that waits for another one checks its signature first, so a rank that called something else is
+// found there. Small calls end there. Large ones stream through the cells in steps:
 //
 //   produce(k)   lay out the input parts of step k that other ranks take        -> `produced`
-//   combine(k)   take one's own parts from all of them, copying or reducing      -> `combined`
-//   collect(k)   take the results that the others have reduced (all_reduce)     -> `collected`
+//   combine(k)   take the rank's own parts from all ranks, copying or reducing  -> `combined`
+//   collect(k)   take the results that the other ranks reduced (all_reduce)     -> `collected`
 //
-// with produce one step ahead of combine and combine one ahead of collect, so that a rank finds what it needs
-// already there while it works in step with the others. The counters only grow, over all calls: step k of a
-// call is step base + k of the group, and uses cell (base + k) % kCells.
+// Produce is one step ahead of combine, and combine one ahead of collect, so a rank that keeps pace with the others finds
+// what it needs already there. The counters only grow, over all calls: step k of a call is step base + k of the group, and
+// uses cell (base + k) % kCells.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace ringway::shm {
 
-// One block of memory a rank: at equal distances, or by a list.
+// One block of memory per rank: at equal distances, or in a list.
 struct Blocks {
     std::byte* base = nullptr;
     int64_t stride = 0;
@@ -43,8 +43,8 @@ struct Request {
     Reduce reduce = Reduce::Sum;
     int root = -1;
     double factor = 1;      // PREMUL_SUM
-    int64_t count = 0;      // elements that one rank contributes or gets: those of one block
-    int64_t element = 1;    // bytes of one
+    int64_t count = 0;      // elements of one block: what one rank contributes or gets
+    int64_t element = 1;    // bytes of an element
     Blocks in;
     Blocks out;
     const int64_t* send_bytes = nullptr;  // all_to_all with blocks of different sizes: to and from each rank
@@ -59,11 +59,22 @@ struct Request {
     int64_t bytes_from(int rank) const { return recv_bytes != nullptr ? recv_bytes[rank] : count * element; }
 };
 
+// `place` is for the caller to copy, because it rarely changes.
+inline void fill_facts(const Request& r, CallFacts& facts) {
+    facts.number = r.number;
+    facts.count = r.count;
+    facts.factor = r.factor;
+    facts.root = r.root;
+    facts.op = r.op;
+    facts.dtype = r.dtype;
+    facts.reduce = r.reduce;
+}
+
 class Collectives final : public Guard {
   public:
     explicit Collectives(Membership& members);
 
-    // Runs one collective to its end. One at a time.
+    // Runs one collective to its end. Not reentrant: one at a time.
     Outcome run(const Request& request, Host& host);
 
     bool stop(int peer, bool look_for_dead, const Look& ready) override {
@@ -74,13 +85,7 @@ class Collectives final : public Guard {
     static constexpr int kEverybody = -1;
     static constexpr int kNobody = -2;
 
-    // Who takes which part in the steps of a large call: everybody, nobody, or one rank.
-    struct Roles {
-        int producer = kEverybody;
-        int combiner = kEverybody;
-        int collector = kNobody;
-    };
-    // How all_reduce's and reduce's elements are dealt to steps, and a step's to the ranks.
+    // How the elements of an all_reduce or reduce are divided among steps, and those of a step among ranks.
     struct Deal {
         int64_t elements, element, ranks, most, per_step, steps;
         struct Part {
@@ -91,7 +96,6 @@ class Collectives final : public Guard {
 
     void dispatch(const Request& r);
     void alone(const Request& r);
-    void barrier();
     void broadcast(const Request& r);
     void reduce(const Request& r);
     void reduce_flat(const Request& r);
@@ -118,8 +122,10 @@ class Collectives final : public Guard {
     void meet_everybody();
     [[noreturn]] void mismatch(int peer, const Pair& pair);
 
+    // The steps of a large call. Each role is played by everybody, nobody, or one rank.
     template <class Produce, class Combine, class Collect>
-    void stream(int64_t steps, Roles roles, const Produce& produce, const Combine& combine, const Collect& collect);
+    void stream(int64_t steps, int producer, int combiner, int collector, const Produce& produce,
+                const Combine& combine, const Collect& collect);
     template <class Produce, class Combine>
     void stream(int64_t steps, int producer, int combiner, const Produce& produce, const Combine& combine);
     void reach(int peer, Counter RankControl::*counter, uint64_t target);
@@ -153,7 +159,7 @@ class Collectives final : public Guard {
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;
-    std::vector<uint64_t> met_;  // the latest call in which each peer's signature was seen
+    std::vector<uint64_t> met_;  // the latest call in which each peer's signature was checked
     std::vector<const void*> sources_;
     std::vector<double> factors_;
 };

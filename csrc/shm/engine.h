@@ -1,4 +1,4 @@
-// One rank of one group: everything that works over its segment.
+// One rank of one group: everything that works on its segment.
 #pragma once
 
 #include "shm/collectives.h"
@@ -14,7 +14,7 @@ struct Engine {
           messages(members),
           progress(members, collectives) {}
 
-    // Idempotent. What is under way here ends with Outcome::Closed, or with the group's fault.
+    // Idempotent. Calls in flight end with Outcome::Closed, or with the group's fault.
     void close() {
         if (members.forked()) return;
         members.leave();
@@ -24,8 +24,7 @@ struct Engine {
         messages.join();
     }
 
-    // In a forked child the threads of the parent do not exist, and its locks may be held by them: an engine that
-    // was inherited is left as it is.
+    // A forked child does not have its parent's threads, which may have held the locks. So it leaks an inherited engine.
     static void destroy(Engine* engine) {
         if (engine->members.forked()) return;
         engine->close();

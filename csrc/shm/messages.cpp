@@ -208,23 +208,29 @@ void PointToPoint::end_all(Outcome outcome, Messages& finished) {
     receives_.clear();
 }
 
-bool PointToPoint::idle() const {
-    return receives_.empty() &&
-           std::all_of(outbox_.begin(), outbox_.end(), [](const auto& box) { return box.empty(); }) &&
-           std::all_of(inbox_.begin(), inbox_.end(), [](const auto& box) { return box.into == nullptr; });
+// Whether `is` holds for a message that is not done. Stops at the first.
+template <class Is>
+bool PointToPoint::any_pending(const Is& is) const {
+    for (const auto& box : outbox_)
+        for (const auto& message : box)
+            if (is(*message)) return true;
+    for (const auto& box : inbox_)
+        if (box.into != nullptr && is(*box.into)) return true;
+    for (const auto& message : receives_)
+        if (is(*message)) return true;
+    return false;
 }
 
-void PointToPoint::for_each_pending(const std::function<void(const Message&)>& look) const {
-    for (const auto& box : outbox_)
-        for (const auto& message : box) look(*message);
-    for (const auto& box : inbox_)
-        if (box.into != nullptr) look(*box.into);
-    for (const auto& message : receives_) look(*message);
+bool PointToPoint::idle() const {
+    return !any_pending([](const Message&) { return true; });
 }
 
 int64_t PointToPoint::next_deadline() const {
     int64_t next = INT64_MAX;
-    for_each_pending([&next](const Message& message) { next = std::min(next, message.deadline_ns()); });
+    any_pending([&next](const Message& message) {
+        next = std::min(next, message.deadline_ns());
+        return false;
+    });
     return next;
 }
 
@@ -232,8 +238,9 @@ int64_t PointToPoint::next_deadline() const {
 void PointToPoint::expire(Messages& finished) {
     const int64_t now = now_ns();
     const Message* late = nullptr;
-    for_each_pending([&](const Message& message) {
+    any_pending([&](const Message& message) {
         if (message.deadline_ns() <= now) late = &message;
+        return false;
     });
     if (late == nullptr) return;
     std::vector<int> missing;
@@ -243,16 +250,12 @@ void PointToPoint::expire(Messages& finished) {
     end_all(Outcome::Faulted, finished);
 }
 
-bool PointToPoint::stop(int peer, bool look_for_dead, const Look& ready) {
-    (void)peer;
+bool PointToPoint::stop(int, bool look_for_dead, const Look& ready) {
     std::lock_guard<std::mutex> guard(lock_);
-    bool stopped = false;
-    bool any = false;
-    for_each_pending([&](const Message& message) {
-        any = true;
-        if (!stopped) stopped = members_.stop(message.peer, look_for_dead, message.facts, ready);
+    const bool stopped = any_pending([&](const Message& message) {
+        return members_.stop(message.peer, look_for_dead, message.facts, ready);
     });
-    return stopped || (!any && members_.left());
+    return stopped || (idle() && members_.left());
 }
 
 void PointToPoint::snapshot() {

@@ -1,17 +1,16 @@
 // Point-to-point messages of one group: a byte ring for each ordered pair of ranks.
 //
-// A message is a frame (what was sent, how long, which tag) and its bytes, which go through the ring in pieces, so
-// that a large message is copied in at one end while it is copied out at the other. A receive takes the oldest
-// message from its source (or from anyone) with its tag. Messages that stand before it with another tag are set
-// aside; so are those that arrive while this rank waits for a send that finds the other side's ring full, so that
-// two ranks that both send first get on.
+// A message is a frame (what was sent, its length, its tag) and its bytes. They go through the ring in pieces, so that a
+// large message is copied out at one end while it is still copied in at the other. A receive takes the oldest message with
+// its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
+// while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
-// Whoever waits moves all messages of the rank; while messages are under way and nobody waits, a thread does.
+// A thread that waits moves all messages of the rank. While messages are in flight and nobody waits, a background thread
+// does.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -25,13 +24,13 @@ namespace ringway::shm {
 class Message : public Task {
   public:
     bool sends = false;
-    int peer = -1;  // kAnyone: a receive from whoever sent
+    int peer = -1;  // kAnyone: receives from any rank
     int tag = 0;
     std::byte* data = nullptr;
     int64_t bytes = 0;
     double timeout_s = 1800;
     CallFacts facts{};
-    int source = -1;  // of a receive, once it has begun to arrive
+    int source = -1;  // of a receive, once its message has begun to arrive
 
   private:
     friend class PointToPoint;
@@ -50,27 +49,27 @@ class PointToPoint final : public Guard {
     explicit PointToPoint(Membership& members);
     ~PointToPoint() override;
 
-    // Sends a message, if all of it may leave now: no other waits before it, and the ring has room. If not, nothing
-    // has been sent. Never blocks.
+    // Sends the message if all of it can leave now: none waits before it, and the ring has room. Otherwise sends nothing
+    // and returns false. Never blocks.
     bool send_now(const Message& message);
-    // Takes the message up and moves what can be moved now. Never blocks. A thread goes on with it if
-    // `in_background`; else the caller is about to wait for it.
+    // Queues the message and moves what can be moved now. Never blocks. If `in_background`, a thread goes on with it; else
+    // the caller is about to wait for it.
     void start(const std::shared_ptr<Message>& message, bool in_background);
-    // True once the message is done; false when `timeout_s` has passed or the host was interrupted.
+    // True once the message is done; false if `timeout_s` has passed or the host was interrupted.
     bool wait(const Message& message, double timeout_s, Host& host);
-    // Takes back a message of which nothing has been sent or received, and says whether it could: else it goes on.
+    // Cancels a message of which nothing has been sent or received yet. False if it is too late: the message goes on.
     bool withdraw(const Message& message);
-    // Ends all messages. The membership has been left before.
+    // Ends all messages. The rank must have left the membership.
     void stop();
-    // After `stop`: returns when the thread has ended, unless this is it.
+    // After `stop`: waits for the thread to end, unless this is that thread.
     void join();
-    // Drops the messages that are done, as Progress::sweep does.
+    // Drops the messages that are done, like Progress::sweep.
     void sweep();
 
     bool stop(int peer, bool look_for_dead, const Look& ready) override;
 
   private:
-    // A send that has not moved for so many nanoseconds is stuck, though nobody waits for it.
+    // A send that has not moved for this many nanoseconds is stuck, even if nobody waits for it.
     static constexpr int64_t kStuck = 20'000'000;
 
     using Messages = std::vector<std::shared_ptr<Message>>;
@@ -80,14 +79,14 @@ class PointToPoint final : public Guard {
         int64_t bytes;
         int32_t tag;
     };
-    // A message that no receive has asked for yet.
+    // A message that has no receive yet.
     struct Aside {
         Frame frame;
         std::unique_ptr<std::byte[]> data;
         int64_t arrived = 0;
         bool whole() const { return arrived == frame.bytes; }
     };
-    // What arrives from one rank: the message in the middle of which its ring stands, if any.
+    // What arrives from one rank: the message that its ring is in the middle of, if any.
     struct Inbox {
         std::shared_ptr<Message> into;  // a receive, or
         Aside* aside = nullptr;         // the last of `waiting`
@@ -110,7 +109,8 @@ class PointToPoint final : public Guard {
     void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
     void end_all(Outcome outcome, Messages& finished);
     void expire(Messages& finished);
-    void for_each_pending(const std::function<void(const Message&)>& look) const;
+    template <class Is>
+    bool any_pending(const Is& is) const;
     bool idle() const;
     int64_t next_deadline() const;
 
@@ -134,19 +134,19 @@ class PointToPoint final : public Guard {
     const uint64_t ring_bytes_;
     Waiter waiter_;
     std::mutex lock_;
-    std::condition_variable changed_;  // for threads that wait while another moves the messages of all
+    std::condition_variable changed_;  // for threads that wait while another moves all messages
     std::condition_variable wanted_;   // for the background thread
     std::vector<std::deque<std::shared_ptr<Message>>> outbox_;  // by destination
     std::vector<bool> ring_reserved_;
     std::list<std::shared_ptr<Message>> receives_;  // not yet matched, oldest first
     std::vector<Inbox> inbox_;                      // by source
     Messages spent_;
-    std::vector<uint64_t> seen_;  // ring positions of the others, when there was nothing more to do
+    std::vector<uint64_t> seen_;  // ring positions of the others, when there was last nothing to do
     std::atomic<bool> nudged_{false};
     bool full_ = false;      // a send waits for room,
     int64_t pushed_ns_ = 0;  // and since when
-    int awaited_sends_ = 0;  // sends that somebody waits for
-    bool driving_ = false;  // somebody sleeps for all of this rank's messages
+    int awaited_sends_ = 0;  // sends that a thread waits for
+    bool driving_ = false;  // a thread sleeps for all of this rank's messages
     bool thread_drives_ = false;
     int waiters_ = 0;
     bool stopping_ = false;

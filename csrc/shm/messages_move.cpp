@@ -182,7 +182,7 @@ bool PointToPoint::match_aside(int peer, Messages& finished) {
     return moved;
 }
 
-// The oldest receive that wants such a message; it leaves the list.
+// Takes the oldest receive for this message off the list; null if there is none.
 std::shared_ptr<Message> PointToPoint::match(int source, int tag) {
     for (auto at = receives_.begin(); at != receives_.end(); ++at) {
         Message& receive = **at;

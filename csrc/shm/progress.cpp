@@ -6,7 +6,7 @@
 namespace ringway::shm {
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(20);  // between two looks for Ctrl-C
+constexpr auto kSlice = std::chrono::milliseconds(20);  // between two checks for Ctrl-C
 
 }  // namespace
 
@@ -22,7 +22,7 @@ void Progress::join() {
     if (thread_.joinable() && worker_.load() != std::this_thread::get_id()) thread_.join();
 }
 
-// In a forked child nobody takes the lock: a thread of the parent may have held it.
+// A forked child must not take the lock: a thread of the parent may have held it.
 bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
     if (members_.forked()) {
         outcome = Outcome::Forked;
@@ -63,7 +63,7 @@ void Progress::submit(std::shared_ptr<Collective> task) {
     changed_.notify_all();
 }
 
-// Starts the thread if there is none. Where none can be had the group is over: the other ranks would wait for ever.
+// Starts the thread if there is none. If that fails, the group ends: the other ranks would wait forever.
 bool Progress::has_thread() {
     if (thread_.joinable()) return true;
     try {

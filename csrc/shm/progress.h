@@ -1,8 +1,8 @@
 // The order of a group's collectives, and the thread that runs those that nobody waits for.
 //
-// A synchronous call runs on its caller's thread when nothing is before it. Else it queues up behind what was
-// issued earlier. A collective that is issued on the progress thread itself, by what runs when a task is done,
-// runs there at once: before the next one in the queue.
+// A synchronous call runs on its caller's thread if no call is before it. Else it queues behind the earlier ones. A
+// collective that is issued on the progress thread itself, by a task's callback, runs there at once, before the next one
+// in the queue.
 #pragma once
 
 #include <condition_variable>
@@ -27,19 +27,19 @@ class Progress {
     Progress(Membership& members, Collectives& collectives);
     ~Progress();
 
-    // Runs the request on this thread, if nothing is before it, and says so; else does nothing.
+    // Runs the request on this thread if no call is before it; else returns false and does nothing.
     bool run_now(const Request& request, Host& host, Outcome& outcome);
-    // Queues the task; it is kept until it is done.
+    // Queues the task, and keeps it alive until it is done.
     void submit(std::shared_ptr<Collective> task);
-    // Returns true once the task is done; false when `timeout_s` has passed or the host was interrupted.
+    // True once the task is done; false if `timeout_s` has passed or the host was interrupted.
     bool wait(const Task& task, double timeout_s, Host& host);
 
-    // Drops the tasks that are done. They may hold what only certain threads may release, so never the
-    // progress thread.
+    // Drops the tasks that are done. They may hold objects that only certain threads may release, so the progress thread
+    // never does this.
     void sweep();
-    // Ends the queue; what was in it ends too. The membership has been left before.
+    // Ends all queued tasks. The rank must have left the membership.
     void stop();
-    // After `stop`: returns when the thread has ended, unless this is it.
+    // After `stop`: waits for the thread to end, unless this is that thread.
     void join();
 
   private:

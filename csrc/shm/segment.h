@@ -1,26 +1,27 @@
-// The memory that the ranks of one group share: a memfd, mapped by each of them.
+// The memory that the ranks of one group share: a memfd that each of them maps.
 //
-//   header          identity, the fault record, one waiting word a rank and channel
-//   ring controls   one an ordered pair
-//   fronts          one a rank: its counters, the facts of its latest calls, its entries
-//   cells           one set a rank: what large calls stream through
-//   ring data       one an ordered pair: point-to-point bytes under way
+//   header          identity, the fault record, one waiting word per rank and channel
+//   ring controls   one per ordered pair
+//   fronts          one per rank: its counters, the facts of its latest calls, its entries
+//   cells           one set per rank: large calls stream through them
+//   ring data       one per ordered pair: point-to-point bytes in flight
 //
-// A rank writes to its own front and cells and to the rings it sends on; all others only read them, except that
-// a ring's receiver moves the ring's tail. Pages are reserved before they are touched (fallocate): the first
-// three parts when the segment is made, cells and ring data by their writer at first use. So running out of
-// memory is an error that can be told, never a SIGBUS.
+// A rank writes to its own front and cells and to the rings it sends on. All others only read them, except that a ring's
+// receiver moves the ring's tail. Pages are reserved before they are touched (fallocate): the first three parts when the
+// segment is created, cells and ring data by their writer at first use. So running out of memory is an error that can be
+// reported, never a SIGBUS.
 //
-// Every word that ranks synchronize on is written and read with sequential consistency: a waiter announces
-// itself and looks again, a poster posts and looks for waiters, and neither may see the old state of both.
+// Every word that ranks synchronize on is written and read with sequential consistency: a waiter announces itself and
+// looks again, a poster posts and looks for waiters, and at least one of them must see what the other wrote.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <stdexcept>
+#include <new>
 #include <string>
+#include <utility>
 
 #include "codes.h"
 
@@ -34,8 +35,8 @@ inline constexpr size_t kTextBytes = 128;
 
 inline constexpr std::memory_order kPublish = std::memory_order_seq_cst;
 inline constexpr std::memory_order kObserve = std::memory_order_seq_cst;
-// How a rank observes that another has come to a call: the one acquire that tests/native takes away, to show that
-// ThreadSanitizer would find it missing.
+// How a rank observes that another has come to a call. tests/native removes this one acquire, to show that
+// ThreadSanitizer would notice.
 #ifdef RINGWAY_BREAK_ACQUIRE
 inline constexpr std::memory_order kObserveEntry = std::memory_order_relaxed;
 #else
@@ -45,9 +46,9 @@ inline constexpr std::memory_order kObserveEntry = kObserve;
 using Counter = std::atomic<uint64_t>;
 static_assert(Counter::is_always_lock_free, "counters are shared between processes");
 
-// What a rank called: enough to print both sides of a mismatch.
+// A rank's call, with enough facts to print both sides of a mismatch.
 struct CallFacts {
-    uint64_t number;  // the call's number as its user sees it
+    uint64_t number;  // the call's number, as users see it
     int64_t count;
     double factor;
     int32_t root;
@@ -58,8 +59,8 @@ struct CallFacts {
     char place[kTextBytes];  // the line of the program that made the call
 };
 
-// The first line of a call: that a rank has come, what it called, and the beginning of its data. A small call's
-// data follows in one piece, so that eight floats travel in the cache line that says "here I am".
+// The first cache line of a call: that the rank has come, what it called, and the beginning of its data. The data of a
+// small call follows in one piece, so that eight floats travel in the cache line that says "here I am".
 struct alignas(kLine) Entry {
     Counter sequence;
     uint64_t signature;
@@ -72,14 +73,14 @@ enum class FaultKind : int32_t {
     Mismatch,     // `reporter` saw that `rank` called something else
     PeerLost,     // the process of `rank` is gone
     PeerLeft,     // `rank` closed its end while others still needed it
-    Timeout,      // `reporter` waited in vain for the ranks in `missing`
+    Timeout,      // `reporter` gave up waiting for the ranks in `missing`
     Interrupted,  // `rank` was interrupted (Ctrl-C) in the middle of a call
     Aborted,      // `rank` aborted the group
     Memory,       // `rank` could not reserve `bytes`
-    Corrupt,      // `reporter` read what `rank` cannot have meant to write
+    Corrupt,      // `rank` corrupted the group's shared memory, as `reporter` found
 };
 
-// What one rank sends and another expects, where those differ.
+// What one rank sends and another expects, if those differ.
 struct Pair {
     int32_t from, to;
     int64_t sent, expected;
@@ -118,7 +119,7 @@ struct RankControl {
     alignas(kLine) CallFacts facts[kEntrySlots];
 };
 
-// One ordered pair's bytes under way; both positions only grow.
+// The bytes in flight of an ordered pair. Both positions only grow.
 struct RingControl {
     alignas(kLine) Counter head;  // moved by the sender
     alignas(kLine) Counter tail;  // moved by the receiver
@@ -131,7 +132,7 @@ struct Geometry {
     size_t cell_bytes;   // one in-cell
     size_t out_bytes;    // one out-cell
     size_t ring_bytes;   // data of one ring, a power of two
-    size_t rings_at;     // where each part begins
+    size_t rings_at;     // the offset of each part
     size_t fronts_at;
     size_t front_bytes;
     size_t cells_at;
@@ -140,16 +141,18 @@ struct Geometry {
     size_t total;
 };
 
-// Memory that could not be had, and how much of it.
-struct OutOfMemory : std::runtime_error {
-    OutOfMemory(const std::string& what, int64_t bytes) : std::runtime_error(what), bytes(bytes) {}
+// Memory that is unavailable, and how much of it was needed.
+struct OutOfMemory : std::bad_alloc {
+    OutOfMemory(std::string text, int64_t bytes) : text(std::move(text)), bytes(bytes) {}
+    const char* what() const noexcept override { return text.c_str(); }
+    std::string text;
     int64_t bytes;
 };
 
 // A segment in this process's memory. Ranks that are threads of one process (in tests) share one.
 class Mapping {
   public:
-    // Takes the descriptor over.
+    // Owns the descriptor from here on.
     Mapping(int fd, int size);
     ~Mapping();
     Mapping(const Mapping&) = delete;
@@ -190,7 +193,7 @@ class Segment {
     int fd() const { return mapping_->fd; }
     size_t payload_capacity() const { return geometry_.entry_bytes - offsetof(Entry, payload); }
 
-    // Called by the writer before the first write to its cells, and to the ring towards `to`. Throw OutOfMemory.
+    // The writer calls these before it first writes to its cells, and to the ring to `to`. Throw OutOfMemory.
     void reserve_cells();
     void reserve_ring(int to);
 

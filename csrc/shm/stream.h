@@ -25,17 +25,17 @@ inline int64_t piece_at(int64_t block, int64_t part, int64_t turn) {
 
 template <class Produce, class Combine>
 void Collectives::stream(int64_t steps, int producer, int combiner, const Produce& produce, const Combine& combine) {
-    stream(steps, {producer, combiner, kNobody}, produce, combine, [](int64_t, uint64_t) {});
+    stream(steps, producer, combiner, kNobody, produce, combine, [](int64_t, uint64_t) {});
 }
 
 template <class Produce, class Combine, class Collect>
-void Collectives::stream(int64_t steps, Roles roles, const Produce& produce, const Combine& combine,
-                         const Collect& collect) {
+void Collectives::stream(int64_t steps, int producer, int combiner, int collector, const Produce& produce,
+                         const Combine& combine, const Collect& collect) {
     segment_.reserve_cells();
     RankControl& control = own();
     const uint64_t end = base_ + static_cast<uint64_t>(steps);
     const auto plays = [this](int role) { return role == kEverybody || role == rank_; };
-    const bool produces = plays(roles.producer), combines = plays(roles.combiner), collects = plays(roles.collector);
+    const bool produces = plays(producer), combines = plays(combiner), collects = plays(collector);
     // A rank that does not play a role posts all of its steps at once. The first use of a cell in this call still waits
     // for everybody: an earlier call, in which other ranks had that role, may have used it.
     const auto wait_for_free = [&](int64_t turn, int role, Counter RankControl::*counter) {
@@ -48,12 +48,12 @@ void Collectives::stream(int64_t steps, Roles roles, const Produce& produce, con
     for (int64_t turn = 0; turn < steps + 2; ++turn) {
         const uint64_t step = base_ + static_cast<uint64_t>(turn);
         if (produces && turn < steps) {
-            wait_for_free(turn, roles.combiner, &RankControl::combined);
+            wait_for_free(turn, combiner, &RankControl::combined);
             produce(turn, step);
             post(control.produced, step + 1);
         }
         if (combines && turn >= 1 && turn - 1 < steps) {
-            wait_for_free(turn - 1, roles.collector, &RankControl::collected);
+            wait_for_free(turn - 1, collector, &RankControl::collected);
             combine(turn - 1, step - 1);
             post(control.combined, step);
         }

@@ -1,4 +1,4 @@
-// A call that is under way on some thread of this rank.
+// A call in flight on some thread of this rank.
 #pragma once
 
 #include <atomic>
@@ -12,10 +12,10 @@ class Task {
     virtual ~Task() = default;
 
     bool done() const { return done_.load(std::memory_order_acquire); }
-    // Only once done.
+    // Valid only once done.
     Outcome outcome() const { return outcome_; }
 
-    // Ends the task; once, by the thread that did its work, which holds no lock.
+    // Ends the task. Called once, by the thread that did its work, which holds no lock.
     void finish(Outcome outcome) {
         outcome_ = outcome;
         done_.store(true, std::memory_order_release);

@@ -11,16 +11,16 @@
 namespace ringway::shm {
 namespace {
 
-// A spin is longer than it takes to wake a sleeper, else two ranks that wake each other would never find back to
-// spinning. It ends in vain where others need the CPUs too; after a few of those, most waits do without.
+// A spin lasts longer than it takes to wake a sleeping rank; otherwise two ranks that wake each other would never get back
+// to spinning. Spins fail if other processes need the CPUs too; after a few failures most waits skip the spin.
 constexpr int64_t kSpin = 100'000;
 constexpr int kMissesBorne = 4;
 constexpr int kOneIn = 16;
-constexpr int64_t kHoldGil = 2'000;       // a wait this short does not give the GIL away
-constexpr int64_t kSleepSlice = 20'000'000;  // between two looks for dead peers and signals
+constexpr int64_t kHoldGil = 2'000;       // a wait this short keeps the GIL
+constexpr int64_t kSleepSlice = 20'000'000;  // between two checks for dead peers and signals
 constexpr int kLooksPerClock = 16;
 
-// tests/native makes this long, for others to do in between what they normally do at another time.
+// tests/native makes this slow, so that other threads act in the window between announcement and sleep.
 void dawdle() {
 #ifdef RINGWAY_DAWDLE
     usleep(300);
@@ -56,7 +56,7 @@ Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
     if (may_spin_ && hopeful && spin(patience, ready)) return Waking::Ready;
     patience.host.block();
     const Waking waking = sleep(peer, patience, ready);
-    // Another that gives up at the same moment must still be able to read whom this rank has waited for.
+    // A rank that gives up at the same moment must still be able to read which rank this one waited for.
     if (waking != Waking::TimedOut) words_[rank_].store(0, std::memory_order_relaxed);
     return waking;
 }

@@ -1,8 +1,8 @@
-// Waiting for another rank: a bounded spin where the ranks have a CPU each, then sleep on a futex.
+// Waiting for another rank: a bounded spin if each rank has a CPU, then sleep on a futex.
 //
-// A rank that sleeps says in its waiting word whom it waits for; who posts something looks at those words and
-// wakes only those that wait for it. The word is also what the futex sleeps on, so a poster that clears it
-// between the announcement and the sleep is not missed.
+// A sleeping rank's waiting word says which rank it waits for. A rank that posts something looks at those words and wakes
+// only the ranks that wait for it. The futex sleeps on the same word, so a poster that clears it between the announcement
+// and the sleep is not missed.
 #pragma once
 
 #include <atomic>
@@ -22,17 +22,17 @@ inline void relax() {
 #endif
 }
 
-// What the engine asks of the thread that it runs on. The Python binding releases the GIL in `block`.
+// What the engine needs from the thread that it runs on. The Python binding releases the GIL in `block`.
 class Host {
   public:
     virtual ~Host() = default;
-    virtual void block() {}                       // the thread is about to wait for longer; called often
-    virtual bool interrupted() { return false; }  // whether the user wants out (Ctrl-C)
+    virtual void block() {}                       // the thread may wait for long from here; called often
+    virtual bool interrupted() { return false; }  // whether the user pressed Ctrl-C
 };
 
 enum class Waking { Ready, TimedOut, Interrupted, Stopped };
 
-// Whether what is waited for has come.
+// Whether the wait is over. A reference to a callable.
 struct Look {
     bool (*look)(const void*);
     const void* what;
@@ -40,20 +40,20 @@ struct Look {
     bool operator()() const { return look(what); }
 };
 
-// Says whether a wait that is not over should be given up: a fault, a close, a peer that is gone. A peer may have
-// done all that was asked of it and then gone, so `ready` is asked again once it is seen to be gone.
+// Decides whether to give up a wait: there is a fault, this rank has closed, or the peer is gone. A peer may do all that
+// it had to do and then go, so `ready` is checked again after it is found to be gone.
 class Guard {
   public:
     virtual ~Guard() = default;
     virtual bool stop(int peer, bool look_for_dead, const Look& ready) = 0;
 };
 
-// How long one call may still take, and on which thread it waits.
+// How long a call may wait, and on which thread.
 struct Patience {
     Patience(double timeout_s, Host& host) : timeout_s(timeout_s), host(host) {}
     double timeout_s;
     Host& host;
-    int64_t since_ns = 0;  // when it first had to wait
+    int64_t since_ns = 0;  // when the call first had to wait
 
     int64_t deadline_ns(int64_t now) {
         if (since_ns == 0) since_ns = now;
@@ -65,15 +65,15 @@ struct Patience {
 
 inline constexpr int kAnyone = -2;
 
-// Wakes who sleeps on the word, if anybody does.
+// Wakes the rank that sleeps on the word, if one does.
 void wake(std::atomic<uint32_t>& word);
 
 class Waiter {
   public:
-    // `words` holds one word a rank; `spin` is false where the ranks do not fit the CPUs.
+    // `words` has one word per rank. `spin` is false if there are more ranks than CPUs.
     Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guard& guard);
 
-    // Returns once `ready()` is true, or says why not. `peer` is the rank whose post makes it true, or kAnyone.
+    // Returns once `ready()` is true, or the reason why not. `peer` is the rank whose post makes it true, or kAnyone.
     template <class Ready>
     Waking until(int peer, Patience& patience, const Ready& ready) {
         for (int i = 0; i < kQuickLooks; ++i) {
@@ -84,7 +84,7 @@ class Waiter {
                       Look{[](const void* what) { return (*static_cast<const Ready*>(what))(); }, &ready});
     }
 
-    // Wakes whoever sleeps for what this rank has just posted.
+    // Wakes the ranks that wait for what this rank has just posted.
     void tell() {
         for (int peer = 0; peer < size_; ++peer) {
             const uint32_t waits_for = words_[peer].load(std::memory_order_seq_cst);
@@ -94,7 +94,7 @@ class Waiter {
     void tell(int peer) {
         if (words_[peer].load(std::memory_order_seq_cst) != 0) wake(words_[peer]);
     }
-    // Makes this rank's own sleeper, if there is one, look again.
+    // Makes this rank's own sleeping thread, if there is one, look again.
     void nudge() { wake(words_[rank_]); }
 
   private:
@@ -111,7 +111,7 @@ class Waiter {
     uint32_t own_;
     Guard& guard_;
     bool may_spin_;
-    int misses_ = 0;  // spins in vain since the last that was not
+    int misses_ = 0;  // fruitless spins since the last fruitful one
     unsigned waits_ = 0;
 };
 
