@@ -20,15 +20,12 @@ Isa detect() {
     return {"plain", plain::find};
 }
 
-const Isa& isa() {
-    static const Isa found = detect();
-    return found;
-}
+const Isa isa = detect();
 
 }  // namespace
 
-Reducer find_reducer(DType dtype, Reduce reduce) { return isa().find(dtype, reduce); }
+Reducer find_reducer(DType dtype, Reduce reduce) { return isa.find(dtype, reduce); }
 
-const char* reducer_isa() { return isa().name; }
+const char* reducer_isa() { return isa.name; }
 
 }  // namespace ringway::shm
