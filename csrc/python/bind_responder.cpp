@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "python/interpreter_exit.h"
 #include "record/responder.h"
@@ -13,7 +14,7 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 void bind_responder(nb::module_& m) {
     m.def("handle_terminate", &handle_terminate);
     m.def("stand_still_at_the_end", &stand_still_at_the_end);
-    m.def("leave_threads_behind", &leave_threads_behind);
+    m.def("leave_threads_behind", &leave_threads_behind, nb::arg("threads"));
     m.def("dumps_stacks", &dumps_stacks);
     m.def("stacks_of_a_copy", &stacks_of_a_copy, nb::arg("signal") = 0, nb::arg("fd") = -1, Release());
     nb::class_<Responder>(m, "Responder")

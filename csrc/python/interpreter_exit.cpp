@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -39,6 +40,10 @@ void crashed(int number) {
     raise(number);
 }
 
+void sleeps(int) {
+    while (left_behind()) pause();
+}
+
 void end_now(int status, void*) {
     fflush(nullptr);
     _exit(status);
@@ -58,15 +63,18 @@ void stand_still_at_the_end() {
     stands_still = true;
 }
 
-void leave_threads_behind() {
+void leave_threads_behind(const std::vector<int>& threads) {
     static std::once_flag once;
-    std::call_once(once, [] {
+    std::call_once(once, [&] {
         exiting_thread = pthread_self();
         threads_left_behind.store(true, std::memory_order_release);
         handle_terminate();
         struct sigaction action {};
         action.sa_handler = crashed;
         for (int i = 0; i < 3; ++i) sigaction(kCrashes[i], &action, &actions_before[i]);
+        action.sa_handler = sleeps;
+        sigaction(SIGRTMAX, &action, nullptr);
+        for (const int thread : threads) syscall(SYS_tgkill, getpid(), thread, SIGRTMAX);
         on_exit(end_now, nullptr);
     });
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+from contextlib import suppress
+from pathlib import Path
+
 import torch.distributed.distributed_c10d as c10d_module
 
 import ringway._core as _core
@@ -17,20 +21,34 @@ _SECONDS = 2.0
 
 def leave_at_exit() -> None:
     """Closes every group without waiting for other ranks. No group written in Python may outlive the interpreter."""
-    quiet = world.process.part(PendingCallbacks).wait_for_quiet(_SECONDS)
-    if not quiet or world.process.part(WaiterThreads).busy():
+    quiet, waiters = world.process.part(PendingCallbacks).wait_for_quiet(_SECONDS), world.process.part(WaiterThreads)
+    if not quiet or waiters.busy():
         # Threads inside torch wake up when a peer exits, perhaps while this interpreter is being finalized.
-        _core.leave_threads_behind()
+        faulthandler.disable()  # its own end would put the earlier signal handlers back
+        _core.leave_threads_behind(waiters.native_ids() + ([] if quiet else _gloo_threads()))
     for communicator in world.communicators():
         if not quiet:  # keep its connections until the process ends: closing them could wake threads that still wait
             communicator.devices.abandon()
         communicator.close(wait=False)
+    if not quiet:  # destroying a group joins its threads, which sleep by now
+        for group in c10d_module._world.pg_map:
+            never_destroy(group)
     if any(isinstance(group, Bridge) for group in c10d_module._world.pg_map):
         c10d_module._world.pg_map.clear()
         c10d_module._world.pg_names.clear()
         c10d_module._world.pg_group_ranks.clear()
         c10d_module._unregister_all_process_groups()
         c10d_module._update_default_pg(None)
+
+
+def _gloo_threads() -> list[int]:
+    """The threads in which torch runs gloo's collectives and their callbacks."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ended in between
+            if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+                found.append(int(task.name))
+    return found
 
 
 def leave_in_child() -> None:

@@ -84,7 +84,7 @@ class WaiterThreads:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle = 0
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def start(self, job: Callable[[], None]) -> None:
@@ -92,13 +92,16 @@ class WaiterThreads:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                self._threads += 1
-                start("ringway-waiter", self._serve)
+                self._threads.append(start("ringway-waiter", self._serve))
         self._jobs.put(job)
 
     def busy(self) -> bool:
         """Whether one of them is inside torch."""
-        return self._threads > self._idle
+        return len(self._threads) > self._idle
+
+    def native_ids(self) -> list[int]:
+        """The kernel's numbers of the threads."""
+        return [thread.native_id for thread in self._threads if thread.native_id is not None]
 
     def _serve(self) -> None:
         while True:
