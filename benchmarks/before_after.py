@@ -6,9 +6,9 @@
 Both checkouts have ranks of their own and take turns, sample by sample; which goes first alternates. A sample's time
 is that of its slowest rank. Measured are all ops on shm, the paths that a plain call does not take (another reduction,
 an asynchronous call), what ringway adds to gloo (overhead.py's call), and a call that the comms logger counts
-(observe_cost.py's). All ranks are started anew several times, because where a process finds its memory
-changes the time of large calls by up to a fifth, for as long as it lives. The table shows how many times longer this
-checkout takes, with the interval of the median over all rounds of all starts.
+(observe_cost.py's). All ranks are started anew several times: samples of one start have more in
+common than samples of several, so the interval of a single start is too narrow. The table shows how many times longer
+this checkout takes, with the interval of the median over all rounds of all starts.
 
 Exits with 0 if the geometric mean of all ratios is at most 1.01 and no interval lies wholly above 1.05, else with 1.
 """

@@ -69,7 +69,7 @@ UNANSWERED = {
 def test_exiting_with_unanswered_calls_is_silent(pool: RankPool, backend: str, what: str) -> None:
     """Threads inside torch wake up when the other ranks exit, perhaps while this interpreter is being finalized.
 
-    The last case, run 50 times on gloo: no rank of 150 failed. Without `leave_threads_behind` two ranks of three did.
+    The last case forces the crash: without `leave_threads_behind` two ranks of three failed in it.
     """
     for ended in run_together(pool, UNANSWERED[what], backend, 3):
         assert ended_well(ended), ended
