@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 from ringway.backends.several.hosts import HostLayout
 from ringway.errors import BackendUnavailable
 from ringway.testing import RankContext, RankPool
-
-sys.path.insert(0, str(Path(__file__).parent))
 from slow_link import Host, needed, run_ranks, two_hosts
 
 PROGRAM = Path(__file__).with_name("hierarchical_ranks.py")

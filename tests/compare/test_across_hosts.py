@@ -4,7 +4,6 @@ ranks each are network namespaces."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 
 from ringway.testing import RankPool
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "backends"))
 from slow_link import Host, needed, run_ranks, two_hosts
 
-PROGRAM = Path(__file__).with_name("across_ranks.py")
+PROGRAM = Path(__file__).with_name("across_hosts_ranks.py")
 SOON = 30
 """Seconds: the groups' timeout is 60."""
 
@@ -46,7 +43,7 @@ def assert_mismatch(facts: list[Any], sequence: int, odd: str, usual: str) -> No
         assert len(reported["sides"]) == 2
         assert any(odd in side for side in reported["sides"].values()), reported
         assert any(usual in side for side in reported["sides"].values()), reported
-        assert reported["text"].count("across_ranks.py:") == 2
+        assert reported["text"].count("across_hosts_ranks.py:") == 2
 
 
 @pytest.mark.timeout(300)

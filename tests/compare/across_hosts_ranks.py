@@ -1,4 +1,4 @@
-"""Scenarios of test_across.py for ranks on two hosts: `python across_ranks.py SCENARIO`; prints JSON."""
+"""Scenarios of test_across_hosts.py for ranks on two hosts: `python across_hosts_ranks.py SCENARIO`; prints JSON."""
 
 from __future__ import annotations
 
