@@ -6,6 +6,7 @@ on), `Gloo._set_default_timeout` (torch calls it before 2.15), and the old and n
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import weakref
 from collections import Counter
@@ -24,11 +25,12 @@ _BEYOND_ANY_COUNT = 1 << 40
 
 
 class GroupCounts:
-    """How many groups each set of ranks has made on its own. For torch 2.15 on.
+    """How many groups each set of ranks has made on its own. All versions.
 
-    torch names groups by a count. From 2.15 on a group that only its members make (`use_local_synchronization`) raises
-    the count on those ranks alone, so the ranks would disagree about the names of later groups and wait for each other
-    forever. Such groups are counted here instead.
+    Groups that only their members make (`use_local_synchronization`) need a name on which the members agree. torch
+    derives it from numbers that differ between ranks: before 2.15 from the number of groups that the rank is in, from
+    2.15 on from a count that the group itself raises on its members alone. The ranks would then wait for each other
+    forever, at this group or at a later one. So these groups are counted here, for each set of members.
     """
 
     def __init__(self) -> None:
@@ -39,17 +41,28 @@ class GroupCounts:
     @contextmanager
     def members_only(self, ranks: Sequence[Any]) -> Iterator[None]:
         """Wrap the creation of a group that only its members make."""
-        torch_world = c10d_module._world
-        count, members = torch_world.group_count, frozenset(map(index, ranks))
+        torch_world, members = c10d_module._world, frozenset(map(index, ranks))
         counts = self._counts.setdefault(c10d_module._get_default_group(), Counter())
-        torch_world.group_count = _BEYOND_ANY_COUNT + counts[members]
+        number = _BEYOND_ANY_COUNT + counts[members]
+        count, hashed = torch_world.group_count, getattr(c10d_module, "_hash_ranks_to_str", None)
+        named = False
+
+        def name(ranks: Sequence[int]) -> str:
+            nonlocal named
+            named = True
+            return hashlib.sha1(f"{'_'.join(map(str, ranks))}_{number}".encode(), usedforsecurity=False).hexdigest()
+
+        torch_world.group_count = number
+        if hashed is not None:
+            c10d_module._hash_ranks_to_str = name
         try:
             yield
         finally:
-            counts[members] = (
-                torch_world.group_count - _BEYOND_ANY_COUNT
-            )  # unchanged if torch refused to make the group
+            if named or torch_world.group_count != number:  # torch did not refuse to make the group
+                counts[members] += 1
             torch_world.group_count = count
+            if hashed is not None:
+                c10d_module._hash_ranks_to_str = hashed
 
 
 def undo_failed_start() -> None:

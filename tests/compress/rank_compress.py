@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 import simulation
 import torch
 
-from ringway.compress import ErrorFeedback, compressed_all_reduce
-from ringway.errors import NotFinite, UsageError
+from ringway.compress import ErrorFeedback, all_to_all_quant_reduce, compressed_all_reduce, quantized_all_gather
+from ringway.compress.background import BackgroundThread
+from ringway.errors import CollectiveMismatch, CommTimeout, NotFinite, UsageError
+from ringway.groups.world import world
 from ringway.testing import RankContext
 
 
@@ -208,3 +212,118 @@ def not_finite(context: RankContext, backend: str) -> None:
     huge = torch.full((64,), 3e38)
     compressed_all_reduce(huge, None, "int8")
     torch.testing.assert_close(huge, torch.full((64,), 3e38))
+
+
+MISMATCHES: dict[str, list[tuple[Any, ...]]] = {
+    # By name, what each rank calls: elements, dtype and codec.
+    "codecs of the same length": [(1000, torch.float32, "int8"), (1000, torch.float32, "fp8")],
+    "blocks of the same length": [(64, torch.float32, "int8:64"), (64, torch.float32, "int8:128")],
+    "lengths with the same padding": [(1000, torch.float32, "int8"), (1001, torch.float32, "int8")],
+    "the same bytes from other lengths": [(1920, torch.float32, "int4"), (1000, torch.float32, "int8")],
+    "dtypes": [(1000, torch.float32, "onebit"), (1000, torch.bfloat16, "onebit")],
+    "windows": [(70_000, torch.float32, "int8"), (69_999, torch.float32, "int8")],
+    "scales of a tensor": [(1000, torch.float32, "int8:tensor"), (1000, torch.float32, "fp8:tensor")],
+}
+
+
+def mismatched(context: RankContext, backend: str, sides: list[tuple[Any, ...]], how: str) -> list[str]:
+    """Rank 0 calls the first side, all others the second. Returns what each rank was told."""
+    dist = context.start(backend)
+    numel, dtype, codec = sides[min(context.rank, 1)]
+    tensor = torch.ones(numel, dtype=dtype)
+
+    def call() -> None:
+        if how == "quantized_all_gather":
+            quantized_all_gather(tensor.new_empty(numel * context.world_size), tensor, codec)
+        elif how == "all_to_all_quant_reduce":
+            all_to_all_quant_reduce([tensor], codec=codec)
+        else:
+            work = compressed_all_reduce(tensor, ErrorFeedback(), codec, async_op=how == "asynchronous")
+            if work is not None:
+                work.wait()
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        call()
+    assert torch.equal(tensor, torch.ones(numel, dtype=dtype))
+    if how == "asynchronous":
+        dist.barrier()  # the calls in the background have a group of their own, and only that one has ended
+    else:
+        with pytest.raises(CollectiveMismatch):
+            dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    assert sorted(caught.value.sides) == list(range(context.world_size))
+    return [caught.value.sides[rank] for rank in range(context.world_size)]
+
+
+def a_call_that_failed_on_one_rank(context: RankContext, backend: str) -> None:
+    """Rank 0's first call fails before it sends anything. Its second call must not meet the other rank's first."""
+    dist = context.start(backend)
+    feedback = ErrorFeedback()
+    if context.rank == 0:
+        feedback["broken"].busy = True
+    works = [
+        compressed_all_reduce(torch.full((100,), float(n)), feedback[key], "int8", async_op=True)
+        for n, key in enumerate(("broken", "sound"))
+    ]
+    errors = (UsageError if context.rank == 0 else CollectiveMismatch, CollectiveMismatch)
+    for work, error in zip(works, errors, strict=True):
+        assert work is not None
+        with pytest.raises(error):
+            work.wait()
+    # Without the background, a refused call was not made: the rank may make it again.
+    if context.rank == 0:
+        with pytest.raises(UsageError):
+            compressed_all_reduce(torch.ones(100), feedback["broken"], "int8")
+    compressed_all_reduce(torch.ones(100), feedback["sound"], "int8")
+    if context.rank == 0:  # an empty call meets nobody
+        compressed_all_reduce(torch.ones(0), feedback["empty"], "int8")
+    with pytest.raises(CollectiveMismatch, match="exchange 3"):
+        compressed_all_reduce(torch.ones(100), feedback["sound"], "int8")
+    with pytest.raises(CollectiveMismatch):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def beside_another_group(context: RankContext, backend: str) -> None:
+    """Rank 2 is in fewer groups than the others. The background's group is the same on all of them."""
+    dist = context.start(backend)
+    dist.new_group([0, 1])
+    feedback = ErrorFeedback()
+    for step in range(2):
+        tensor = torch.full((100,), float(context.rank + step))
+        work = compressed_all_reduce(tensor, feedback["x"], "int8", async_op=True)
+        assert work is not None
+        work.wait()
+        torch.testing.assert_close(tensor, torch.full((100,), 1.0 + step))
+    feedback.close()
+    dist.destroy_process_group()
+
+
+def late_peer(context: RankContext, backend: str) -> float:
+    """The background's calls have the timeout of the caller's group, also after it has changed."""
+    dist = context.start(backend, timeout=timedelta(seconds=300))
+    feedback = ErrorFeedback()
+    work = compressed_all_reduce(torch.ones(100), feedback["x"], "int8", async_op=True)
+    assert work is not None
+    work.wait()
+    assert _timeout_of(feedback) == 300
+    world.communicator(None).set_timeout(1.0)
+    waited = 0.0
+    if context.rank == 0:
+        began = time.monotonic()
+        work = compressed_all_reduce(torch.ones(100), feedback["x"], "int8", async_op=True)
+        assert work is not None
+        with pytest.raises(CommTimeout):
+            work.wait()
+        waited = time.monotonic() - began
+        assert _timeout_of(feedback) == 1
+    context.store.set(f"waited{context.rank}", "")
+    context.store.wait(["waited0"], timedelta(seconds=60))
+    dist.destroy_process_group()
+    return waited
+
+
+def _timeout_of(feedback: ErrorFeedback) -> float:
+    background = feedback.background(torch.device("cpu"))
+    assert isinstance(background, BackgroundThread)
+    return background._communicator.info.timeout

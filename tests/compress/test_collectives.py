@@ -8,6 +8,8 @@ import pytest
 import rank_compress
 import torch
 
+from ringway.compress.agreement import spoil_if_different
+from ringway.compress.windows import headers, statuses
 from ringway.testing import RankPool
 
 BACKENDS = ["gloo", "shm"]
@@ -56,9 +58,46 @@ def test_asynchronous_calls_among_plain_collectives(pool: RankPool, backend: str
     pool.run(rank_compress.asynchronously, backend, world_size=2)
 
 
+def test_asynchronous_calls_where_ranks_are_in_different_numbers_of_groups(pool: RankPool) -> None:
+    pool.run(rank_compress.beside_another_group, "shm", world_size=3, timeout=40)
+
+
+def test_asynchronous_calls_have_the_groups_timeout(pool: RankPool) -> None:
+    waited = pool.run(rank_compress.late_peer, "shm", world_size=2, timeout=60)
+    assert waited[0] < 30
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_rank_names_the_rank_with_non_finite_values(pool: RankPool, backend: str) -> None:
     pool.run(rank_compress.not_finite, backend, world_size=3)
+
+
+def test_ranks_that_make_different_compressed_calls_are_told_so(pool: RankPool) -> None:
+    kinds = ("quantized_all_gather", "all_to_all_quant_reduce", "asynchronous")
+    cases = [(name, "synchronous", "shm") for name in rank_compress.MISMATCHES]
+    cases += [("codecs of the same length", kind, "shm") for kind in kinds]
+    cases += [("windows", kind, "gloo") for kind in ("synchronous", "asynchronous")]
+    for name, kind, backend in cases:
+        sides = rank_compress.MISMATCHES[name]
+        for told in pool.run(rank_compress.mismatched, backend, sides, kind, world_size=2, timeout=60):
+            for (numel, dtype, codec), side in zip(sides, told, strict=True):
+                assert f"{str(dtype).removeprefix('torch.')}[{numel}]" in side, (name, kind)
+                assert f"codec {codec}" in side, (name, kind)
+
+
+def test_a_call_that_failed_on_one_rank_does_not_meet_the_next(pool: RankPool) -> None:
+    pool.run(rank_compress.a_call_that_failed_on_one_rank, "shm", world_size=2, timeout=60)
+
+
+def test_frames_of_different_calls_are_spoilt_without_waiting_for_the_device() -> None:
+    heading, other = (5 << 32, 7), (5 << 32, 8)
+    for second, spoilt in ((heading, False), (other, True)):
+        frames = torch.zeros(2, 64, dtype=torch.uint8)
+        headers(frames).copy_(torch.tensor([heading, second]))
+        statuses(frames)[0] = 1
+        spoil_if_different(frames, heading)
+        assert statuses(frames).tolist() == [1, int(spoilt)]
+        assert headers(frames)[1, 1] == second[1]
 
 
 def test_the_public_names_are_there() -> None:

@@ -77,7 +77,7 @@ class _Compressed:
         codec = _DeepSpeedOneBit()
         setting = Setting(codec, kernels_for(codec, padded.device, self._kernels), True, padded.numel())
         exchange = AllReduce(padded, None, world.communicator(self.world_group), setting)
-        exchange.use_residuals(worker_error, server_error)
+        exchange.use_residuals(worker_error, server_error, buffer_m.numel())
         exchange.run()
         if padded.data_ptr() == buffer_m.data_ptr():
             return buffer_m

@@ -12,6 +12,7 @@ import abc
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway.backends.device_watch import DeviceWatch
+from ringway.compress.agreement import count_exchange
 from ringway.errors import CommTimeout
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
@@ -79,10 +81,12 @@ class BackgroundThread(Background):
         with world.group_counts.members_only(communicator.ranks):
             own = c10d.new_group(
                 ranks=communicator.ranks,
+                timeout=timedelta(seconds=communicator.info.timeout),
                 backend=c10d.get_backend(group),
                 use_local_synchronization=True,
                 group_desc="ringway.compress",
             )
+        self._callers = communicator
         self._communicator = world.communicator(own)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ringway-compress")
         self._threads = torch.get_num_threads()
@@ -90,8 +94,15 @@ class BackgroundThread(Background):
     def submit(self, job: Callable[[Communicator], None], result: Sequence[Tensor]) -> Work:
         def run() -> None:
             torch.set_num_threads(self._threads)
-            with torch.inference_mode():
-                job(self._communicator)
+            if self._communicator.info.timeout != self._callers.info.timeout:
+                self._communicator.set_timeout(self._callers.info.timeout)
+            try:
+                with torch.inference_mode():
+                    job(self._communicator)
+            except BaseException:
+                # The caller cannot repeat this call before its next one, whose frames must not meet this one's.
+                count_exchange(self._communicator)
+                raise
 
         return Work(_FutureHandle(self._executor.submit(run)), result, _same)
 

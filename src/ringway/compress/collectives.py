@@ -25,6 +25,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway.compress.agreement import Agreement, Heading, PendingStatus, count_exchange, spoil_if_different
 from ringway.compress.auto import measured_forecast
 from ringway.compress.codecs.codec import Codec, get_codec
 from ringway.compress.codecs.onebit import OneBit
@@ -32,7 +33,7 @@ from ringway.compress.feedback import ErrorFeedback, Slot, as_slot, is_outside
 from ringway.compress.kernels.base import VALUE_DTYPES, Kernels
 from ringway.compress.kernels.select import kernels_for
 from ringway.compress.report import SAMPLE_EVERY
-from ringway.compress.windows import PendingStatus, Sharding, Window, frame_bytes, statuses
+from ringway.compress.windows import Sharding, Window, frame_bytes
 from ringway.compress.workspace import BufferPool, Workspace
 from ringway.errors import NotFinite, UsageError
 from ringway.groups.communicator import Communicator
@@ -204,18 +205,18 @@ class _Sent:
     window: Window
     work: Work | None
     frames: Tensor
-    held: Tensor | None
+    held: Tensor
     """Memory that must stay allocated until the work is done."""
+    heading: Heading
+    """What the header of every received frame must be."""
+    arrived: bool = False
 
-    def arrived(self, pool: BufferPool) -> Tensor:
+    def wait(self, pool: BufferPool) -> None:
         """Wait for the received frames, and return the sent ones to the pool."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
-        if self.held is not None:
-            pool.give_back(self.held)
-            self.held = None
-        return self.frames
+        pool.give_back(self.held)
+        self.arrived = True
 
 
 class AllReduce:
@@ -242,14 +243,22 @@ class AllReduce:
         workspace = Workspace() if slot is None else slot.owner.workspace
         self._pool = workspace.pool(tensor.device)
         self._overlaps = False
-        self._statuses: list[PendingStatus] = []
+        self._agreement = self._agreement_on(tensor.numel())
+        self._status = 0
+        self._pending: list[PendingStatus] = []
 
-    def use_residuals(self, worker: Tensor, server: Tensor) -> None:
-        """Use residuals that the caller keeps, instead of a slot's."""
+    def _agreement_on(self, numel: int) -> Agreement:
+        return Agreement(self._communicator, "compressed_all_reduce", self._codec, self._tensor.dtype, numel)
+
+    def use_residuals(self, worker: Tensor, server: Tensor, numel: int) -> None:
+        """Use residuals that the caller keeps, instead of a slot's. Of the tensor's elements, the first `numel` are
+        real, and the rest is padding."""
         self._worker, self._server = worker, server
+        self._agreement = self._agreement_on(numel)
 
     def run(self) -> None:
         if self._flat.numel() == 0:
+            count_exchange(self._communicator)
             return
         began = time.perf_counter()
         if self._slot is None:
@@ -281,6 +290,13 @@ class AllReduce:
             slot.busy = False
 
     def _exchange(self) -> None:
+        try:
+            self._in_windows()
+        except BaseException:
+            count_exchange(self._communicator)
+            raise
+
+    def _in_windows(self) -> None:
         window, numel = self._setting.window, self._sharding.numel
         split = self._setting.split
         heavy = numel >= split.elements and self._codec.nbytes(numel) >= numel
@@ -319,7 +335,7 @@ class AllReduce:
         statistics = []
 
         def measure(one: _Sent) -> None:
-            frames, count = one.arrived(self._pool), one.window.count(self._communicator.rank)
+            frames, count = self._arrived(one), one.window.count(self._communicator.rank)
             if count:
                 statistics.append(kernels.measure_mean(frames, self._residual_of(one.window), count))
 
@@ -342,30 +358,44 @@ class AllReduce:
 
     def _send(self, window: Window, scale: Tensor | None) -> _Sent:
         rows, nbytes = self._sharding.ranks, frame_bytes(self._codec, window.columns)
-        frames = self._pool.take_clean(rows, nbytes)
+        frames = self._pool.take(rows, nbytes)
+        heading = self._agreement.stamp(frames)
         self._kernels.encode(self._flat, self._worker, window, frames, scale)
         arriving = self._pool.take(rows, nbytes)
         work = self._communicator.all_to_all_single(arriving, frames, async_op=self._overlaps, log_name="compressed")
-        return _Sent(window, work, arriving, frames)
+        return _Sent(window, work, arriving, frames, heading)
 
     def _serve(self, sent: _Sent, scale: Tensor | None) -> _Sent:
-        frames = sent.arrived(self._pool)
+        frames = self._arrived(sent)
         count = sent.window.count(self._communicator.rank)
-        frame = self._pool.take_clean(1, frames.shape[1])
+        frame = self._pool.take(1, frames.shape[1])
+        heading = self._agreement.stamp(frame)
         self._kernels.encode_mean(frames, self._residual_of(sent.window), count, frame[0], scale)
         self._pool.give_back(frames)
         gathered = self._pool.take(*frames.shape)
         work = self._communicator.all_gather_into_tensor(
             gathered, frame, async_op=self._overlaps, log_name="compressed"
         )
-        return _Sent(sent.window, work, gathered, frame)
+        return _Sent(sent.window, work, gathered, frame, heading)
 
     def _receive(self, returned: _Sent) -> None:
-        frames = returned.arrived(self._pool)
-        if self._setting.raise_not_finite:
-            self._statuses.append(PendingStatus(statuses(frames).amax()))
+        frames = self._arrived(returned, last=True)
         self._kernels.decode(frames, returned.window, self._flat)
         self._pool.give_back(frames)
+
+    def _arrived(self, sent: _Sent, last: bool = False) -> Tensor:
+        """The received frames, checked to belong to this call. The last phase's also say whether values were not
+        finite."""
+        if sent.arrived:
+            return sent.frames
+        sent.wait(self._pool)
+        status = PendingStatus(sent.frames, sent.heading, self._agreement, last and self._setting.raise_not_finite)
+        if sent.frames.is_cuda:
+            spoil_if_different(sent.frames, sent.heading)
+            self._pending.append(status)
+        else:
+            self._status = max(self._status, status.read())
+        return sent.frames
 
     def _residual_of(self, window: Window) -> Tensor | None:
         """The slice of the server's residual that belongs to this rank's columns of the window."""
@@ -385,17 +415,19 @@ class AllReduce:
             report.seconds += seconds
 
     def _report_not_finite(self) -> None:
-        if self._deferred and self._slot is not None:
-            self._slot.unread = self._statuses
+        """Raise `NotFinite` now, or leave it to the next call if this one must not wait for the device."""
+        waits = not self._deferred and (self._setting.raise_not_finite or self._slot is None)
+        if self._slot is not None and self._pending and not waits:
+            self._slot.unread = self._pending
         else:
-            self._raise_for(self._statuses)
+            self._raise_for(self._status, self._pending)
 
     def _report_earlier(self, slot: Slot) -> None:
         earlier, slot.unread = slot.unread, []
-        self._raise_for(earlier)
+        self._raise_for(0, earlier)
 
-    def _raise_for(self, pending: list[PendingStatus]) -> None:
-        status = max((one.read() for one in pending), default=0)
+    def _raise_for(self, status: int, pending: list[PendingStatus]) -> None:
+        status = max([status, *(one.read() for one in pending)])
         if status == 0:
             return
         culprit = status - 1

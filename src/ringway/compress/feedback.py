@@ -14,11 +14,12 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway.compress.agreement import PendingStatus
 from ringway.compress.auto import Forecast
 from ringway.compress.background import Background
 from ringway.compress.kernels.base import RESIDUAL_DTYPES
 from ringway.compress.report import Report
-from ringway.compress.windows import PendingStatus, Sharding
+from ringway.compress.windows import Sharding
 from ringway.compress.workspace import Workspace
 from ringway.errors import UsageError
 from ringway.groups.world import NON_MEMBER, world

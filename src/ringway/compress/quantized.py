@@ -12,10 +12,11 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ringway.compress.agreement import Agreement
 from ringway.compress.codecs.codec import Codec, get_codec
 from ringway.compress.kernels.base import VALUE_DTYPES, Kernels
 from ringway.compress.kernels.select import kernels_for
-from ringway.compress.windows import Window, new_frames, statuses
+from ringway.compress.windows import Window, headers, new_frames, statuses
 from ringway.errors import NotFinite, UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import NON_MEMBER, world
@@ -65,23 +66,28 @@ def _reduce_scatter(tensor: Tensor, stages: list[Communicator], codec: Codec, ke
         return flat.clone()
     if len(stages) == 1:
         only = stages[0]
-        return _hop(flat, -(-flat.numel() // only.size), only, engine)
+        return _hop(flat, -(-flat.numel() // only.size), only, engine, flat.numel())
     inside, across = stages
     ranks = inside.size * across.size
     share = -(-flat.numel() // ranks)
     # Order the shares by (rank in the node, node), so that the part each rank of a node collects is contiguous.
     padded = torch.nn.functional.pad(flat, (0, share * ranks - flat.numel()))
     by_place = padded.view(across.size, inside.size, share).transpose(0, 1).reshape(-1)
-    of_node = _hop(by_place, across.size * share, inside, engine, last=False)
-    mine = _hop(of_node, share, across, engine)
+    of_node = _hop(by_place, across.size * share, inside, engine, flat.numel(), last=False)
+    mine = _hop(of_node, share, across, engine, flat.numel())
     place = across.rank * inside.size + inside.rank
     return mine[: max(0, min(share, flat.numel() - place * share))]
 
 
-def _hop(flat: Tensor, share: int, communicator: Communicator, engine: Kernels, last: bool = True) -> Tensor:
-    """Each rank's share of the mean over one group. The last hop reports values that are not finite, on every rank."""
+def _hop(
+    flat: Tensor, share: int, communicator: Communicator, engine: Kernels, numel: int, last: bool = True
+) -> Tensor:
+    """Each rank's share of the mean over one group. The last hop reports values that are not finite, on every rank.
+    `numel` is the length of the caller's tensor, which `flat` may pad."""
     window = Window(flat.numel(), share, 0, share)
     frames = new_frames(engine.codec, communicator.size, share, flat.device)
+    agreement = Agreement(communicator, "all_to_all_quant_reduce", engine.codec, flat.dtype, numel)
+    heading = agreement.stamp(frames)
     scale = None
     if engine.codec.tensor_scale:
         scale = engine.codec.scale(engine.measure(flat, None), flat.numel())
@@ -90,6 +96,7 @@ def _hop(flat: Tensor, share: int, communicator: Communicator, engine: Kernels, 
     flags.copy_(flags.amax().expand_as(flags))
     arriving = torch.empty_like(frames)
     communicator.all_to_all_single(arriving, frames, log_name="quantized")
+    agreement.check(heading, headers(arriving).tolist())
     count = window.count(communicator.rank)
     mean = torch.empty(count, dtype=flat.dtype, device=flat.device)
     engine.decode_mean(arriving, count, mean)
@@ -132,6 +139,8 @@ def quantized_all_gather(
     engine = kernels_for(get_codec(codec), input_tensor.device, kernels)
     flat = input_tensor.reshape(-1)
     frame = new_frames(engine.codec, 1, numel, flat.device)
+    agreement = Agreement(communicator, "quantized_all_gather", engine.codec, flat.dtype, numel)
+    heading = agreement.stamp(frame)
     if numel:
         scale = None
         if engine.codec.tensor_scale:
@@ -140,6 +149,7 @@ def quantized_all_gather(
     gathered = frame.new_empty(communicator.size, frame.shape[1])
 
     def finish() -> None:
+        agreement.check(heading, headers(gathered).tolist())
         if numel:
             window = Window(numel * communicator.size, numel, 0, numel)
             engine.decode(gathered, window, output_tensor.view(-1))

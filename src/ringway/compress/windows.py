@@ -6,10 +6,10 @@ shard r: it averages the shard and sends the result to everyone. Only messages a
 
 Large tensors travel in windows: window k is columns [start, stop) of every shard.
 
-A message is a frame: 16 bytes of header, then the codec's bytes, then padding to a multiple of 16. The header's first
-four bytes are the status (int32). 0 means success. A worker sends 1 if a value is not finite. A server sends 1 + the
-group rank of the worker that had such a value, or 1 + the group's size if only the average is not finite. The other
-header bytes are 0.
+A message is a frame: 16 bytes of header, then the codec's bytes, then padding to a multiple of 16. The header is two
+64-bit words. The low half of the first is the status (int32): 0 means success. A worker sends 1 if a value is not
+finite. A server sends 1 + the group rank of the worker that had such a value, or 1 + the group's size if only the
+average is not finite. The other bits say which call the frame belongs to (see `agreement.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from ringway.compress.codecs.codec import Codec
 
 HEADER_BYTES = 16
+STATUS_BITS = 32
 ALIGNMENT = 16
 SHARD_MULTIPLE = 8
 
@@ -89,6 +90,11 @@ def new_frames(codec: Codec, rows: int, columns: int, device: torch.device) -> T
     return frames
 
 
+def headers(frames: Tensor) -> Tensor:
+    """The header words of frames [..., frame_bytes]: a view, int64 [..., 2]."""
+    return frames.view(torch.int64)[..., : HEADER_BYTES // 8]
+
+
 def statuses(frames: Tensor) -> Tensor:
     """The status words of frames [..., frame_bytes]: a view, int32 [...]."""
     return frames.view(torch.int32)[..., 0]
@@ -97,22 +103,3 @@ def statuses(frames: Tensor) -> Tensor:
 def body(frame: Tensor) -> Tensor:
     """The codec's bytes of one frame, and the padding after them."""
     return frame[HEADER_BYTES:]
-
-
-class PendingStatus:
-    """A status computed on a device. On a GPU it is copied to the host asynchronously: reading it waits for the work
-    enqueued before the copy, not for later work."""
-
-    def __init__(self, status: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._status = status
-        if status.is_cuda:
-            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
-            self._status.copy_(status, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> int:
-        if self._event is not None:
-            self._event.synchronize()
-        return int(self._status)

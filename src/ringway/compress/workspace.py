@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringway.compress.windows import HEADER_BYTES
-
 KEPT = 8
 """Buffers kept per pool, more than a call has in flight at once. Beyond that, the smallest are freed."""
 
@@ -34,12 +32,6 @@ class BufferPool:
                 del idle[-1]  # all are too small: the new buffer replaces the largest
             buffer = torch.empty(rows * nbytes, dtype=torch.uint8, device=self._device)
         return buffer[: rows * nbytes].view(rows, nbytes)
-
-    def take_clean(self, rows: int, nbytes: int) -> Tensor:
-        """Frames with zeroed headers."""
-        frames = self.take(rows, nbytes)
-        frames[:, :HEADER_BYTES].zero_()
-        return frames
 
     def give_back(self, frames: Tensor) -> None:
         """Return frames that are needed only by work already enqueued."""
