@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from ringway.launch import run as launcher
 from ringway.launch.run import run
 from ringway.testing import RankContext, RankPool
 
@@ -52,6 +54,79 @@ def test_lines_of_several_ranks_stay_whole(pool: RankPool) -> None:
     for rank in range(2):
         mine = [line for line in lines if line.startswith(f"[rank {rank}]")]
         assert mine == [f"[rank {rank}] half and half] ", f"[rank {rank}] \ufffd\ufffd", f"[rank {rank}] end"], output
+
+
+def test_a_character_written_in_two_pieces_is_shown_whole(pool: RankPool) -> None:
+    (_, _), output = _try(pool, _shell(r"printf 'caf\303'; sleep 0.3; printf '\251\n'"), 1)
+    assert output.splitlines() == ["[rank 0] café"]
+    (_, _), output = _try(pool, _shell(r"printf '10%%\r'; sleep 0.3; printf '100%%\r\n'"), 1)
+    assert output.splitlines() == ["[rank 0] 10%", "[rank 0] 100%"]
+
+
+def _in_an_empty_folder(context: RankContext, folder: str, command: list[str]) -> list[str]:
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        run(command, 1)
+    finally:
+        tempfile.tempdir = before
+    return os.listdir(folder)
+
+
+def test_output_is_not_kept_in_files(pool: RankPool, tmp_path: Path) -> None:
+    (ended,) = pool.try_run(
+        _in_an_empty_folder, str(tmp_path), _shell(f"seq 100000; ls {tmp_path} | wc -l"), world_size=1, timeout=100
+    )
+    assert ended.value == []
+    assert ended.output.splitlines()[-2:] == ["[rank 0] 100000", "[rank 0] 0"]
+
+
+BACKGROUND = (
+    "sleep 300 & echo $! > $0.$RANK.child; setsid sleep 301 & echo $! > $0.$RANK.session; "
+    "env -i sleep 302 & echo $! > $0.$RANK.bare; echo $$ > $0.$RANK.rank; "
+)
+"""Starts three processes that a rank may leave behind, and writes their ids to files, the rank's last."""
+
+
+def _ids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.iterdir()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_that_ranks_leave_behind_end_with_the_run(pool: RankPool, tmp_path: Path) -> None:
+    (code, _), _ = _try(pool, ["sh", "-c", BACKGROUND + "true", str(tmp_path / "pid")], 2)
+    assert code == 0
+    assert len(_ids(tmp_path)) == 8
+    assert not any(map(_runs, _ids(tmp_path)))
+
+
+def _killed_launcher(context: RankContext, command: list[str], folder: str) -> list[int]:
+    """Kills a launcher whose ranks are ready. Returns their processes that still run after that."""
+    child = os.fork()
+    if child == 0:
+        run(command, 2)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while len(list(Path(folder).glob("*.rank"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pids = _ids(Path(folder))
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if _runs(pid)]
+
+
+def test_nothing_survives_a_launcher_that_is_killed(pool: RankPool, tmp_path: Path) -> None:
+    command = ["sh", "-c", BACKGROUND + "while :; do sleep 0.05; done", str(tmp_path / "pid")]
+    (survivors,) = pool.run(_killed_launcher, command, str(tmp_path), world_size=1, timeout=100)
+    assert survivors == []
+    assert len(_ids(tmp_path)) == 8
 
 
 def test_program_that_cannot_be_started_is_named(pool: RankPool, tmp_path: Path) -> None:
@@ -159,6 +234,33 @@ def test_signal_reaches_every_rank_and_ends_the_run(pool: RankPool, tmp_path: Pa
     assert ended.value[0] == 128 + getattr(signal, name)
     assert f"ended by {name}" in ended.value[1]
     assert ended.output.count(f"saw {name}") == 2
+
+
+def _signal_while_ranks_start(context: RankContext, script: str, ready: str) -> Ended:
+    start = launcher._Processes.start
+
+    def start_and_signal(self: launcher._Processes, *arguments: object) -> None:
+        start(self, *arguments)  # type: ignore[arg-type]
+        deadline = time.monotonic() + 60
+        while not Path(ready + "0").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    launcher._Processes.start = start_and_signal  # type: ignore[method-assign]
+    try:
+        outcome = run(["sh", "-c", script, ready], 2, grace=20)
+    finally:
+        launcher._Processes.start = start  # type: ignore[method-assign]
+    return outcome.code, outcome.summary
+
+
+def test_signal_while_ranks_start_reaches_those_that_have_started(pool: RankPool, tmp_path: Path) -> None:
+    script = "trap 'echo saw SIGINT; exit 0' INT; touch $0$RANK; while :; do sleep 0.05; done"
+    arguments = (script, str(tmp_path / "ready"))
+    (ended,) = pool.try_run(_signal_while_ranks_start, *arguments, world_size=1, timeout=100)
+    assert ended.ok, ended
+    assert ended.value[0] == 128 + signal.SIGINT
+    assert ended.output.count("saw SIGINT") == 1
 
 
 def _insist(context: RankContext, script: str, ready: str) -> tuple[Ended, float]:

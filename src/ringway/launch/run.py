@@ -1,38 +1,26 @@
 """`ringway run`: several ranks of one program on this host.
 
-torch's elastic multiprocessing handles the processes, their output and their signals. This module adds the store, which
-lives in the launcher so that any rank may die, and the handling of a rank's death.
+The store lives in the launcher, so any rank may die. The ranks write to pipes (`output.py`), and nothing of a run
+outlives it: neither files nor processes (`guard.py`).
 """
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import secrets
-import shutil
 import signal
-import sys
-import tempfile
-import threading
+import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TextIO
-
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    PContext,
-    SignalException,
-    Std,
-    start_processes,
-)
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from typing import Any
 
 from ringway.errors import UsageError
 from ringway.launch import ports
+from ringway.launch.guard import RUN_ID, Guard
+from ringway.launch.output import Output
 from ringway.launch.rendezvous import host_store, identity
 from ringway.launch.sources import LOOPBACK
 
@@ -41,8 +29,6 @@ _POLL = 0.05
 _STORE_TIMEOUT = 1800.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_PREFIX = "[rank "
-_LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -57,50 +43,33 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     """Start `ranks` copies of a command and wait for them to end.
 
     With `on_death="stop"`, the first rank that fails ends the others, which get `grace` seconds to exit; with "keep",
-    they continue without it.
+    they continue without it. Processes that ranks started and left behind end with the run, or with the launcher, even
+    if that is killed.
     """
-    # torch's loggers report each signal sent; the last line of the run says the same once.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     run_id = secrets.token_hex(16)
     listener = ports.listen(LOOPBACK, 0)
     port = listener.getsockname()[1]
     job = identity(run_id, os.environ.get("RINGWAY_JOB_TOKEN", ""))
     store = host_store(listener, LOOPBACK, job, ranks, _STORE_TIMEOUT)
-    logs = tempfile.mkdtemp(prefix="ringway-run-")
-    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     started = time.monotonic()
-    context: PContext | None = None
-    forwarder = _SignalForwarder()
-    shown = _WholeLines(sys.stdout), _WholeLines(sys.stderr)
-    try:
-        with redirect_stdout(shown[0]), redirect_stderr(shown[1]):  # torch takes both streams from sys
-            context = start_processes(
-                name="rank",
-                entrypoint=command[0],
-                args={rank: tuple(command[1:]) for rank in range(ranks)},
-                envs={rank: _environment(rank, ranks, port, run_id) for rank in range(ranks)},
-                logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL),
-                log_line_prefixes={rank: f"{_PREFIX}{rank}] " for rank in range(ranks)},
-            )
-        assert isinstance(context, SubprocessContext)
-        forwarder.to(context)
-        return _supervise(context, on_death, grace, started)
-    except SignalException as caught:  # start_processes ends its ranks itself if the signal came during it
-        if context is not None:
-            _close(context, caught.sigval, grace)
-        name = _signal_name(caught.sigval)
-        return Outcome(128 + caught.sigval, f"ended by {name} after {_seconds(started)}")
-    except OSError as error:
-        if context is not None:
-            raise
-        raise UsageError(f"cannot start '{command[0]}': {error.strerror or error}") from error
-    finally:
-        del store
-        for output in shown:
-            output.end()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        shutil.rmtree(logs, ignore_errors=True)
+    output = Output()
+    with _Signals() as signals:
+        processes = _Processes(run_id, output)
+        try:
+            for rank in range(ranks):
+                if signals.ending is not None:
+                    break
+                processes.start(command, _environment(rank, ranks, port, run_id))
+            failed, stopped = _supervise(processes, signals, on_death)
+            ended_by = signals.ending
+            processes.end(ended_by or signal.SIGTERM, grace, signals)
+        finally:
+            processes.close()
+            output.close()
+            del store
+    if ended_by is not None:
+        return Outcome(128 + ended_by, f"ended by {_signal_name(ended_by)} after {_seconds(started)}")
+    return _outcome(processes, failed, stopped, started)
 
 
 def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str]:
@@ -112,7 +81,7 @@ def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str
         "GROUP_RANK": "0",
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        "RINGWAY_RUN_ID": run_id,
+        RUN_ID: run_id,
         # A plain torch.distributed program uses the launcher's store too.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PYTHONUNBUFFERED": "1",
@@ -122,101 +91,140 @@ def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str
     return environment
 
 
-def _supervise(context: SubprocessContext, on_death: str, grace: int, started: float) -> Outcome:
-    """Wait for the ranks, and end those that are left."""
+def _supervise(processes: _Processes, signals: _Signals, on_death: str) -> tuple[list[int], list[int]]:
+    """Wait until all ranks have ended, or until the others must end. Returns the ranks that failed, in their order,
+    and those that still run."""
     failed: list[int] = []
-    running = set(context.subprocess_handlers)
-    while running and not (failed and on_death == "stop"):
+    running = list(range(len(processes)))
+    while running and signals.ending is None and not (failed and on_death == "stop"):
         time.sleep(_POLL)
-        ended = [rank for rank in sorted(running) if _code(context, rank) is not None]
-        running.difference_update(ended)
-        failed += [rank for rank in ended if _code(context, rank) != 0]
-    _close(context, signal.SIGTERM, grace)
-    return _outcome(context, failed, sorted(running), started)
+        signals.pass_on(processes.send)
+        codes = {rank: processes.code(rank) for rank in running}
+        failed += [rank for rank, code in codes.items() if code]
+        running = [rank for rank, code in codes.items() if code is None]
+    return failed, running
 
 
-def _close(context: PContext, number: signal.Signals, grace: int) -> None:
-    """End the remaining ranks with this signal, then with SIGKILL after `grace` seconds or a second Ctrl-C."""
-    try:
-        context.close(number, timeout=grace)
-    except SignalException:  # a second Ctrl-C; more may follow while the killed ranks are reaped
-        for ending in _ENDING:
-            signal.signal(ending, signal.SIG_IGN)
-        context.close(signal.SIGKILL, timeout=grace)
+class _Processes:
+    """The processes of the ranks, each in a session of its own."""
+
+    def __init__(self, run_id: str, output: Output) -> None:
+        self._output = output
+        self._guard = Guard(run_id)
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start the next rank."""
+        try:
+            process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(f"cannot start '{command[0]}': {error.strerror or error}") from error
+        rank = len(self._all)
+        self._all.append(process)
+        self._guard.add(process.pid)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._output.show(rank, process.stdout, process.stderr)
+
+    def pid(self, rank: int) -> int:
+        return self._all[rank].pid
+
+    def code(self, rank: int) -> int | None:
+        """The exit code, or minus the signal that killed the rank; None while it runs. A rank that has ended stays a
+        zombie until the run ends, so that its process id, which is also its session's, is not given to others."""
+        ended = self._all[rank].returncode
+        if ended is not None:
+            return ended
+        status = os.waitid(os.P_PID, self.pid(rank), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def send(self, number: int) -> None:
+        """Send a signal to each rank that runs."""
+        for rank in range(len(self)):
+            if self.code(rank) is None:
+                os.kill(self.pid(rank), number)
+
+    def end(self, number: int, grace: float, signals: _Signals) -> None:
+        """End the remaining ranks and what runs in the foreground of each with this signal, then with SIGKILL: after
+        `grace` seconds, or if the launcher is told to end once more."""
+        known = signals.count
+        self._signal_groups(number)
+        deadline = time.monotonic() + grace
+        while self._runs() and time.monotonic() < deadline and signals.count == known:
+            time.sleep(_POLL)
+        self._signal_groups(signal.SIGKILL)
+        while self._runs():
+            time.sleep(_POLL)
+
+    def _runs(self) -> bool:
+        return any(self.code(rank) is None for rank in range(len(self)))
+
+    def _signal_groups(self, number: int) -> None:
+        for rank in range(len(self)):
+            if self.code(rank) is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid(rank), number)
+
+    def close(self) -> None:
+        """End everything that is left of the run."""
+        self._guard.close()
+        for process in self._all:
+            process.wait()
 
 
-class _WholeLines(io.TextIOBase):
-    """Joins pieces of lines. torch's tail passes on whatever it finds, even half a line, and prefixes each piece. Here
-    a line waits for its end, so that no prefix and no other rank's output appears in the middle of it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        if isinstance(stream, io.TextIOWrapper):
-            # A rank may print characters that the terminal's encoding lacks: escape them instead of failing.
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")
-        self._stream = stream
-        self._begun: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def write(self, text: str) -> int:
-        prefix, _, piece = text.partition("] ")
-        with self._lock:
-            if not prefix.startswith(_PREFIX):  # output of the launcher itself, such as a warning
-                return self._stream.write(text)
-            line = self._begun.pop(prefix, "") + piece
-            if not line.endswith("\n") and len(line) < _LONGEST_LINE:
-                self._begun[prefix] = line
-            else:
-                self._show(prefix, line)
-        return len(text)
-
-    def end(self) -> None:
-        """No more output will come: end the unfinished lines."""
-        for prefix, line in self._begun.items():
-            self._show(prefix, line)
-
-    def _show(self, prefix: str, line: str) -> None:
-        self._stream.write(f"{prefix}] {line}" + ("" if line.endswith("\n") else "\n"))
-
-
-class _SignalForwarder:
-    """Forwards signals that programs define for themselves, such as one that saves a checkpoint, to every rank. Signals
-    that arrive while the ranks are starting are forwarded once they have started."""
+class _Signals:
+    """The signals that this process gets during a run. They are noted, and handled between two looks at the ranks, so
+    that none gets lost while ranks start."""
 
     def __init__(self) -> None:
-        self._context: SubprocessContext | None = None
-        self._early: list[int] = []
-        for number in _PASSED_ON:
-            signal.signal(number, self._caught)
+        self.ending: int | None = None
+        """The first signal that asks the launcher to end."""
+        self.count = 0
+        """The number of those."""
+        self._others: list[int] = []
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self._handlers = {number: signal.signal(number, self._caught) for number in (*_ENDING, *_PASSED_ON)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self._context is None:
-            self._early.append(number)
-            return
-        for handler in self._context.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                handler.proc.send_signal(number)
+        if number in _PASSED_ON:
+            self._others.append(number)
+        else:
+            self.ending = self.ending or number
+            self.count += 1
 
-    def to(self, context: SubprocessContext) -> None:
-        self._context = context
-        for number in self._early:
-            self._caught(number, None)
-
-
-def _code(context: SubprocessContext, rank: int) -> int | None:
-    code: int | None = context.subprocess_handlers[rank].proc.poll()
-    return code
+    def pass_on(self, send: Callable[[int], None]) -> None:
+        """Forward the signals that programs define for themselves, such as one that saves a checkpoint."""
+        while self._others:
+            send(self._others.pop(0))
 
 
-def _outcome(context: SubprocessContext, failed: list[int], stopped: list[int], started: float) -> Outcome:
-    ranks = len(context.subprocess_handlers)
+def _outcome(processes: _Processes, failed: list[int], stopped: list[int], started: float) -> Outcome:
+    ranks = len(processes)
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
     if not failed:
         return Outcome(0, f"{many} finished in {_seconds(started)}")
     first = failed[0]
-    code = _code(context, first) or 0
+    code = processes.code(first) or 0
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-    pid = context.pids()[first]
-    line = f"rank {first} (pid {pid}) {how} after {_seconds(started)}"
+    line = f"rank {first} (pid {processes.pid(first)}) {how} after {_seconds(started)}"
     if failed[1:]:
         line += f"; then failed: {', '.join(map(str, failed[1:]))}"
     if stopped:
