@@ -10,6 +10,7 @@ from ringway.parallel.functions import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
+from ringway.parallel.gradients import GradScaler, clip_grad_norm_
 from ringway.parallel.model import ModelParallel, register_model_parallel_hooks
 from ringway.parallel.styles import Column, GatherOutput, Row, ScatterOutput, SequenceNorm, Vocabulary
 
@@ -18,6 +19,8 @@ __all__ = [
     "DataParallel",
     "register_model_parallel_hooks",
     "ModelParallel",
+    "clip_grad_norm_",
+    "GradScaler",
     "Column",
     "Row",
     "Vocabulary",

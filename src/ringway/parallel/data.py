@@ -21,7 +21,7 @@ from ringway.parallel import sparse
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
 from ringway.parallel.compression import Compression, codec_name
-from ringway.parallel.guards import ModelSnapshot, is_split, refuse_gradient
+from ringway.parallel.guards import ModelSnapshot, is_split, refuse_gradient, refuse_split
 
 _registered: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 _current_task = torch._C._current_graph_task_id
@@ -54,6 +54,7 @@ def register_data_parallel_hooks(
     def prepare() -> tuple[list[str], Compression | None]:
         if has_data_parallel_hooks(model):
             raise UsageError("this model, or a part of it, has data-parallel hooks already; remove() those first")
+        refuse_split(model, communicator)
         settings = described(bucket_mb, codec)
         return settings + describe(model), None if codec is None else Compression(codec, group)
 

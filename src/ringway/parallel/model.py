@@ -17,10 +17,9 @@ from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.data import has_data_parallel_hooks
 from ringway.parallel.functions import even_shares, gathered
+from ringway.parallel.gradients import watch_torch
 from ringway.parallel.guards import mark_split
-from ringway.parallel.styles import STYLES, Attached, Settings, Style
-
-_MARK = "_ringway_parallel"
+from ringway.parallel.styles import PARALLEL, STYLES, Attached, Settings, Style
 
 
 def register_model_parallel_hooks(
@@ -128,7 +127,7 @@ class _Site:
         self.handle.sum_gradient(self.name, parameter)
 
     def replace_forward(self, forward: Callable[[Any, Tensor], Tensor], settings: Settings) -> None:
-        setattr(self.module, _MARK, settings)
+        setattr(self.module, PARALLEL, settings)
         self.module.forward = MethodType(forward, self.module)
         self.handle.keep(_Attribute(self.module, "forward"))
 
@@ -206,7 +205,7 @@ class ModelParallel:
         self._summed.clear()
         splits, self._splits = self._splits, {}
         for split in splits.values():
-            mark_split(split.parameter, False)
+            mark_split(split.parameter, None)
             split.parameter.data = split.whole(self._communicator)
             split.parameter.grad = None
 
@@ -214,10 +213,10 @@ class ModelParallel:
 
     def place(self, name: str, style: Style) -> None:
         module = self._model.get_submodule(name)
-        if hasattr(module, _MARK):
+        if hasattr(module, PARALLEL):
             raise UsageError(f"'{name}' is parallel already; remove() those hooks first")
-        setattr(module, _MARK, Settings(self._communicator))
-        self.keep(_Attribute(module, _MARK))
+        setattr(module, PARALLEL, Settings(self._communicator))
+        self.keep(_Attribute(module, PARALLEL))
         style.place(_Site(name, module, self._communicator, self))
 
     def require_splits_planned(self) -> None:
@@ -253,7 +252,8 @@ class ModelParallel:
         parameter.data = made.own(parameter.data, self._communicator.rank)
         parameter.grad = None
         self._splits[id(parameter)] = made
-        mark_split(parameter, True)
+        mark_split(parameter, self._communicator)
+        watch_torch()
         return made.lengths
 
     def sum_gradient(self, name: str, parameter: nn.Parameter) -> None:

@@ -13,6 +13,9 @@ from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.parallel.functions import between_graphs, copy, gather, reduce, reduce_scatter, require_all, scatter
 
+PARALLEL = "_ringway_parallel"
+"""The attribute of a parallel module that holds its `Settings`."""
+
 
 class Site(Protocol):
     """What a style works on: one module of a model whose parameters can be split."""
