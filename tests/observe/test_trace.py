@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import warnings
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from browser import Browser, find_chromium
 
 import ringway
 from ringway.errors import RingwayError, UsageError
+from ringway.groups.world import world
+from ringway.observe.log import straggler
 from ringway.observe.report import report
 from ringway.observe.report.page import as_data
 from ringway.observe.trace.writer import HEAD, Part, encoded
@@ -102,6 +107,48 @@ def test_a_trace_is_bounded_and_survives_an_error(pool: RankPool, tmp_path: Path
         own = json.loads((tmp_path / f"t.json.second.rank{rank}").read_text())
         assert sum(event["ph"] == "X" for event in own["traceEvents"]) == 1
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def one_raises_or_misses_a_trace(context: RankContext, folder: str) -> None:
+    """An error in one rank's block, then a rank without a trace: neither ends the group, and later traces are whole."""
+    dist = context.start("gloo", timeout=timedelta(seconds=4))  # a rank waits half of it for the others
+    store = world.communicator(None).info.store
+
+    def raise_on_rank_1() -> None:
+        with dist.trace(f"{folder}/raises.json"):
+            if context.rank == 1:
+                raise LookupError
+
+    for _ in range(2):
+        with warnings.catch_warnings(), suppress(LookupError):
+            warnings.simplefilter("ignore")
+            raise_on_rank_1()
+        dist.all_reduce(torch.ones(1))
+        with dist.trace(f"{folder}/after an error.json"):
+            dist.all_reduce(torch.ones(1))
+        assert not straggler.analyse().note
+    if context.rank == 0:
+        with pytest.warns(UserWarning, match="did not come"), dist.trace(f"{folder}/alone.json"):
+            pass
+    with dist.trace(f"{folder}/after a gap.json"):
+        dist.all_reduce(torch.ones(1))
+        if context.rank == 1:  # it comes second, and finds the other at the next meeting
+            store.wait(["ringway/meet/trace/6/0"], timedelta(seconds=60))
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_raises_or_misses_a_trace_does_not_end_the_group(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(one_raises_or_misses_a_trace, str(tmp_path), world_size=2, timeout=100)
+    for name in ("after an error.json", "after a gap.json"):
+        assert json.loads((tmp_path / name).read_text())["otherData"]["ranks"] == 2, name
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "raises.json.rank0",
+        "raises.json.rank1",
+        "after an error.json",
+        "alone.json.rank0",
+        "after a gap.json",
+    }
 
 
 @pytest.mark.browser

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ringway.backends.base import GroupInfo
 from ringway.errors import CommTimeout, RingwayError
 from ringway.store import Deadline, absent
+
+
+def next_barrier(info: GroupInfo, last: int) -> int:
+    """The number of this rank's next barrier. If others gave up waiting for it at one barrier and some of them are at
+    the next, it has missed one, perhaps because of an error, and goes on with theirs."""
+    number = last + 1
+    with suppress(Exception):  # the barrier itself reports a store that does not answer
+        while info.store.check([_gave_up(number)]) and any(info.store.check([key]) for key in _keys(info, number + 1)):
+            number += 1
+    return number
 
 
 def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ranks: bool) -> None:
@@ -13,8 +25,7 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
     At the deadline, every rank that arrived raises an error that names the first missing rank, or all of them with
     `wait_all_ranks`. A rank that arrives after another gave up raises too: otherwise it would continue alone.
     """
-    gave_up = f"ringway/barrier/{number}/gave up"
-    keys = [f"ringway/barrier/{number}/{rank}" for rank in range(info.size)]
+    gave_up, keys = _gave_up(number), _keys(info, number)
     try:
         info.store.set(keys[info.rank], "here")
         if number > 2:
@@ -57,3 +68,11 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
             waited=timeout,
             missing=[info.ranks[place] for place in named],
         )
+
+
+def _keys(info: GroupInfo, number: int) -> list[str]:
+    return [f"ringway/barrier/{number}/{rank}" for rank in range(info.size)]
+
+
+def _gave_up(number: int) -> str:
+    return f"ringway/barrier/{number}/gave up"

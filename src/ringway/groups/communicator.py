@@ -37,7 +37,7 @@ from ringway.call import (
     parse_reduce,
 )
 from ringway.errors import UsageError
-from ringway.groups.barrier import monitored_barrier
+from ringway.groups.barrier import monitored_barrier, next_barrier
 from ringway.groups.call_path import CallPath
 from ringway.groups.checks import listed
 from ringway.groups.devices import Devices
@@ -444,7 +444,7 @@ class Communicator:
         self.health.require()
         at_once = timeout in (0, timedelta(0))
         limit = 0.0 if at_once else seconds(timeout) or self.info.timeout
-        self._barriers += 1
+        self._barriers = next_barrier(self.info, self._barriers)
         with self.calls.recorded(BARRIER, log_name or "monitored_barrier"):
             monitored_barrier(self.info, self._barriers, limit, wait_all_ranks)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
@@ -47,8 +46,6 @@ class World:
         self.listeners: list[Listener] = []
         self.process = Process()
         self.group_counts = GroupCounts()
-        self.clock_comparisons: Counter[str] = Counter()
-        """How often the ranks have compared their clocks, by purpose; it names the keys that they use."""
         self.next_backend: str | None = None
         self.backend_reason: str | None = None
         self.local_rank: int | None = None

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch.distributed as c10d
 
+from ringway.errors import RingwayError
 from ringway.groups.objects import ObjectChannel
 from ringway.groups.world import world
 from ringway.observe.log.summary import printable, record_name, size_text
+from ringway.observe.meeting import meet
 from ringway.observe.recorder import unlogged
 from ringway.observe.trace.clock import offset_in_world
 
@@ -149,7 +151,10 @@ def analyse() -> Analysis:
         return compare({0: own}, {}, 0)
     rank = c10d.get_rank()
     try:
-        offset = offset_in_world("straggler")
+        meeting = meet("straggler")
+        if meeting is None:
+            raise RingwayError("not all ranks came to the summary in time")
+        offset = offset_in_world(meeting)
         with unlogged():
             everyone = ObjectChannel(world.communicator(None), world.max_object_bytes).all_gather((offset, own))
     except Exception as error:  # a summary must not stop a job whose group is broken

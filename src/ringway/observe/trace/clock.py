@@ -10,7 +10,6 @@ import os
 from datetime import timedelta
 
 import torch.distributed as c10d
-import torch.distributed.distributed_c10d as c10d_module
 
 import ringway._core as _core
 from ringway.groups.world import world
@@ -29,7 +28,8 @@ def clock_id() -> str:
 
 
 def offset_from_rank_0(store: c10d.Store, rank: int, size: int, key: str, timeout: float = 60.0) -> int:
-    """The nanoseconds to add to this rank's clock to get rank 0's. Collective: every rank calls this."""
+    """The nanoseconds to add to this rank's clock to get rank 0's. Collective: every rank calls this, with the same
+    key, which no other comparison uses."""
     shared = c10d.PrefixStore(f"ringway/clock/{key}", store)
     shared.set(f"id/{rank}", clock_id())
     limit = timedelta(seconds=timeout)
@@ -49,13 +49,10 @@ def offset_from_rank_0(store: c10d.Store, rank: int, size: int, key: str, timeou
     return int(shared.get(f"offset/{measured_by}"))
 
 
-def offset_in_world(purpose: str) -> int:
-    """The same for this rank of the world. `purpose` tells concurrent comparisons apart."""
-    group = c10d.group.WORLD
-    assert group is not None
-    world.clock_comparisons[purpose] += 1
-    key = f"{purpose}/{world.clock_comparisons[purpose]}"
-    return offset_from_rank_0(c10d_module._world.pg_map[group][1], c10d.get_rank(), c10d.get_world_size(), key)
+def offset_in_world(key: str) -> int:
+    """The same for this rank of the world."""
+    info = world.communicator(None).info
+    return offset_from_rank_0(info.store, info.rank, info.size, key)
 
 
 def _answer(shared: c10d.Store, asker: int, timeout: timedelta) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import torch.distributed as c10d
 
 from ringway.call import OP_BY_NAME
-from ringway.errors import UsageError
+from ringway.errors import RingwayError, UsageError
 from ringway.groups.objects import ObjectChannel
 from ringway.groups.world import world
 from ringway.observe.files import write_whole
 from ringway.observe.log.summary import bus_factor
+from ringway.observe.meeting import decline, meet
 from ringway.observe.recorder import recorded, unlogged
 from ringway.observe.trace.clock import offset_in_world
 
@@ -63,6 +64,8 @@ def trace(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Iterator[None]
             yield
         except BaseException:
             rows, dropped = recorder.stop_trace()
+            if c10d.is_initialized() and c10d.get_world_size() > 1:
+                decline("trace")
             _write_own(path, _own_part(rows, dropped, 0))
             raise
         rows, dropped = recorder.stop_trace()
@@ -81,7 +84,10 @@ def _finish(path: str | os.PathLike[str], rows: Sequence[Any], dropped: int) -> 
         write_whole(path, encoded([_own_part(rows, dropped, 0)]))
         return
     try:
-        offset = offset_in_world("trace")
+        meeting = meet("trace")
+        if meeting is None:
+            raise RingwayError("a rank left the trace with an error, or did not come to its end in time")
+        offset = offset_in_world(meeting)
         with unlogged():
             channel = ObjectChannel(world.communicator(None), world.max_object_bytes)
             parts = channel.gather(_own_part(rows, dropped, offset), 0)
