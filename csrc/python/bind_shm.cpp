@@ -66,10 +66,16 @@ void bind_shm(nb::module_& m) {
             self.attachment().when_done(std::move(callback));
         }, nb::arg("callback"));
 
+    nb::class_<PyPeer>(m, "ShmPeer", nb::is_weak_referenceable())
+        .def("__init__", [](PyPeer* self, int pid, int pidfd) {
+            new (self) PyPeer{std::make_shared<const Peer>(pid, pidfd)};
+        }, nb::arg("pid"), nb::arg("pidfd"))
+        .def_prop_ro("pid", [](const PyPeer& self) { return self.peer->pid; })
+        .def_prop_ro("pidfd", [](const PyPeer& self) { return self.peer->pidfd; });
+
     nb::class_<PyGroup>(m, "ShmGroup")
-        .def(nb::init<int, int, int, const std::vector<int>&, const std::vector<int>&, int, double, nb::object>(),
-             nb::arg("fd"), nb::arg("rank"), nb::arg("size"), nb::arg("pids"), nb::arg("pidfds"), nb::arg("cpus"),
-             nb::arg("timeout"), nb::arg("raise_outcome"))
+        .def(nb::init<int, int, const std::vector<PyPeer>&, int, double, nb::object>(), nb::arg("fd"), nb::arg("rank"),
+             nb::arg("peers"), nb::arg("cpus"), nb::arg("timeout"), nb::arg("raise_outcome"))
         .def("collective", &collective, nb::arg("call"), nb::arg("timeout"))
         .def("message", &message, nb::arg("call"), nb::arg("timeout"))
         .def("interrupted", [](PyGroup& self) { self.engine().members.report_interrupted(); })

@@ -63,12 +63,11 @@ bool PyTask::wait(double timeout_s) const {
     return done;
 }
 
-PyGroup::PyGroup(int fd, int rank, int size, const std::vector<int>& pids, const std::vector<int>& pidfds, int cpus,
-                 double timeout_s, nb::object raise)
+PyGroup::PyGroup(int fd, int rank, const std::vector<PyPeer>& processes, int cpus, double timeout_s, nb::object raise)
     : timeout_s_(timeout_s), raise_(std::move(raise)) {
-    std::vector<Peer> peers;
-    for (size_t i = 0; i < pids.size(); ++i) peers.push_back({pids[i], pidfds[i]});
-    auto mapping = std::make_shared<Mapping>(fd, size);
+    Peers peers;
+    for (const PyPeer& process : processes) peers.push_back(process.peer);
+    auto mapping = std::make_shared<Mapping>(fd, static_cast<int>(peers.size()));
     engine_ = std::shared_ptr<Engine>(new Engine(std::move(mapping), rank, std::move(peers), cpus), &release);
 }
 

@@ -30,11 +30,15 @@ struct PyTask {
     bool wait(double timeout_s) const;
 };
 
+// A process that this one shares groups with.
+struct PyPeer {
+    std::shared_ptr<const Peer> peer;
+};
+
 class PyGroup {
   public:
     // `raise` is called with an outcome and the group's fault, and raises the Python error for them.
-    PyGroup(int fd, int rank, int size, const std::vector<int>& pids, const std::vector<int>& pidfds, int cpus,
-            double timeout_s, nb::object raise);
+    PyGroup(int fd, int rank, const std::vector<PyPeer>& peers, int cpus, double timeout_s, nb::object raise);
 
     // Without the GIL: ending threads may need it.
     void close() { engine_->close(); }

@@ -8,7 +8,8 @@ namespace ringway::shm {
 namespace {
 
 // The thresholds, measured with benchmarks/collectives.py.
-constexpr int64_t kFlatReduce = 256 << 10;  // most bytes read in all when every rank reduces everything
+constexpr int64_t kFlatReduce = 256 << 10;  // most bytes read in all when every rank reduces everything,
+constexpr int64_t kAlwaysFlat = 512;        // unless they are this few: the counters of steps cost more cache lines
 constexpr int64_t kLeastPart = 32 << 10;    // least bytes of a rank's part of a step, except of the last
 constexpr int64_t kStepsAimed = 4;          // steps of a medium call, so that they overlap
 
@@ -114,7 +115,9 @@ void Collectives::reduce_sources(const Request& r, void* result, void* also, int
     reducer_(reduction);
 }
 
-bool Collectives::reduces_flat(int64_t bytes) const { return fits_entry(bytes) && bytes * size_ * size_ <= kFlatReduce; }
+bool Collectives::reduces_flat(int64_t bytes) const {
+    return fits_entry(bytes) && bytes <= std::max(kFlatReduce / (size_ * size_), kAlwaysFlat);
+}
 
 // Every rank publishes all its elements, and reduces everything for itself.
 void Collectives::reduce_flat(const Request& r) {

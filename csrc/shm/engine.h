@@ -8,7 +8,7 @@
 namespace ringway::shm {
 
 struct Engine {
-    Engine(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus)
+    Engine(std::shared_ptr<Mapping> mapping, int rank, Peers peers, int cpus)
         : members(std::move(mapping), rank, std::move(peers), cpus),
           collectives(members),
           messages(members),

@@ -81,7 +81,11 @@ struct flock byte_of(int rank) {
 
 }  // namespace
 
-Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus)
+Peer::~Peer() {
+    if (pidfd >= 0) close(pidfd);
+}
+
+Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, int cpus)
     : rank_(rank),
       size_(mapping->size),
       cpus_(cpus),
@@ -93,13 +97,8 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<P
     segment_.header().joined[rank_].store(1, std::memory_order_seq_cst);
 }
 
-Membership::~Membership() {
-    for (const Peer& peer : peers_)
-        if (peer.pidfd >= 0) close(peer.pidfd);
-}
-
 bool Membership::dead(int peer) {
-    const Peer& other = peers_[static_cast<size_t>(peer)];
+    const Peer& other = *peers_[static_cast<size_t>(peer)];
     if (other.pid == getpid()) return false;
     if (other.pidfd >= 0) {
         pollfd probe{other.pidfd, POLLIN, 0};
@@ -111,7 +110,7 @@ bool Membership::dead(int peer) {
 }
 
 bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
-    const Peer& other = peers_[static_cast<size_t>(peer)];
+    const Peer& other = *peers_[static_cast<size_t>(peer)];
     const bool left = segment_.header().left[peer].load(std::memory_order_seq_cst) != 0;
     if ((!left && (!look_for_dead || !dead(peer))) || ready()) return false;
     const int signal = left ? 0 : signal_that_ended(other);

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "shm/segment.h"
@@ -13,10 +14,21 @@
 
 namespace ringway::shm {
 
-struct Peer {
-    int pid = 0;
-    int pidfd = -1;  // owned; -1 if the kernel has none
+// The process of a rank. All groups that a process shares with another use one pidfd for it, so that descriptors do not
+// grow with the number of groups.
+class Peer {
+  public:
+    // Owns the descriptor from here on.
+    Peer(int pid, int pidfd) : pid(pid), pidfd(pidfd) {}
+    ~Peer();
+    Peer(const Peer&) = delete;
+    Peer& operator=(const Peer&) = delete;
+
+    const int pid;
+    const int pidfd;  // -1 if the kernel has none
 };
+
+using Peers = std::vector<std::shared_ptr<const Peer>>;
 
 enum class Outcome { Done, Faulted, Interrupted, Closed, Forked };
 
@@ -28,8 +40,7 @@ struct Unfinished {
 class Membership {
   public:
     // `cpus` is the number of CPUs that the processes of the group may use together.
-    Membership(std::shared_ptr<Mapping> mapping, int rank, std::vector<Peer> peers, int cpus);
-    ~Membership();
+    Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, int cpus);
     Membership(const Membership&) = delete;
     Membership& operator=(const Membership&) = delete;
 
@@ -73,7 +84,7 @@ class Membership {
     int cpus_;
     uint32_t born_in_;  // the generation of forks
     Segment segment_;
-    std::vector<Peer> peers_;
+    Peers peers_;
     std::atomic<bool> leaving_{false};
 };
 

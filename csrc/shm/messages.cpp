@@ -203,7 +203,7 @@ void PointToPoint::end_all(Outcome outcome, Messages& finished) {
         box.clear();
     }
     for (auto& box : inbox_)
-        if (box.into != nullptr) end(std::move(box.into), outcome, finished);
+        if (box != nullptr && box->into != nullptr) end(std::move(box->into), outcome, finished);
     for (auto& message : receives_) end(message, outcome, finished);
     receives_.clear();
 }
@@ -215,7 +215,7 @@ bool PointToPoint::any_pending(const Is& is) const {
         for (const auto& message : box)
             if (is(*message)) return true;
     for (const auto& box : inbox_)
-        if (box.into != nullptr && is(*box.into)) return true;
+        if (box != nullptr && box->into != nullptr && is(*box->into)) return true;
     for (const auto& message : receives_)
         if (is(*message)) return true;
     return false;

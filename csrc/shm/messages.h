@@ -10,7 +10,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -136,10 +135,10 @@ class PointToPoint final : public Guard {
     std::mutex lock_;
     std::condition_variable changed_;  // for threads that wait while another moves all messages
     std::condition_variable wanted_;   // for the background thread
-    std::vector<std::deque<std::shared_ptr<Message>>> outbox_;  // by destination
+    std::vector<std::list<std::shared_ptr<Message>>> outbox_;  // by destination
     std::vector<bool> ring_reserved_;
     std::list<std::shared_ptr<Message>> receives_;  // not yet matched, oldest first
-    std::vector<Inbox> inbox_;                      // by source
+    std::vector<std::unique_ptr<Inbox>> inbox_;     // by source; null until it sends something
     Messages spent_;
     std::vector<uint64_t> seen_;  // ring positions of the others, when there was last nothing to do
     std::atomic<bool> nudged_{false};

@@ -108,8 +108,13 @@ void PointToPoint::corrupt(int peer, const CallFacts& facts) {
 
 // Copies what has arrived from `peer` to its destination, as far as that is known.
 bool PointToPoint::pull(int peer, Messages& finished) {
-    Inbox& box = inbox_[static_cast<size_t>(peer)];
     RingControl& ring = segment_.ring(peer, rank_);
+    auto& known = inbox_[static_cast<size_t>(peer)];
+    if (known == nullptr) {
+        if (ring.head.load(kObserve) == 0) return false;  // it has never sent anything
+        known = std::make_unique<Inbox>();
+    }
+    Inbox& box = *known;
     const uint64_t start = ring.tail.load(std::memory_order_relaxed);
     uint64_t tail = start;
     bool matched = false;
@@ -145,7 +150,7 @@ bool PointToPoint::pull(int peer, Messages& finished) {
 
 // Decides where the message goes whose frame was just read. False if that is unknown yet: it stays in the ring.
 bool PointToPoint::open_frame(int peer, Messages& finished) {
-    Inbox& box = inbox_[static_cast<size_t>(peer)];
+    Inbox& box = *inbox_[static_cast<size_t>(peer)];
     if (auto receive = match(peer, box.frame.tag)) {
         check_fits(receive, peer, box.frame, finished);
         receive->source = peer;
@@ -163,7 +168,7 @@ bool PointToPoint::open_frame(int peer, Messages& finished) {
 
 // Hands messages that were set aside to their receives. One that is still arriving is taken once it is whole.
 bool PointToPoint::match_aside(int peer, Messages& finished) {
-    Inbox& box = inbox_[static_cast<size_t>(peer)];
+    Inbox& box = *inbox_[static_cast<size_t>(peer)];
     bool moved = false;
     for (auto aside = box.waiting.begin(); aside != box.waiting.end();) {
         if (!aside->whole()) break;

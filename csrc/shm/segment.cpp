@@ -14,18 +14,19 @@ namespace {
 
 constexpr uint64_t kMagic = 0x79617767'6e697200;  // "\0ringway" in memory
 constexpr size_t kPage = 4096;
-constexpr size_t kEntryBytes = 64 << 10;
-constexpr size_t kCellBytes = 512 << 10;
-constexpr size_t kLeastPart = 32 << 10;  // of a cell, for each rank
-constexpr size_t kMostRing = 1024 << 10;
-constexpr size_t kLeastRing = 16 << 10;
-constexpr size_t kAllRings = 64 << 20;
+
+// The most and the least bytes of each buffer, and what all buffers of a kind may take together. The least has priority:
+// it is what the algorithms need, a line for each rank.
+constexpr size_t kMostEntry = 64 << 10, kAllEntries = 8 << 20;
+constexpr size_t kMostCell = 512 << 10, kAllCells = 32 << 20;
+constexpr size_t kMostRing = 1024 << 10, kLeastRing = 16 << 10, kAllRings = 64 << 20;
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-size_t ring_size(size_t pairs) {
-    size_t bytes = kMostRing;
-    while (bytes > kLeastRing && bytes * pairs > kAllRings) bytes /= 2;
+// The size of each of `count` buffers: `most`, halved until all of them fit `all`.
+size_t share(size_t most, size_t least, size_t all, size_t count) {
+    size_t bytes = most;
+    while (bytes / 2 >= least && bytes * count > all) bytes /= 2;
     return bytes;
 }
 
@@ -49,15 +50,15 @@ void allocate(int fd, size_t offset, size_t bytes, const std::string& purpose) {
 
 Geometry::Geometry(int size) {
     const auto ranks = static_cast<size_t>(size);
-    entry_bytes = kEntryBytes;
-    cell_bytes = round_up(std::max(kCellBytes, kLeastPart * ranks), kPage);
-    out_bytes = round_up(cell_bytes / ranks, kPage);
-    ring_bytes = ring_size(ranks * ranks);
+    entry_bytes = share(kMostEntry, kLine * ranks, kAllEntries, ranks * kEntrySlots);
+    cell_bytes = share(kMostCell, kLine * ranks, kAllCells, ranks * kCells);
+    out_bytes = round_up(cell_bytes / ranks, cell_bytes / ranks < kPage ? kLine : kPage);
+    ring_bytes = share(kMostRing, kLeastRing, kAllRings, ranks * ranks);
     rings_at = round_up(sizeof(Header), kPage);
     fronts_at = round_up(rings_at + ranks * ranks * sizeof(RingControl), kPage);
     front_bytes = Segment::kEntriesAt + kEntrySlots * entry_bytes;
     cells_at = fronts_at + ranks * front_bytes;
-    cells_bytes = kCells * (cell_bytes + out_bytes);
+    cells_bytes = round_up(kCells * (cell_bytes + out_bytes), kPage);
     ring_data_at = cells_at + ranks * cells_bytes;
     total = ring_data_at + ranks * ranks * ring_bytes;
 }

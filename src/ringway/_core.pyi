@@ -103,14 +103,19 @@ class ShmTask:
     def source(self) -> int: ...
     def when_done(self, callback: Callable[[], None]) -> None: ...
 
+class ShmPeer:
+    def __init__(self, pid: int, pidfd: int) -> None: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def pidfd(self) -> int: ...
+
 class ShmGroup:
     def __init__(
         self,
         fd: int,
         rank: int,
-        size: int,
-        pids: Sequence[int],
-        pidfds: Sequence[int],
+        peers: Sequence[ShmPeer],
         cpus: int,
         timeout: float,
         raise_outcome: Callable[[int, Mapping[str, Any] | None], None],

@@ -184,8 +184,8 @@ std::vector<std::unique_ptr<Engine>> new_group(int size) {
     const auto cpus = static_cast<int>(std::thread::hardware_concurrency());
     std::vector<std::unique_ptr<Engine>> engines;
     for (int rank = 0; rank < size; ++rank) {
-        std::vector<Peer> peers(static_cast<size_t>(size), Peer{getpid(), -1});
-        engines.push_back(std::make_unique<Engine>(mapping, rank, std::move(peers), cpus));
+        const Peers peers(static_cast<size_t>(size), std::make_shared<Peer>(getpid(), -1));
+        engines.push_back(std::make_unique<Engine>(mapping, rank, peers, cpus));
     }
     return engines;
 }

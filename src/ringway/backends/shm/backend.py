@@ -69,20 +69,12 @@ class ShmBackend(Backend):
         super().__init__(group)
         self._faults = Faults(group)
         self._limit = _finite(group.timeout)
-        self._native = share_segment(group.store, group.rank, group.size, group.timeout, self._attach)
+        self._native = share_segment(group, self._attach)
         group.process.part(_OpenBackends).add(self)
 
     def _attach(self, segment: SharedSegment) -> _core.ShmGroup:
-        return _core.ShmGroup(
-            segment.fd,
-            self.rank,
-            self.size,
-            segment.pids,
-            segment.pidfds,
-            len(segment.cpus),
-            self._limit,
-            self._faults.throw,
-        )
+        self._peers = segment.peers  # so that later groups find them
+        return _core.ShmGroup(segment.fd, self.rank, segment.peers, segment.cpus, self._limit, self._faults.throw)
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         return _core.shm_can_reduce(DTYPE_CODE.get(dtype, UNKNOWN_DTYPE), int(reduce))
@@ -129,9 +121,11 @@ class ShmBackend(Backend):
 
     def close(self) -> None:
         self._native.close()
+        self._peers = []
 
     def abort(self) -> None:
         self._native.abort()
+        self._peers = []
 
 
 def _finite(seconds: float) -> float:

@@ -1,280 +1,370 @@
 """How the ranks of a group come to share a segment.
 
-Rank 0 makes the segment, a memfd, listens on an abstract unix socket, and puts the socket's name and a token into the
-group's store. The others connect, which proves that they are on the same host and in the same network namespace. Both
-ends check the other's credentials, so all run as the same user. The token proves that they belong to the group. Each
-hands over a descriptor of its own process, and gets the segment and the descriptors of all. No rank begins before every
-rank has mapped the segment. Nothing has a name in a file system, so nothing is left behind, however the ranks end.
+Rank 0 listens on an abstract unix socket, and puts the socket's name and a token into the group's store. The others
+connect, which proves that they are on the same host and in the same network namespace. Both ends check the other's
+credentials, so all run as the same user. The token proves that they belong to the group. Each hands over a descriptor
+of its own process. Once all are there, rank 0 makes the segment, a memfd, and passes it on, with the descriptors of
+those processes that the receiver does not know from an earlier group. No rank begins before every rank has mapped the
+segment. Nothing has a name in a file system, so nothing is left behind, however the ranks end.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import hmac
 import json
 import os
+import resource
 import secrets
+import select
 import socket
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as c10d
-
 import ringway._core as _core
+from ringway.backends.base import GroupInfo
+from ringway.backends.several.hosts import host_identity
+from ringway.backends.shm.link import (
+    FDS_A_MESSAGE,
+    ask,
+    close,
+    descriptors_used,
+    error_in,
+    in_words,
+    no_descriptors,
+    receive,
+    same_user,
+    send,
+)
+from ringway.backends.shm.peers import KnownPeers, Presence, own_pidfd
 from ringway.errors import BackendUnavailable, RendezvousError
 from ringway.store import Deadline, read
 
 _KEY = "shm/meeting"
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: Linux's struct ucred
-_MESSAGE_BYTES = 64 << 10
-_FDS_A_MESSAGE = 200  # the kernel takes 253
 _PATIENCE = 300.0
 """Seconds for a group to meet: its ranks have just talked through the store, so none is far behind."""
-
+_SLICE = 0.1
+"""Seconds between two checks whether a missing rank has ended."""
+_ASKS_PER_CHECK = 10
+"""Looks into the store for a meeting between two such checks."""
+_SPARE = 8
+"""Descriptors besides those for the members: the segment, the listener, one that arrives twice."""
 
 Group = TypeVar("Group")
 
 
 @dataclass
 class SharedSegment:
-    """What a rank gets. The descriptors are its own; -1 where the kernel has no pidfds. `cpus` are those that any rank
-    of the group may run on."""
+    """What a rank gets. Who attaches it owns the descriptor. `cpus` is the number of those that any rank of the group
+    may run on."""
 
     fd: int
-    pids: list[int]
-    pidfds: list[int]
-    cpus: set[int] = field(default_factory=lambda: set(os.sched_getaffinity(0)))
-
-    def close(self) -> None:
-        _close([self.fd, *self.pidfds])
+    peers: list[_core.ShmPeer]
+    cpus: int
 
 
-def share_segment(
-    store: c10d.Store, rank: int, size: int, timeout: float, attach: Callable[[SharedSegment], Group]
-) -> Group:
+def share_segment(info: GroupInfo, attach: Callable[[SharedSegment], Group]) -> Group:
     """Every rank of the group calls this. All get what their `attach` makes of the same segment, or all raise."""
-    if size > _core.SHM_MAX_RANKS:
-        raise BackendUnavailable("shm", f"a group of {size} ranks is larger than its limit of {_core.SHM_MAX_RANKS}")
-    deadline = Deadline(min(timeout, _PATIENCE))
-    if rank == 0:
-        return _host(store, size, deadline, attach)
-    return _join(store, rank, size, deadline, attach)
-
-
-# Rank 0's side
-
-
-def _host(store: c10d.Store, size: int, deadline: Deadline, attach: Callable[[SharedSegment], Group]) -> Group:
+    if info.size > _core.SHM_MAX_RANKS:
+        limit = _core.SHM_MAX_RANKS
+        raise BackendUnavailable("shm", f"a group of {info.size} ranks is larger than its limit of {limit}")
+    meeting = _Host(info) if info.rank == 0 else _Joiner(info)
+    meeting.presence.post(info.rank)
     try:
-        fd = _core.shm_create_segment(size)
-    except MemoryError as error:
-        store.set(_KEY, json.dumps({"error": str(error)}))
-        raise _no_memory(str(error)) from None
-    segment = SharedSegment(fd, [os.getpid()] + [0] * (size - 1), [_own_pidfd()] + [-1] * (size - 1))
-    members: dict[int, socket.socket] = {}
-    try:
-        if size > 1:
-            _gather(store, segment, members, deadline)
-        for member in members.values():
-            _send_segment(member, segment)
-        answers = {rank: _read(member, deadline, f"rank {rank}") for rank, member in members.items()}
-        for rank, answer in answers.items():
-            if "error" in answer:
-                raise _error_in({**answer, "error": f"rank {rank}: {answer['error']}"})
-        group = _attached(segment, attach)
-        for member in members.values():
-            _send(member, {"go": True})
-    except BaseException as error:
-        for member in members.values():
-            with contextlib.suppress(OSError):
-                _send(member, _in_words(error))
-        segment.close()
-        raise
+        return meeting.share(attach)
     finally:
-        for member in members.values():
-            member.close()
-    return group
+        with contextlib.suppress(Exception):  # the store may be gone
+            meeting.presence.withdraw(info.rank)
 
 
-def _gather(store: c10d.Store, segment: SharedSegment, members: dict[int, socket.socket], deadline: Deadline) -> None:
-    """Accepts the other ranks, each with its descriptor."""
-    size = len(segment.pids)
-    name, token = f"ringway-shm-{secrets.token_hex(16)}", secrets.token_hex(32)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0" + name)
-        listener.listen(size)
-        store.set(_KEY, json.dumps({"name": name, "token": token}))
-        while len(members) < size - 1:
-            missing = [rank for rank in range(1, size) if rank not in members]
-            try:
-                member = _accept(listener, deadline)
-            except TimeoutError:
+class _Meeting:
+    """One rank's side of joining a group."""
+
+    def __init__(self, info: GroupInfo) -> None:
+        self.info = info
+        self.store = info.store
+        self.known = info.process.part(KnownPeers)
+        self.presence = Presence(info.store)
+        self.deadline = Deadline(min(info.timeout, _PATIENCE))
+
+    def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
+        raise NotImplementedError
+
+    def rank(self, member: int) -> str:
+        """A member by its global rank, the one users know."""
+        return f"rank {self.info.ranks[member]}"
+
+    def hello(self) -> dict[str, Any]:
+        cpus = sorted(os.sched_getaffinity(0))
+        return {"rank": self.info.rank, "pid": os.getpid(), "name": self.known.own, "cpus": cpus}
+
+    def check_alive(self, members: Iterable[int]) -> None:
+        """Raises if one of the members has ended: the group can no longer form."""
+        for member in members:
+            pid = self.known.pid_if_dead(self.info.ranks[member]) or self.presence.pid_if_dead(member)
+            if pid is not None:
+                self.presence.withdraw(member)
                 raise RendezvousError(
-                    f"rank {', '.join(map(str, missing))} of {size} did not come to share memory with rank 0 in time",
-                    missing=missing,
-                ) from None
-            if not _same_user(member):
-                member.close()
-                continue
-            hello, fds = _receive(member, deadline, "a rank that connected")
-            rank = hello.get("rank")
-            if not hmac.compare_digest(str(hello.get("token")), token) or rank not in missing:
-                _close(fds)
-                member.close()
-                continue
-            segment.pids[rank] = int(hello["pid"])
-            segment.pidfds[rank] = fds[0] if fds else -1
-            segment.cpus |= set(hello["cpus"])
-            members[rank] = member
+                    f"{self.rank(member)} (pid {pid}) ended before the group {self.info.name} had met",
+                    missing=[self.info.ranks[member]],
+                )
 
-
-def _accept(listener: socket.socket, deadline: Deadline) -> socket.socket:
-    listener.settimeout(deadline.left() or 0.001)
-    connection, _ = listener.accept()
-    return connection
-
-
-def _send_segment(member: socket.socket, segment: SharedSegment) -> None:
-    """Sends the memfd and the pidfds, in as many messages as they need."""
-    have = [rank for rank, fd in enumerate(segment.pidfds) if fd >= 0]
-    parts = [have[at : at + _FDS_A_MESSAGE] for at in range(0, len(have), _FDS_A_MESSAGE)] or [[]]
-    for index, ranks in enumerate(parts):
-        fds = [segment.pidfds[rank] for rank in ranks] + ([segment.fd] if index == 0 else [])
-        reported = {"pids": segment.pids, "cpus": sorted(segment.cpus), "ranks": ranks, "more": index + 1 < len(parts)}
-        _send(member, reported, fds)
-
-
-# The others' side
-
-
-def _join(
-    store: c10d.Store, rank: int, size: int, deadline: Deadline, attach: Callable[[SharedSegment], Group]
-) -> Group:
-    said = deadline.poll(lambda: read(store, _KEY))
-    if said is None:
-        raise RendezvousError("rank 0 did not make the group's shared segment in time", missing=[0])
-    meeting = json.loads(said)
-    if "error" in meeting:
-        raise _no_memory(meeting["error"])
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+    def attached(self, segment: SharedSegment, attach: Callable[[SharedSegment], Group]) -> Group:
         try:
-            link.connect("\0" + meeting["name"])
-        except OSError as error:
-            raise BackendUnavailable(
-                "shm", f"rank {rank} cannot reach rank 0's socket ({error}): they are not on one host"
-            ) from None
-        if not _same_user(link):
-            raise BackendUnavailable("shm", "rank 0 runs as another user")
-        own = _own_pidfd()
-        hello = {"token": meeting["token"], "rank": rank, "pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))}
-        _send(link, hello, [own] if own >= 0 else [])
-        _close([own])
-        segment = _receive_segment(link, size, deadline)
-        try:
-            group = _attached(segment, attach)
+            group = attach(segment)
         except BaseException as error:
-            segment.close()
-            with contextlib.suppress(OSError):
-                _send(link, _in_words(error))
+            close([segment.fd])
+            if isinstance(error, MemoryError):
+                raise no_memory(error) from None
             raise
-        _send(link, {"ok": True})
-        answer = _read(link, deadline, "rank 0")
-        if "error" in answer:
-            raise _error_in(answer)
+        self.known.joined(self.info.ranks, segment.peers)
         return group
 
 
-def _receive_segment(link: socket.socket, size: int, deadline: Deadline) -> SharedSegment:
-    segment = SharedSegment(-1, [0] * size, [-1] * size)
-    more = True
-    while more:
-        part, fds = _receive(link, deadline, "rank 0")
-        if "error" in part:
-            segment.close()
-            raise _error_in(part)
-        segment.pids = list(part["pids"])
-        segment.cpus = set(part["cpus"])
-        for rank, fd in zip(part["ranks"], fds, strict=False):
-            segment.pidfds[rank] = fd
-        if len(fds) > len(part["ranks"]):
-            segment.fd = fds[-1]
-        more = bool(part["more"])
-    return segment
+@dataclass
+class _Member:
+    """A rank as rank 0 knows it."""
+
+    peer: _core.ShmPeer
+    name: str
+    cpus: list[int]
+    link: socket.socket | None = None
 
 
-# Both
+class _Host(_Meeting):
+    """Rank 0's side."""
+
+    def __init__(self, info: GroupInfo) -> None:
+        super().__init__(info)
+        own = self.hello()
+        peer = self.known.add(own["name"], own["pid"], own_pidfd())
+        self._members = {0: _Member(peer, own["name"], own["cpus"])}
+
+    def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
+        try:
+            if self.info.size > 1:
+                self._gather()
+            return self._hand_out(attach)
+        except BaseException as error:
+            for link in self._links().values():
+                with contextlib.suppress(OSError):
+                    send(link, in_words(error))
+            raise
+        finally:
+            for link in self._links().values():
+                link.close()
+
+    def _links(self) -> dict[int, socket.socket]:
+        return {rank: member.link for rank, member in self._members.items() if member.link is not None}
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.info.size) if rank not in self._members]
+
+    def _gather(self) -> None:
+        """Accepts the other ranks, each with its descriptor."""
+        name, token = f"ringway-shm-{secrets.token_hex(16)}", secrets.token_hex(32)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + name)
+            listener.listen(self.info.size)
+            listener.setblocking(False)
+            self.store.set(_KEY, json.dumps({"name": name, "token": token, "host": host_identity()}))
+            try:
+                self._accept_all(listener, token)
+            except BaseException as error:
+                # For the ranks that come later; those that are connected are told.
+                self.store.set(_KEY, json.dumps({**in_words(error), "absent": self._missing()}))
+                raise
+            self.store.delete_key(_KEY)  # a later group may meet in the same store under the same name
+
+    def _accept_all(self, listener: socket.socket, token: str) -> None:
+        refusal = self._descriptor_shortage()
+        watched = select.poll()
+        watched.register(listener, select.POLLIN)
+        nameless: dict[int, socket.socket] = {}
+        try:
+            while missing := self._missing():
+                ready = watched.poll(min(_SLICE, self.deadline.left()) * 1000)
+                if not ready:
+                    self._check_absent(missing)
+                for fd, _ in ready:
+                    if fd != listener.fileno():
+                        watched.unregister(fd)
+                        self._admit(nameless.pop(fd), token, refusal)
+                        continue
+                    link, _ = listener.accept()
+                    if same_user(link):
+                        nameless[link.fileno()] = link
+                        watched.register(link, select.POLLIN)
+                    else:
+                        link.close()
+        finally:
+            for link in nameless.values():
+                link.close()
+        if refusal is not None:
+            raise refusal
+
+    def _check_absent(self, missing: list[int]) -> None:
+        self.check_alive(missing)
+        if self.deadline.left() == 0:
+            ranks = [self.info.ranks[member] for member in missing]
+            raise RendezvousError(
+                f"rank {', '.join(map(str, ranks))} of the group {self.info.name} did not come to share memory with "
+                f"{self.rank(0)} in time",
+                missing=ranks,
+            )
+
+    def _descriptor_shortage(self) -> BackendUnavailable | None:
+        """Why this process cannot have a connection and a pidfd for each member at the same time."""
+        needed = self.info.size + sum(not self.known.has(rank) for rank in self.info.ranks) + _SPARE
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return no_descriptors(needed) if descriptors_used() + needed > limit else None
+
+    def _admit(self, link: socket.socket, token: str, refusal: BackendUnavailable | None) -> None:
+        try:
+            hello, fds = receive(link, self.deadline, "a process that connected")
+        except BackendUnavailable as error:
+            send(link, in_words(error))
+            link.close()
+            raise
+        except (RendezvousError, ValueError):  # it has left, or is not one of us
+            link.close()
+            return
+        rank = hello.get("rank")
+        if not hmac.compare_digest(str(hello.get("token")), token) or rank not in self._missing():
+            close(fds)
+            link.close()
+            return
+        peer = self.known.add(hello["name"], int(hello["pid"]), fds[0] if fds else -1)
+        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], link)
+        if refusal is not None:
+            send(link, in_words(refusal))
+            link.close()
+            self._members[rank].link = None
+
+    def _hand_out(self, attach: Callable[[SharedSegment], Group]) -> Group:
+        """Gives every member the segment, and the descriptors of the processes that it does not know yet."""
+        members = [self._members[rank] for rank in range(self.info.size)]
+        peers = [member.peer for member in members]
+        cpus = len({cpu for member in members for cpu in member.cpus})
+        try:
+            segment = SharedSegment(_core.shm_create_segment(self.info.size), peers, cpus)
+        except MemoryError as error:
+            raise no_memory(error) from None
+        links = self._links()
+        try:
+            names = [member.name for member in members]
+            facts = {"names": names, "pids": [peer.pid for peer in peers], "cpus": cpus}
+            for link in links.values():
+                send(link, facts, [segment.fd], self.deadline)
+            for rank, link in links.items():
+                lacks = ask(link, self.deadline, self.rank(rank))["lacks"]
+                lacks = [other for other in lacks if peers[other].pidfd >= 0]
+                for at in range(0, len(lacks), FDS_A_MESSAGE):
+                    part = lacks[at : at + FDS_A_MESSAGE]
+                    fds = [peers[other].pidfd for other in part]
+                    send(link, {"ranks": part, "descriptors": len(lacks) - at}, fds, self.deadline)
+                    ask(link, self.deadline, self.rank(rank))
+                send(link, {"ranks": []})
+            for rank, link in links.items():
+                ask(link, self.deadline, self.rank(rank))
+        except BaseException:
+            close([segment.fd])
+            raise
+        group = self.attached(segment, attach)
+        for link in links.values():
+            send(link, {"go": True})
+        return group
 
 
-def _no_memory(reason: str) -> BackendUnavailable:
-    return BackendUnavailable("shm", reason, remedy="Raise the memory limit of the job or its container")
+class _Joiner(_Meeting):
+    """The side of all other ranks."""
+
+    def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
+        link, token = self._connected()
+        with link:
+            if not same_user(link):
+                raise BackendUnavailable("shm", f"{self.rank(0)} runs as another user")
+            own = own_pidfd()
+            try:
+                send(link, {**self.hello(), "token": token}, [own] if own >= 0 else [], self.deadline)
+            finally:
+                close([own])
+            try:
+                group = self.attached(self._received(link), attach)
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    send(link, in_words(error))
+                raise
+            send(link, {"ok": True})
+            self._next(link)
+            return group
+
+    def _next(self, link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+        """The next message of rank 0. Raises the error that it may report instead."""
+        message, fds = receive(link, self.deadline, self.rank(0))
+        if "error" in message:
+            close(fds)
+            raise error_in(message)
+        return message, fds
+
+    def _connected(self) -> tuple[socket.socket, str]:
+        """A connection to rank 0, and the token of its group."""
+        gone: set[str] = set()  # sockets of an earlier meeting, whose rank 0 was killed
+        while True:
+            meeting = self.deadline.poll(self._question(gone))
+            if meeting is None:
+                raise RendezvousError(
+                    f"{self.rank(0)} did not make the shared segment of the group {self.info.name} in time",
+                    missing=[self.info.ranks[0]],
+                )
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                link.connect("\0" + meeting["name"])
+                return link, meeting["token"]
+            except OSError as error:
+                link.close()
+                if meeting["host"] == host_identity():
+                    gone.add(meeting["name"])
+                    continue
+                reached = f"{self.rank(self.info.rank)} cannot reach {self.rank(0)}'s socket ({error})"
+                raise BackendUnavailable("shm", f"{reached}: they are not on one host") from None
+
+    def _question(self, gone: set[str]) -> Callable[[], dict[str, str] | None]:
+        asked = 0
+
+        def find_meeting() -> dict[str, str] | None:
+            nonlocal asked
+            said = read(self.store, _KEY)
+            meeting = {} if said is None else json.loads(said)
+            if self.info.rank in meeting.get("absent", ()):
+                raise error_in(meeting)
+            if meeting.get("name", "") not in {"", *gone}:
+                return dict(meeting)
+            asked += 1
+            if asked % _ASKS_PER_CHECK == 0:
+                self.check_alive([0])
+            return None
+
+        return find_meeting
+
+    def _received(self, link: socket.socket) -> SharedSegment:
+        facts, fds = self._next(link)
+        try:
+            known = {rank: self.known.get(name) for rank, name in enumerate(facts["names"])}
+            send(link, {"lacks": [rank for rank, peer in known.items() if peer is None]})
+            while (part := self._next(link))[0]["ranks"]:
+                for rank, pidfd in zip(part[0]["ranks"], part[1], strict=True):
+                    known[rank] = self.known.add(facts["names"][rank], facts["pids"][rank], pidfd)
+                send(link, {"ok": True})
+            peers = [
+                peer or self.known.add(facts["names"][rank], facts["pids"][rank], -1) for rank, peer in known.items()
+            ]
+            return SharedSegment(fds[0], peers, facts["cpus"])
+        except BaseException:
+            close(fds)
+            raise
 
 
-def _attached(segment: SharedSegment, attach: Callable[[SharedSegment], Group]) -> Group:
-    """The group, which owns the segment's descriptors from now on."""
-    try:
-        group = attach(segment)
-    except MemoryError as error:
-        raise _no_memory(str(error)) from None
-    segment.fd, segment.pidfds = -1, []
-    return group
-
-
-def _in_words(error: BaseException) -> dict[str, Any]:
-    """An error, for the other ranks to raise as well."""
-    if isinstance(error, BackendUnavailable):
-        return {"error": error.reason, "unavailable": True}
-    return {"error": str(error), "unavailable": False}
-
-
-def _error_in(reported: dict[str, Any]) -> BackendUnavailable | RendezvousError:
-    return _no_memory(reported["error"]) if reported["unavailable"] else RendezvousError(reported["error"])
-
-
-def _own_pidfd() -> int:
-    """A descriptor that shows the end of this process, or -1 where the kernel has none."""
-    try:
-        return os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):
-        return -1
-
-
-def _same_user(link: socket.socket) -> bool:
-    _, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.geteuid())
-
-
-def _send(link: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    socket.send_fds(link, [json.dumps(message).encode()], list(fds))
-
-
-def _receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[str, Any], list[int]]:
-    link.settimeout(deadline.left() or 0.001)
-    fds = array.array("i")
-    try:
-        # Not socket.recv_fds, which drops the flag: a program that this one starts must inherit nothing.
-        room = socket.CMSG_LEN((_FDS_A_MESSAGE + 1) * fds.itemsize)
-        data, extra, _, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-    except TimeoutError:
-        raise RendezvousError(f"{who} connected to share memory, but then stopped responding") from None
-    except OSError as error:
-        raise RendezvousError(f"{who} ended while the group met ({error})") from None
-    for _, _, part in extra:
-        fds.frombytes(part[: len(part) // fds.itemsize * fds.itemsize])
-    if not data:
-        raise RendezvousError(f"{who} ended while the group met")
-    return json.loads(data), list(fds)
-
-
-def _read(link: socket.socket, deadline: Deadline, who: str) -> dict[str, Any]:
-    message, fds = _receive(link, deadline, who)
-    _close(fds)
-    return message
-
-
-def _close(fds: Iterable[int]) -> None:
-    for fd in fds:
-        if fd >= 0:
-            os.close(fd)
+def no_memory(error: MemoryError) -> BackendUnavailable:
+    return BackendUnavailable("shm", str(error), remedy="Raise the memory limit of the job or its container")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -117,6 +118,7 @@ class Gloo(_TorchsGloo):  # type: ignore[misc]
     """torch's gloo. It reports when torch changes the group's timeout (`_set_pg_timeout`)."""
 
     timeout_changed: Callable[[float], None] | None = None
+    device: Any = None
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
@@ -129,20 +131,37 @@ def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
     if not c10d.is_gloo_available():
         raise BackendUnavailable("gloo", "this build of torch has none", remedy="Install a torch wheel with gloo")
     timeout = timedelta(seconds=info.timeout)
-    device = _gloo_device(info, loopback or info.size == 1)
+    loopback = loopback or info.size == 1
+    device = info.process.part(_Loopback).device() if loopback else _gloo_device(info)
     if device is None:
         return Gloo(info.store, info.rank, info.size, timeout)
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timeout
-    return Gloo(info.store, info.rank, info.size, options)
+    if loopback:
+        options._threads = 1
+    group = Gloo(info.store, info.rank, info.size, options)
+    group.device = device
+    return group
 
 
-def _gloo_device(info: GroupInfo, loopback: bool) -> Any:
+class _Loopback:
+    """The loopback device, which all groups of this process share: each device has a thread and four descriptors."""
+
+    def __init__(self) -> None:
+        self._device: Callable[[], Any] = lambda: None
+
+    def device(self) -> Any:
+        device = self._device()
+        if device is None:
+            device = c10d.ProcessGroupGloo.create_device(interface="lo", lazy_init=True)
+            self._device = weakref.ref(device)
+        return device
+
+
+def _gloo_device(info: GroupInfo) -> Any:
     """The interface that leads to the job's store. None leaves the choice to gloo, which takes GLOO_SOCKET_IFNAME, or
     the address of this host's name: often one that no other host can reach."""
-    if loopback:
-        return c10d.ProcessGroupGloo.create_device(interface="lo", lazy_init=True)
     store = unwrapped(info.store)
     if "GLOO_SOCKET_IFNAME" in os.environ or not isinstance(store, c10d.TCPStore):
         return None

@@ -1,0 +1,120 @@
+"""Messages between two ranks that join a group: JSON and descriptors over a unix socket."""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ringway.errors import BackendUnavailable, RendezvousError, RingwayError
+from ringway.store import Deadline
+
+FDS_A_MESSAGE = 200
+"""Descriptors in one message: the kernel takes 253. The receiver confirms each message before the next one is sent, so
+no more than these are in flight: the kernel limits what a user has in flight to `ulimit -n`."""
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: Linux's struct ucred
+_MESSAGE_BYTES = 64 << 10
+_RETRY_SECONDS = 0.002
+
+
+def same_user(link: socket.socket) -> bool:
+    _, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())
+
+
+def send(
+    link: socket.socket, message: dict[str, Any], fds: Sequence[int] = (), deadline: Deadline | None = None
+) -> None:
+    """If too many descriptors of this user are in flight, waits until others have received theirs."""
+    data = [json.dumps(message).encode()]
+    while True:
+        try:
+            socket.send_fds(link, data, list(fds))
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            if deadline is None or deadline.left() == 0:
+                raise _too_many_in_flight() from None
+            time.sleep(_RETRY_SECONDS)
+
+
+def receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[str, Any], list[int]]:
+    link.settimeout(deadline.left() or 0.001)
+    fds = array.array("i")
+    try:
+        # Not socket.recv_fds, which drops the flag: a program that this one starts must inherit nothing.
+        room = socket.CMSG_LEN((FDS_A_MESSAGE + 1) * fds.itemsize)
+        data, extra, flags, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except TimeoutError:
+        raise RendezvousError(f"{who} connected to share memory, but then stopped responding") from None
+    except OSError as error:
+        raise RendezvousError(f"{who} ended while the group met ({error})") from None
+    for _, _, part in extra:
+        fds.frombytes(part[: len(part) // fds.itemsize * fds.itemsize])
+    if not data:
+        raise RendezvousError(f"{who} ended while the group met")
+    if flags & socket.MSG_CTRUNC:  # the kernel closed those for which this process has no number left
+        close(fds)
+        raise no_descriptors(json.loads(data).get("descriptors", 1))
+    return json.loads(data), list(fds)
+
+
+def ask(link: socket.socket, deadline: Deadline, who: str) -> dict[str, Any]:
+    """The other end's next message, which has no descriptors. Raises the error that it may report instead."""
+    message, fds = receive(link, deadline, who)
+    close(fds)
+    if "error" in message:
+        raise error_in({**message, "error": f"{who}: {message['error']}"})
+    return message
+
+
+def no_descriptors(needed: int) -> BackendUnavailable:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = descriptors_used()
+    return BackendUnavailable(
+        "shm",
+        f"pid {os.getpid()} has {used} files open, may open {limit} (ulimit -n), and needs {needed} more for the group",
+        remedy=f"Raise the limit to {used + needed} or more: ulimit -n, LimitNOFILE=, docker's --ulimit nofile=",
+    )
+
+
+def descriptors_used() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # not the one that lists them
+
+
+def _too_many_in_flight() -> BackendUnavailable:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return BackendUnavailable(
+        "shm",
+        f"other processes of this user keep {limit} descriptors in flight between them, which is the limit (ulimit -n)",
+        remedy="Raise it: ulimit -n, LimitNOFILE=, docker's --ulimit nofile=",
+    )
+
+
+def in_words(error: BaseException) -> dict[str, Any]:
+    """An error, for the other ranks to raise as well."""
+    if isinstance(error, BackendUnavailable):
+        return {"error": error.reason, "remedy": error.remedy, "unavailable": True}
+    missing = error.missing if isinstance(error, RendezvousError) else []
+    return {"error": str(error), "missing": missing, "unavailable": False}
+
+
+def error_in(reported: dict[str, Any]) -> RingwayError:
+    if reported["unavailable"]:
+        return BackendUnavailable("shm", reported["error"], remedy=reported["remedy"])
+    return RendezvousError(reported["error"], missing=reported["missing"])
+
+
+def close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
