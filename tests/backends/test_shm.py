@@ -21,6 +21,7 @@ import torch.distributed as c10d
 
 import ringway as dist
 import ringway._core as _core
+from ringway.backends.base import GroupInfo
 from ringway.backends.shm import join as shm_meeting
 from ringway.backends.shm.backend import ShmBackend
 from ringway.call import (
@@ -375,7 +376,8 @@ def test_a_connection_without_the_token_is_refused() -> None:
     segments: dict[int, shm_meeting.SharedSegment] = {}
 
     def arrive(rank: int) -> None:
-        segments[rank] = shm_meeting.share_segment(store, rank, 2, 60, replace)
+        info = GroupInfo(rank=rank, size=2, ranks=[0, 1], store=store, name="both", timeout=60)
+        segments[rank] = shm_meeting.share_segment(info, replace)
 
     host = threading.Thread(target=arrive, args=(0,))
     host.start()
@@ -383,23 +385,25 @@ def test_a_connection_without_the_token_is_refused() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(30)
         stranger.connect("\0" + meeting["name"])
-        hello = {"token": secrets.token_hex(32), "rank": 1, "pid": os.getpid(), "cpus": [0]}
-        shm_meeting._send(stranger, hello)
+        hello = {"token": secrets.token_hex(32), "rank": 1, "name": "stranger", "pid": os.getpid(), "cpus": [0]}
+        shm_meeting.send(stranger, hello)
         assert stranger.recv(1000) == b""
     arrive(1)
     host.join(60)
     assert sorted(segments) == [0, 1]
     assert os.fstat(segments[0].fd).st_ino == os.fstat(segments[1].fd).st_ino
-    assert segments[0].pids == segments[1].pids == [os.getpid()] * 2
     for segment in segments.values():
+        assert [peer.pid for peer in segment.peers] == [os.getpid()] * 2
         # A program that this process starts does not inherit it.
-        assert not any(os.get_inheritable(fd) for fd in (segment.fd, *segment.pidfds) if fd >= 0)
-        segment.close()
+        assert not any(
+            os.get_inheritable(fd) for fd in (segment.fd, *(peer.pidfd for peer in segment.peers)) if fd >= 0
+        )
+        os.close(segment.fd)
 
 
 def _without_pidfds(context: RankContext) -> str:
     """On kernels without pidfds, the lock on the memfd shows that a rank is gone."""
-    shm_meeting._own_pidfd = lambda: -1
+    shm_meeting.own_pidfd = lambda: -1
     context.start("shm")
     dist.all_reduce(torch.ones(3))
     if context.rank == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 import random
@@ -246,6 +247,7 @@ def _little_memory() -> Iterator[None]:
 
 
 def _cannot_map(context: RankContext) -> str:
+    importlib.import_module("ringway.backends.shm.backend")  # needs memory itself
     try:
         with _little_memory() if context.rank == 1 else nullcontext():
             context.start("shm")

@@ -18,7 +18,7 @@ import resource
 import secrets
 import select
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,6 +140,7 @@ class _Host(_Meeting):
         own = self.hello()
         peer = self.known.add(own["name"], own["pid"], own_pidfd())
         self._members = {0: _Member(peer, own["name"], own["cpus"])}
+        self._turned_away: set[int] = set()
 
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
         try:
@@ -159,7 +160,7 @@ class _Host(_Meeting):
         return {rank: member.link for rank, member in self._members.items() if member.link is not None}
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self.info.size) if rank not in self._members]
+        return [rank for rank in range(self.info.size) if rank not in self._members and rank not in self._turned_away]
 
     def _gather(self) -> None:
         """Accepts the other ranks, each with its descriptor."""
@@ -193,7 +194,9 @@ class _Host(_Meeting):
                         self._admit(nameless.pop(fd), token, refusal)
                         continue
                     link, _ = listener.accept()
-                    if same_user(link):
+                    if same_user(link) and refusal is not None:
+                        self._admit(link, token, refusal)
+                    elif same_user(link):
                         nameless[link.fileno()] = link
                         watched.register(link, select.POLLIN)
                     else:
@@ -235,12 +238,14 @@ class _Host(_Meeting):
             close(fds)
             link.close()
             return
-        peer = self.known.add(hello["name"], int(hello["pid"]), fds[0] if fds else -1)
-        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], link)
-        if refusal is not None:
+        if refusal is not None:  # keeps no descriptor
+            close(fds)
             send(link, in_words(refusal))
             link.close()
-            self._members[rank].link = None
+            self._turned_away.add(rank)
+            return
+        peer = self.known.add(hello["name"], int(hello["pid"]), fds[0] if fds else -1)
+        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], link)
 
     def _hand_out(self, attach: Callable[[SharedSegment], Group]) -> Group:
         """Gives every member the segment, and the descriptors of the processes that it does not know yet."""
@@ -287,18 +292,22 @@ class _Joiner(_Meeting):
                 raise BackendUnavailable("shm", f"{self.rank(0)} runs as another user")
             own = own_pidfd()
             try:
-                send(link, {**self.hello(), "token": token}, [own] if own >= 0 else [], self.deadline)
+                self._say(link, {**self.hello(), "token": token}, [own] if own >= 0 else [])
             finally:
                 close([own])
             try:
                 group = self.attached(self._received(link), attach)
             except BaseException as error:
-                with contextlib.suppress(OSError):
-                    send(link, in_words(error))
+                self._say(link, in_words(error))
                 raise
-            send(link, {"ok": True})
+            self._say(link, {"ok": True})
             self._next(link)
             return group
+
+    def _say(self, link: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """If rank 0 has given up, its next message says why."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(link, message, fds, self.deadline)
 
     def _next(self, link: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """The next message of rank 0. Raises the error that it may report instead."""
@@ -352,11 +361,11 @@ class _Joiner(_Meeting):
         facts, fds = self._next(link)
         try:
             known = {rank: self.known.get(name) for rank, name in enumerate(facts["names"])}
-            send(link, {"lacks": [rank for rank, peer in known.items() if peer is None]})
+            self._say(link, {"lacks": [rank for rank, peer in known.items() if peer is None]})
             while (part := self._next(link))[0]["ranks"]:
                 for rank, pidfd in zip(part[0]["ranks"], part[1], strict=True):
                     known[rank] = self.known.add(facts["names"][rank], facts["pids"][rank], pidfd)
-                send(link, {"ok": True})
+                self._say(link, {"ok": True})
             peers = [
                 peer or self.known.add(facts["names"][rank], facts["pids"][rank], -1) for rank, peer in known.items()
             ]

@@ -53,7 +53,10 @@ def receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[str
     try:
         # Not socket.recv_fds, which drops the flag: a program that this one starts must inherit nothing.
         room = socket.CMSG_LEN((FDS_A_MESSAGE + 1) * fds.itemsize)
-        data, extra, flags, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        try:
+            data, extra, flags, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # it closed without reading all; why it did so may be here, after the reset
+            data, extra, flags, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
         raise RendezvousError(f"{who} connected to share memory, but then stopped responding") from None
     except OSError as error:
