@@ -130,3 +130,42 @@ def test_reducing_objects() -> None:
         objects.reduce_objects([{"x": {"p": 1}}, {"x": {"p": 1, "q": 2}}], [0, 5])
     with pytest.raises(UsageError, match=r"the object\[0\] is str"):
         objects.reduce_objects([["a"], ["b"]], [0, 1])
+
+
+def test_means_of_objects_neither_wrap_nor_overflow() -> None:
+    def mean(*leaves: Any) -> Any:
+        return objects.reduce_objects(leaves, range(len(leaves)), dist.ReduceOp.AVG)
+
+    two_hundred = torch.full((2,), 200, dtype=torch.uint8)
+    assert mean(two_hundred, two_hundred).tolist() == [200, 200]
+    assert mean(torch.tensor(True), torch.tensor(True)).item() == 1
+    assert mean(np.uint8(200), np.uint8(200)) == 200
+    assert mean(np.array([100], np.int8), np.array([101], np.int8)).tolist() == [100.5]
+    assert mean({"a": 1}, {"a": 2}) == {"a": 1.5}
+    assert mean(2**70, 2**70) == 2.0**70
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
+        large = torch.tensor(60000.0 if dtype is torch.float16 else 3e38, dtype=dtype)
+        assert torch.equal(mean(large, large, large), large), dtype
+        assert mean(large, large).dtype is dtype
+    assert mean(np.float32(3e38), np.float32(3e38)) == np.float32(3e38)
+    assert mean(np.float16(60000), np.float16(60000)).dtype == np.float16
+
+
+def test_extremes_of_objects_keep_a_nan_of_any_rank() -> None:
+    nan = float("nan")
+    for convert in (float, np.float32, torch.tensor, lambda value: np.array([value])):
+        for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            for values in ((nan, 1.0, 2.0), (1.0, nan, 2.0), (1.0, 2.0, nan)):
+                result = objects.reduce_objects([convert(value) for value in values], [0, 1, 2], op)
+                assert result != result, (convert, op, values)
+    assert objects.reduce_objects([1, np.int64(3), 2], [0, 1, 2], dist.ReduceOp.MAX) == 3
+    assert objects.reduce_objects([torch.tensor(1), 3], [0, 1], dist.ReduceOp.MAX) == 3
+    for convert in (complex, np.complex64, torch.tensor):
+        with pytest.raises(UsageError, match="complex"):
+            objects.reduce_objects([convert(1j), convert(2j)], [0, 1], dist.ReduceOp.MAX)
+
+
+def test_objects_of_different_shapes_are_refused() -> None:
+    for one, other in ((torch.ones(3), torch.ones(1)), (np.ones((2, 1)), np.ones(2)), (torch.ones(3), 1.0)):
+        with pytest.raises(UsageError, match=r"'x'\] has the shape \[.*on rank 7"):
+            objects.reduce_objects([{"x": one}, {"x": other}], [0, 7])

@@ -9,6 +9,8 @@ Any process that can join the job can run code in it, because objects are pickle
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -242,73 +244,84 @@ def _stretched(body: Tensor, to: int) -> Tensor:
 
 # Reducing objects
 
-_NUMBERS: dict[Reduce, Callable[[Any, Any], Any]] = {
-    Reduce.SUM: lambda a, b: a + b,
-    Reduce.AVG: lambda a, b: a + b,
-    Reduce.PRODUCT: lambda a, b: a * b,
-    Reduce.BAND: lambda a, b: a & b,
-    Reduce.BOR: lambda a, b: a | b,
-    Reduce.BXOR: lambda a, b: a ^ b,
+_LEAVES = (Tensor, np.ndarray, np.generic, int, float, complex)
+_OPERATORS: dict[Reduce, Callable[[Any, Any], Any]] = {
+    Reduce.SUM: operator.add,
+    Reduce.PRODUCT: operator.mul,
+    Reduce.BAND: operator.and_,
+    Reduce.BOR: operator.or_,
+    Reduce.BXOR: operator.xor,
 }
 
 
-def _pair(reduce: Reduce) -> Callable[[Any, Any], Any]:
-    if reduce not in (Reduce.MIN, Reduce.MAX):
-        return _NUMBERS[reduce]
-    least = reduce is Reduce.MIN
-
-    def extreme(a: Any, b: Any) -> Any:
-        if isinstance(a, Tensor):
-            return torch.minimum(a, b) if least else torch.maximum(a, b)
-        if isinstance(a, np.ndarray):
-            return np.minimum(a, b) if least else np.maximum(a, b)
-        return min(a, b) if least else max(a, b)
-
-    return extreme
-
-
-def _combine(a: Any, b: Any, pair: Callable[[Any, Any], Any], path: str, rank: int) -> Any:
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            odd = sorted(map(str, a.keys() ^ b.keys()))
-            raise UsageError(f"reduce_object: the keys of {path} differ on rank {rank}: {', '.join(odd)}")
-        return {key: _combine(value, b[key], pair, f"{path}[{key!r}]", rank) for key, value in a.items()}
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        if len(a) != len(b):
-            raise UsageError(f"reduce_object: {path} has {len(a)} entries, and {len(b)} on rank {rank}")
-        joined = [_combine(x, y, pair, f"{path}[{i}]", rank) for i, (x, y) in enumerate(zip(a, b, strict=True))]
-        return type(a)(*joined) if hasattr(a, "_fields") else type(a)(joined)
-    leaves = (Tensor, np.ndarray, np.generic, int, float, complex)
-    if isinstance(a, leaves) and isinstance(b, leaves):
-        return pair(a, b)
-    raise UsageError(
-        f"reduce_object: {path} is {type(a).__name__}, and {type(b).__name__} on rank {rank}; numbers, tensors, "
-        "arrays and dicts, lists and tuples of them can be reduced, or pass a callable as op"
-    )
-
-
-def _each(value: Any, apply: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _each(entry, apply) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        entries = [_each(entry, apply) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    return apply(value)
-
-
 def reduce_objects(objects: Sequence[Any], ranks: Sequence[int], op: Any = ReduceOp.SUM) -> Any:
-    """Folds the ranks' objects in rank order. AVG divides the sum, as true division."""
+    """Folds the ranks' objects in rank order. AVG is true division of the exact sum, also for types that would wrap or
+    overflow; MIN and MAX propagate NaN, as for tensors."""
     if callable(op) and not isinstance(op, ReduceOp):
-        total = objects[0]
-        for obj in objects[1:]:
-            total = op(total, obj)
-        return total
+        return functools.reduce(op, objects)
     reduce, factor = parse_reduce(op)
     if reduce is Reduce.PREMUL_SUM:
-        objects = [_each(obj, lambda leaf: leaf * factor) for obj in objects]
-        reduce = Reduce.SUM
-    pair = _pair(reduce)
-    total = objects[0]
-    for rank, obj in zip(ranks[1:], objects[1:], strict=True):
-        total = _combine(total, obj, pair, "the object", rank)
-    return _each(total, lambda leaf: leaf / len(objects)) if reduce is Reduce.AVG else total
+        return _joined(objects, ranks, lambda leaves: functools.reduce(operator.add, [x * factor for x in leaves]))
+    if reduce is Reduce.AVG:
+        return _joined(objects, ranks, _mean)
+    if reduce in (Reduce.MIN, Reduce.MAX):
+        return _joined(objects, ranks, lambda leaves: _extreme(leaves, reduce is Reduce.MIN))
+    return _joined(objects, ranks, lambda leaves: functools.reduce(_OPERATORS[reduce], leaves))
+
+
+def _joined(
+    objects: Sequence[Any], ranks: Sequence[int], join: Callable[[Sequence[Any]], Any], path: str = "the object"
+) -> Any:
+    """Joins the numbers and arrays at each place of the objects, which must have the same structure."""
+    first, others = objects[0], list(zip(ranks[1:], objects[1:], strict=True))
+    if isinstance(first, dict) and all(isinstance(other, dict) for _, other in others):
+        for rank, other in others:
+            if other.keys() != first.keys():
+                odd = sorted(map(str, first.keys() ^ other.keys()))
+                raise UsageError(f"reduce_object: the keys of {path} differ on rank {rank}: {', '.join(odd)}")
+        return {key: _joined([one[key] for one in objects], ranks, join, f"{path}[{key!r}]") for key in first}
+    if isinstance(first, (list, tuple)) and all(type(other) is type(first) for _, other in others):
+        for rank, other in others:
+            if len(other) != len(first):
+                raise UsageError(f"reduce_object: {path} has {len(first)} entries, and {len(other)} on rank {rank}")
+        entries = [_joined([one[i] for one in objects], ranks, join, f"{path}[{i}]") for i in range(len(first))]
+        return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+    for rank, other in others:
+        if not isinstance(first, _LEAVES) or not isinstance(other, _LEAVES):
+            raise UsageError(
+                f"reduce_object: {path} is {type(first).__name__}, and {type(other).__name__} on rank {rank}; numbers, "
+                "tensors, arrays and dicts, lists and tuples of them can be reduced, or pass a callable as op"
+            )
+        mine, theirs = (list(getattr(leaf, "shape", ())) for leaf in (first, other))
+        if mine != theirs:
+            raise UsageError(f"reduce_object: {path} has the shape {mine}, and {theirs} on rank {rank}")
+    return join(objects)
+
+
+def _mean(leaves: Sequence[Any]) -> Any:
+    """Summed in double precision. A floating-point type keeps its type."""
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        tensors = [torch.as_tensor(leaf) for leaf in leaves]
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+        if not dtype.is_floating_point and not dtype.is_complex:
+            dtype = torch.get_default_dtype()
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return (functools.reduce(operator.add, [tensor.to(wide) for tensor in tensors]) / len(leaves)).to(dtype)
+    if any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves):
+        kept = np.result_type(*(np.asarray(leaf).dtype for leaf in leaves))
+        kept = kept if kept.kind in "fc" else np.dtype(np.float64)
+        width = np.promote_types(kept, np.float64)
+        total: Any = functools.reduce(operator.add, [np.asarray(leaf).astype(width) for leaf in leaves])
+        return (total / len(leaves)).astype(kept)
+    return functools.reduce(operator.add, leaves) / len(leaves)
+
+
+def _extreme(leaves: Sequence[Any], least: bool) -> Any:
+    if any(leaf.is_complex() if isinstance(leaf, Tensor) else np.iscomplexobj(leaf) for leaf in leaves):
+        raise UsageError("reduce_object: complex numbers have no minimum or maximum")
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return functools.reduce(torch.minimum if least else torch.maximum, [torch.as_tensor(leaf) for leaf in leaves])
+    if any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves):
+        return functools.reduce(np.minimum if least else np.maximum, leaves)
+    unordered = [leaf for leaf in leaves if leaf != leaf]  # NaN
+    return unordered[0] if unordered else min(leaves) if least else max(leaves)
