@@ -54,7 +54,7 @@ int CallBoard::create(int size, int seats, const std::string& token) {
     std::memcpy(header.token, token.data(), kTokenBytes);
     header.size = size;
     header.seats = seats;
-    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC);
+    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     const auto bytes = static_cast<off_t>(sizeof(Header) + static_cast<size_t>(seats) * sizeof(Seat));
     // Reserve the pages now: running out of memory is then an error here, not a SIGBUS in a call.
     if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0 ||
@@ -62,6 +62,7 @@ int CallBoard::create(int size, int seats, const std::string& token) {
         if (fd >= 0) close(fd);
         throw std::runtime_error(std::string("no memory for the call board of a group: ") + std::strerror(errno));
     }
+    fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);  // shrinking it would kill all ranks with SIGBUS
     return fd;
 }
 

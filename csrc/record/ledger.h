@@ -37,7 +37,7 @@ class Histogram {
     int64_t max_ns = 0;
 
   private:
-    uint32_t buckets_[kBuckets] = {};
+    uint64_t buckets_[kBuckets] = {};
 };
 
 struct Kind {

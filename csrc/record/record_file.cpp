@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -37,6 +39,17 @@ std::runtime_error failed(const std::string& what, const std::string& path) {
     return std::runtime_error("cannot " + what + " the recorder's file " + path + ": " + std::strerror(errno));
 }
 
+bool put_in_place(const std::string& aside, const std::string& path) {
+    struct stat facts {};
+    const bool exists = lstat(path.c_str(), &facts) == 0;
+    if (exists && S_ISDIR(facts.st_mode)) {
+        errno = EISDIR;
+        return false;
+    }
+    if (exists && std::rename(path.c_str(), (path + ".previous").c_str()) != 0 && errno != ENOENT) return false;
+    return std::rename(aside.c_str(), path.c_str()) == 0;
+}
+
 }  // namespace
 
 bool read_slot(const Slot& slot, uint64_t token, Entry& out) {
@@ -53,15 +66,18 @@ RecordFile::RecordFile(size_t capacity, const std::string& path)
     bytes_ = kHeaderBytes + capacity_ * sizeof(Slot) + text_bytes_;
     int fd = -1;
     if (!path.empty()) {
-        fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+        std::string aside = path + ".XXXXXX";
+        fd = mkostemp(&aside[0], O_CLOEXEC);
         if (fd < 0) throw failed("create", path);
         // Reserve the room now: a full disk is then an error here, not a SIGBUS in the middle of a call.
-        const int refused = posix_fallocate(fd, 0, static_cast<off_t>(bytes_));
-        if (refused != 0) {
+        errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes_));
+        const char* const failure = errno != 0 ? "make room for" : put_in_place(aside, path) ? nullptr : "create";
+        if (failure != nullptr) {
+            const int why = errno;
             ::close(fd);
-            ::unlink(path.c_str());
-            errno = refused;
-            throw failed("make room for", path);
+            ::unlink(aside.c_str());
+            errno = why;
+            throw failed(failure, path);
         }
     }
     const int flags = path.empty() ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
@@ -94,7 +110,7 @@ RecordFile::RecordFile(const std::string& path) {
     header_ = static_cast<RecordHeader*>(base);
     const size_t room = bytes_ - kHeaderBytes;
     if (std::memcmp(header_->magic, kMagic, sizeof(kMagic)) != 0 || header_->layout != kLayout ||
-        header_->slot_bytes != sizeof(Slot) || header_->capacity == 0 || header_->capacity > room / sizeof(Slot) ||
+        header_->slot_bytes != sizeof(Slot) || header_->next == 0 || header_->capacity == 0 || header_->capacity > room / sizeof(Slot) ||
         header_->text_bytes != room - header_->capacity * sizeof(Slot)) {
         munmap(base, bytes_);
         throw std::runtime_error(path + " is not a recorder's file, or of another version");
@@ -145,7 +161,8 @@ std::vector<Entry> RecordFile::recent(size_t count, bool only_pending) const {
     std::vector<Entry> entries;
     if (!only_pending) entries.reserve(kept);
     Entry entry;
-    for (uint64_t token = last - kept + 1; token <= last; ++token) {
+    for (uint64_t i = 0; i < kept; ++i) {
+        const uint64_t token = last - kept + 1 + i;
         const auto ended = [&](State state) { return only_pending && state != State::Issued; };
         if (ended(static_cast<State>(slot(token).state.load(std::memory_order_relaxed)))) continue;
         if (read_slot(slot(token), token, entry) && !ended(entry.state)) entries.push_back(entry);

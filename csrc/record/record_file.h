@@ -51,7 +51,8 @@ struct Texts {
 
 class RecordFile {
   public:
-    // With an empty path the ring is private memory and keeps no texts.
+    // With an empty path the ring is private memory and keeps no texts. A file that exists becomes `path`.previous: another
+    // job may have mapped it, or it is what the run before left.
     RecordFile(size_t capacity, const std::string& path);
     ~RecordFile();
     RecordFile(const RecordFile&) = delete;

@@ -1,20 +1,22 @@
 #include "record/responder.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
@@ -30,6 +32,12 @@ constexpr size_t kOfGroup = 64, kOfAll = 64;
 constexpr auto kPatience = std::chrono::milliseconds(1000);  // for the GIL
 constexpr int64_t kStacksStayTrue = 2000000000;  // ns for which stacks are reused
 constexpr int kMaxSignals = 65;
+constexpr size_t kHead = kTokenBytes + 3;  // token, kind, length of the group's name
+constexpr size_t kListeners = 3;           // descriptors that are watched besides the callers
+constexpr size_t kMaxCallers = 64;
+constexpr int64_t kPatienceWithCaller = 2'000'000'000;  // ns for a request, and for a reply
+constexpr int64_t kAcceptPause = 100'000'000;           // ns, if there is no descriptor for a connection
+constexpr int kLookForClose = 50;                       // ms
 
 // The signal handler uses only these: the eventfd to write to, and the handler it replaced.
 std::atomic<int> signal_wakes[kMaxSignals];
@@ -66,7 +74,7 @@ int listen_tcp(const std::string& address, int& port) {
     } else {
         throw std::runtime_error("the responder cannot listen on '" + address + "': not an address");
     }
-    const int fd = socket(where.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int fd = socket(where.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) throw failed("make a socket");
     if (bind(fd, reinterpret_cast<sockaddr*>(&where), length) != 0 || listen(fd, 128) != 0) {
         ::close(fd);
@@ -82,7 +90,7 @@ int listen_local() {
     sockaddr_un where{};
     where.sun_family = AF_UNIX;
     const int length = std::snprintf(where.sun_path + 1, sizeof(where.sun_path) - 1, "ringway/%d", getpid());
-    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return -1;
     const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
     if (bind(fd, reinterpret_cast<sockaddr*>(&where), bytes) == 0 && listen(fd, 16) == 0) return fd;
@@ -94,16 +102,6 @@ bool same_user(int connection) {
     ucred who{};
     socklen_t length = sizeof(who);
     return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
-}
-
-bool read_exactly(int fd, char* into, size_t count) {
-    while (count > 0) {
-        const ssize_t got = recv(fd, into, count, 0);
-        if (got <= 0) return false;
-        into += got;
-        count -= static_cast<size_t>(got);
-    }
-    return true;
 }
 
 bool same_secret(const char* given, const std::string& token) {
@@ -155,41 +153,85 @@ void Responder::close_sockets() {
 }
 
 void Responder::run() {
-    pollfd watched[] = {{wake_, POLLIN, 0}, {listener_, POLLIN, 0}, {local_listener_, POLLIN, 0}};
+    int64_t accept_again_ns = 0;
+    std::vector<pollfd> watched;
     while (!closing_) {
-        if (poll(watched, 3, -1) < 0) continue;
+        const int64_t now = monotonic_ns();
+        const bool accepts = now >= accept_again_ns;
+        int64_t next = accepts ? INT64_MAX : accept_again_ns;
+        watched = {{wake_, POLLIN, 0}, {accepts ? listener_ : -1, POLLIN, 0}, {accepts ? local_listener_ : -1, POLLIN, 0}};
+        for (const Caller& caller : callers_) {
+            watched.push_back({caller.fd, POLLIN, 0});
+            next = std::min(next, caller.deadline_ns);
+        }
+        const int limit = next == INT64_MAX ? -1 : static_cast<int>(std::max<int64_t>(0, next - now) / 1'000'000 + 1);
+        if (poll(watched.data(), watched.size(), limit) < 0) continue;
         if (watched[0].revents != 0) {
             uint64_t count = 0;
             if (read(wake_, &count, sizeof(count)) > 0 && !closing_) write_dump();
         }
-        for (const int which : {1, 2}) {
-            if ((watched[which].revents & POLLIN) == 0 || closing_) continue;
-            const int connection = accept4(watched[which].fd, nullptr, nullptr, SOCK_CLOEXEC);
-            if (connection < 0) continue;
-            if (which == 1 || same_user(connection)) serve(connection, which == 2);
-            ::close(connection);
+        // From the last to the first, because those that are done are erased.
+        for (size_t i = callers_.size(); i-- > 0;) {
+            const bool late = monotonic_ns() >= callers_[i].deadline_ns;
+            const bool more = watched[kListeners + i].revents == 0 || (!closing_ && read_request(callers_[i]));
+            if (more && !late) continue;
+            ::close(callers_[i].fd);
+            callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
         }
+        for (const int which : {1, 2})
+            if ((watched[which].revents & POLLIN) != 0 && !closing_ && !accept_from(watched[which].fd))
+                accept_again_ns = monotonic_ns() + kAcceptPause;
     }
+    for (const Caller& caller : callers_) ::close(caller.fd);
+    callers_.clear();
     std::lock_guard<std::mutex> guard(lock_);
     ended_ = true;
     changed_.notify_all();
 }
 
-void Responder::serve(int connection, bool vouched_for) {
-    const timeval patience{2, 0};
-    setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-    setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
-    char head[kTokenBytes + 3];
-    if (!read_exactly(connection, head, sizeof(head))) return;
-    if (!vouched_for && !same_secret(head, token_)) return;
-    const auto* bytes = reinterpret_cast<unsigned char*>(head + kTokenBytes);
-    std::string group(static_cast<size_t>(bytes[1] | bytes[2] << 8), '\0');
-    if (!read_exactly(connection, &group[0], group.size())) return;
-    const std::string text = reply(static_cast<char>(bytes[0]), group);
-    for (size_t sent = 0; sent < text.size();) {
+// False if the process has no room for another connection: asking again at once would only use up the CPU.
+bool Responder::accept_from(int listener) {
+    const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0) return errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
+    const bool local = listener == local_listener_;
+    if (local && !same_user(fd)) {
+        ::close(fd);
+        return true;
+    }
+    if (callers_.size() == kMaxCallers) {  // the oldest has had the most time
+        ::close(callers_.front().fd);
+        callers_.erase(callers_.begin());
+    }
+    callers_.push_back({fd, local, monotonic_ns() + kPatienceWithCaller, {}});
+    return true;
+}
+
+// Reads what has come, and replies to a whole request. False if this connection is done.
+bool Responder::read_request(Caller& caller) {
+    char part[kHead + 65535];
+    const ssize_t got = recv(caller.fd, part, sizeof(part), 0);
+    if (got < 0) return errno == EAGAIN || errno == EINTR;
+    if (got == 0) return false;
+    caller.request.append(part, static_cast<size_t>(got));
+    if (caller.request.size() < kHead) return true;
+    if (!caller.vouched_for && !same_secret(caller.request.data(), token_)) return false;
+    const auto* bytes = reinterpret_cast<const unsigned char*>(caller.request.data() + kTokenBytes);
+    const size_t group_bytes = static_cast<size_t>(bytes[1] | bytes[2] << 8);
+    if (caller.request.size() < kHead + group_bytes) return true;
+    const std::string group = caller.request.substr(kHead, group_bytes);
+    send_all(caller.fd, reply(static_cast<char>(bytes[0]), group));
+    return false;
+}
+
+void Responder::send_all(int connection, const std::string& text) {
+    const int64_t deadline = monotonic_ns() + kPatienceWithCaller;
+    size_t sent = 0;
+    while (sent < text.size() && !closing_ && monotonic_ns() < deadline) {
         const ssize_t done = send(connection, text.data() + sent, text.size() - sent, MSG_NOSIGNAL);
-        if (done <= 0) return;
-        sent += static_cast<size_t>(done);
+        if (done < 0 && errno != EAGAIN && errno != EINTR) return;
+        if (done > 0) sent += static_cast<size_t>(done);
+        pollfd room{connection, POLLOUT, 0};
+        if (sent < text.size()) poll(&room, 1, kLookForClose);
     }
     shutdown(connection, SHUT_WR);
 }
@@ -288,7 +330,8 @@ void Responder::dump_at(int number, const std::string& path) {
     if (sigaction(number, &action, nullptr) != 0) throw failed("install the handler of a signal");
 }
 
-// Writes another file and renames it, so that a reader never sees half of it. Errors must not disturb the rank.
+// Writes a new file and renames it, so that a reader never sees half of it, and a link that another user has placed
+// there is not followed. Errors must not disturb the rank.
 void Responder::write_dump() {
     std::string path;
     {
@@ -297,14 +340,15 @@ void Responder::write_dump() {
     }
     if (path.empty()) return;
     const std::string text = report("", "", 0, SIZE_MAX) + "\n";
-    const std::string aside = path + ".part";
-    std::FILE* file = std::fopen(aside.c_str(), "w");
+    std::string aside = path + ".XXXXXX";
+    const int fd = mkostemp(&aside[0], O_CLOEXEC);
+    std::FILE* file = fd < 0 ? nullptr : fdopen(fd, "w");
     const bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
     const bool closed = file != nullptr && std::fclose(file) == 0;
     if (!written || !closed || std::rename(aside.c_str(), path.c_str()) != 0) {
         std::fprintf(stderr, "ringway: the recorder could not be written to %s: %s\n", path.c_str(),
                      std::strerror(errno));
-        ::unlink(aside.c_str());
+        if (fd >= 0) ::unlink(aside.c_str());
     }
 }
 

@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "record/recorder.h"
 
@@ -54,7 +55,17 @@ class Responder {
 
   private:
     void run();
-    void serve(int connection, bool vouched_for);
+    // A connection that has not sent its whole request yet.
+    struct Caller {
+        int fd;
+        bool vouched_for;     // by the kernel: the same user on the same host
+        int64_t deadline_ns;  // for the whole request, not for each part of it
+        std::string request;
+    };
+
+    bool accept_from(int listener);
+    bool read_request(Caller& caller);
+    void send_all(int connection, const std::string& text);
     std::string reply(char kind, const std::string& group);
     std::string report(const std::string& extra, const std::string& group, size_t of_group, size_t of_all);
     std::string stacks();
@@ -78,6 +89,7 @@ class Responder {
     pid_t pid_;
     std::atomic<bool> closing_{false};
     bool ended_ = false;
+    std::vector<Caller> callers_;  // of the responder's thread alone
 };
 
 }  // namespace ringway

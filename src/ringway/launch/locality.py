@@ -35,5 +35,10 @@ def shares_host(name: str) -> bool:
             probe.connect("\0" + name)
         except OSError:
             return False
-        _, uid, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        return bool(uid == os.geteuid())
+        return same_user(probe)
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a unix socket belongs to this process's user."""
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 
 
 def replace_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> None:
-    """Write to a temporary file and rename it, so that no reader sees half a file."""
+    """Write to a new file and rename it, so that no reader sees half a file, and no link is followed that another user
+    has placed there."""
     target = os.fspath(path)
-    aside = f"{target}.{os.getpid()}.part"
+    aside = f"{target}.{secrets.token_hex(8)}.part"
     try:
-        with open(aside, "wb") as file:
+        with open(aside, "xb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
@@ -36,9 +39,19 @@ def write_whole(path: str | os.PathLike[str], parts: Iterable[bytes]) -> bool:
     return True
 
 
+def _own_link(path: str) -> bool:
+    """Whether the path is a link that this user made, or the system, such as /dev/stdout."""
+    try:
+        facts = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISLNK(facts.st_mode) and facts.st_uid in (0, os.geteuid())
+
+
 def append_whole(path: str, text: bytes) -> None:
-    """Append all of the text, or nothing if the disk is full."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Append all of the text, or nothing if the disk is full. Links of other users are not followed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    fd = os.open(path, flags | (0 if _own_link(path) else os.O_NOFOLLOW), 0o666)
     try:
         before, left = os.fstat(fd).st_size, memoryview(text)
         try:

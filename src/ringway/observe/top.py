@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import socket
-import struct
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ringway.launch.locality import same_user
 from ringway.observe.log.summary import printable, size_text
 from ringway.observe.recorder import RecordedCall, recorded
 from ringway.observe.stall.peers import request
 
 _NO_TOKEN = "-" * 32
 _SECONDS = 2.0
-_CREDENTIALS = struct.Struct("iII")
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,8 @@ def ask_pid(pid: int) -> RankStatus | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_SECONDS)
             connection.connect(f"\0ringway/{pid}")
+            if not same_user(connection):  # anyone can listen under this name
+                return None
             reply = request(connection, _NO_TOKEN, "C", "")
             return None if reply is None else _status(reply)
     except (OSError, ValueError, KeyError, TypeError, IndexError):  # or another version of ringway answers differently

@@ -34,11 +34,11 @@ from ringway.backends.shm.link import (
     in_words,
     no_descriptors,
     receive,
-    same_user,
     send,
 )
 from ringway.backends.shm.peers import KnownPeers, Presence, own_pidfd
 from ringway.errors import BackendUnavailable, RendezvousError
+from ringway.launch.locality import same_user
 from ringway.store import Deadline, read
 
 _KEY = "shm/meeting"

@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import socket
-import struct
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,14 +19,8 @@ FDS_A_MESSAGE = 200
 """Descriptors in one message: the kernel takes 253. The receiver confirms each message before the next one is sent, so
 no more than these are in flight: the kernel limits what a user has in flight to `ulimit -n`."""
 
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: Linux's struct ucred
 _MESSAGE_BYTES = 64 << 10
 _RETRY_SECONDS = 0.002
-
-
-def same_user(link: socket.socket) -> bool:
-    _, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.geteuid())
 
 
 def send(
