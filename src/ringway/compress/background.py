@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringway.backends.device_watch import DeviceWatch
 from ringway.compress.agreement import count_exchange
-from ringway.errors import CommTimeout
+from ringway.errors import CommTimeout, NotFinite
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
 from ringway.work import Completion, Handle, Work
@@ -99,6 +99,8 @@ class BackgroundThread(Background):
             try:
                 with torch.inference_mode():
                     job(self._communicator)
+            except NotFinite:  # reported after everything was exchanged
+                raise
             except BaseException:
                 # The caller cannot repeat this call before its next one, whose frames must not meet this one's.
                 count_exchange(self._communicator)

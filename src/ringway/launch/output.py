@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import IO, TextIO
 
@@ -32,8 +33,9 @@ class Output:
 
     def close(self) -> None:
         """Wait for the rest of the output. A process that escaped its run may hold a pipe open: do not wait for it."""
+        end = time.monotonic() + _PATIENCE
         for thread in self._threads:
-            thread.join(_PATIENCE)
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 class _Shared:
