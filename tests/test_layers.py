@@ -19,7 +19,11 @@ LAYERS = (
     ("comparison", {"compare"}),
     ("backends", {"backends"}),
     ("launch", {"launch"}),
-    ("vocabulary", {"call", "work", "errors", "config", "threads", "references", "store", "torch_versions", "_core"}),
+    (
+        "vocabulary",
+        {"call", "work", "errors", "config", "keys", "store", "threads", "references", "torch_versions", "version"}
+        | {"_core"},
+    ),
 )
 HEIGHT = {folder: len(LAYERS) - level for level, (_, folders) in enumerate(LAYERS) for folder in folders}
 

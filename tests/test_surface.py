@@ -34,10 +34,19 @@ OWN = {
 """Names that ringway defines itself although torch has the same name."""
 
 
-NEWER = {"weights_only", "enable_reconfigure"}
+NEWER = {"enable_reconfigure"}
 """Parameters that torch has added since 2.13, all at the end, and that ringway does not accept."""
 
-SINCE_2_11 = {"barrier": {"timeout"}, "new_group": {"sort_ranks"}}
+SINCE_2_11 = {
+    "barrier": {"timeout"},
+    "new_group": {"sort_ranks"},
+    "all_gather_object": {"weights_only"},
+    "gather_object": {"weights_only"},
+    "broadcast_object_list": {"weights_only"},
+    "scatter_object_list": {"weights_only"},
+    "send_object_list": {"weights_only"},
+    "recv_object_list": {"weights_only"},
+}
 """Parameters that ringway accepts and that torch may not have yet."""
 
 

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "pack/checksum.h"
+#include "pack/keyed_hash.h"
 #include "pack/pack.h"
 
 namespace nb = nanobind;
@@ -41,15 +41,22 @@ pack::Frames frames(FramesArgs args) {
     return {reinterpret_cast<uint8_t*>(std::get<0>(args)), std::get<1>(args), std::get<2>(args)};
 }
 
-uint32_t checksum(nb::handle buffer, uint32_t crc) {
+nb::bytes hash_buffer(nb::bytes key, nb::handle buffer) {
+    if (key.size() != kHashKeyBytes) throw std::invalid_argument("the key of the hash has the wrong length");
     Py_buffer view;
     if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    {
+    const auto size = static_cast<size_t>(view.len);
+    const size_t blocks = (size + kHashBlock - 1) / kHashBlock;
+    PyObject* hashes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(blocks * kHashBytes));
+    if (hashes != nullptr) {
+        const auto* secret = reinterpret_cast<const uint8_t*>(key.c_str());
+        auto* into = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(hashes));
         nb::gil_scoped_release release;
-        crc = crc32c(crc, view.buf, static_cast<size_t>(view.len));
+        keyed_hash(secret, static_cast<const uint8_t*>(view.buf), size, into);
     }
     PyBuffer_Release(&view);
-    return crc;
+    if (hashes == nullptr) throw nb::python_error();
+    return nb::steal<nb::bytes>(hashes);
 }
 
 using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -57,7 +64,8 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 }  // namespace
 
 void bind_pack(nb::module_& m) {
-    m.def("crc32c", &checksum, nb::arg("data"), nb::arg("crc") = 0);
+    m.def("keyed_hash", &hash_buffer, nb::arg("key"), nb::arg("data"));
+    m.attr("HASH_KEY_BYTES") = kHashKeyBytes;
     m.def("pack_instructions", [] { return pack::steps().instructions; });
     m.def("pack_measure", [](FormatArgs f, ArrayArgs values, ArrayArgs residual, int64_t numel, int threads) {
         return pack::steps().measure(format(f), array(values), array(residual), numel, threads);

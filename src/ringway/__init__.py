@@ -79,11 +79,11 @@ from ringway.backends.base import Backend
 from ringway.call import ReduceOp, premul_sum
 from ringway.job.startup import start_up as _start_up
 from ringway.observe.recorder import recent_calls, status
+from ringway.version import VERSION
 from ringway.work import Work
 
 ProcessGroup = _torch_distributed.ProcessGroup
-
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     # life

@@ -177,6 +177,9 @@ class Config:
     policy: str | dict[str, Any] | None = field(
         default=None, metadata=_about(_POLICY, "which backend to use for each op and size: a file, or its table")
     )
+    require_secret: bool = field(
+        default=False, metadata=_about(_FLAG, "refuse to start a job of several ranks that has no secret")
+    )
     comms_logger: CommsLogger = CommsLogger()
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -220,7 +223,14 @@ SETTINGS = _table()
 """Every setting by its key: `timeout`, `comms_logger.enabled`."""
 
 # Variables that belong to ringway but are not settings: set by `ringway run`, or naming the file.
-_OTHER_VARIABLES = ("RINGWAY_CONFIG", "RINGWAY_RUN_ID", "RINGWAY_JOB_TOKEN")
+_OTHER_VARIABLES = (
+    "RINGWAY_CONFIG",
+    "RINGWAY_RUN_ID",
+    "RINGWAY_RUN_STORE",
+    "RINGWAY_JOB_TOKEN",
+    "RINGWAY_JOB_SECRET",
+    "RINGWAY_JOB_SECRET_FILE",
+)
 
 
 def resolve(

@@ -4,6 +4,7 @@ RingwayError (RuntimeError)
 ├── ConfigError                      an invalid setting: which one, from where, the nearest valid name
 ├── DiscoveryError                   the launcher's environment is inconsistent
 ├── RendezvousError                  not all ranks arrived: which did, which did not
+├── Tampered                         a stranger changed what the ranks exchange: what, and where
 ├── BackendUnavailable               a backend that cannot be used here: what to install
 ├── UsageError (also ValueError)     an invalid call; nothing was sent
 ├── ObjectError                      an object message that cannot be trusted: its sender, what is wrong
@@ -32,6 +33,7 @@ __all__ = [
     "PeerLost",
     "RendezvousError",
     "RingwayError",
+    "Tampered",
     "UsageError",
 ]
 
@@ -71,6 +73,15 @@ class RendezvousError(RingwayError):
         super().__init__(message)
         self.arrived = dict(arrived or {})
         self.missing = sorted(missing)
+
+
+class Tampered(RingwayError):
+    """Something that the ranks exchange was changed by a process that does not have the job's secret. `what` names it:
+    a key of the job's store, or a message. It was not used."""
+
+    def __init__(self, message: str, *, what: str) -> None:
+        super().__init__(message)
+        self.what = what
 
 
 class BackendUnavailable(RingwayError):

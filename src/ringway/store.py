@@ -1,15 +1,20 @@
-"""The job's store: reading it without blocking, waiting for keys, and what lies beneath its prefixes.
+"""The job's store: reading it without blocking, waiting for keys, sealed values, and what lies beneath its prefixes.
 
-A wait inside torch's store does not hear Ctrl-C, so waits poll.
+A wait inside torch's store does not hear Ctrl-C, so waits poll. Anyone who reaches a TCP store can read and write it,
+so a job with a secret seals what it puts there: `KeyedStore`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ringway.errors import Tampered
+from ringway.keys import Forged, Key
 
 _FIRST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.05
@@ -50,10 +55,114 @@ def absent(store: Store, keys: Sequence[str], deadline: Deadline) -> list[int]:
     return [index for index, key in enumerate(keys) if not store.check([key])]
 
 
-def unwrapped(store: Store) -> Any:
-    """The store beneath its prefixes."""
+class KeyedStore(Store):
+    """A store whose values are sealed with the job's key. What a stranger writes raises `Tampered` where it is read.
+
+    A stranger can still delete a key, or put back an older value of the same key. torch's C++ code calls it like any
+    store, and holds only its C++ half: keep a reference to this object as long as the job lasts.
+    """
+
+    timeout: timedelta  # torch's property
+
+    def __init__(self, inner: Any, key: Key) -> None:
+        super().__init__()
+        self.inner = inner
+        self._base = unwrapped(inner)  # a prefix store holds only its C++ half
+        self.key = key
+        self._seal = key.derive("store")
+        self._clones: list[KeyedStore] = []
+        self.set_timeout(inner.timeout)
+
+    def _sealed(self, key: str, value: str | bytes) -> bytes:
+        return self._seal.seal(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def _opened(self, key: str, sealed: bytes) -> bytes:
+        try:
+            return self._seal.unseal(key, bytes(sealed))
+        except Forged:
+            raise Tampered(
+                f"the value of {key!r} in the job's store was written by a process without the job's secret, and was "
+                "not used. Keep strangers away from the store's port, or start the job with ringway run",
+                what=key,
+            ) from None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.inner.set(key, self._sealed(key, value))
+
+    def get(self, key: str) -> bytes:
+        self.inner.wait([key], self.timeout)
+        return self._opened(key, self.inner.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys) and len(self.multi_get(keys)) == len(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.inner.wait(keys, self.timeout if timeout is None else timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._opened(key, value) for key, value in zip(keys, self.inner.multi_get(keys), strict=True)]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.inner.multi_set(keys, [self._sealed(k, v) for k, v in zip(keys, values, strict=True)])
+
+    def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes:
+        """Replaces the value by what `change` makes of it; None leaves it. Returns the value that is there then."""
+        while True:
+            before = read(self.inner, key)
+            value = None if before is None else self._opened(key, before)
+            wanted = change(value)
+            if wanted is None:
+                return value or b""
+            sealed = self._sealed(key, wanted)
+            if bytes(self.inner.compare_set(key, before or b"", sealed)) == sealed:
+                return wanted
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._change(key, lambda value: str(int(value or 0) + amount).encode()))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        more = value.encode() if isinstance(value, str) else bytes(value)
+        self._change(key, lambda before: (before or b"") + more)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = (text.encode() if isinstance(text, str) else bytes(text) for text in (expected, desired))
+        if old and not self.inner.check([key]):
+            return old  # as torch's stores do
+        return self._change(key, lambda value: new if (value or b"") == old else None)
+
+    def delete_key(self, key: str) -> bool:
+        return self.inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self.inner.num_keys()
+
+    deleteKey = delete_key  # noqa: N815 - the names that torch's C++ code calls
+    getNumKeys = num_keys  # noqa: N815
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> KeyedStore:
+        self._clones.append(KeyedStore(self.inner.clone(), self.key))
+        return self._clones[-1]
+
+
+def beneath_prefixes(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def key_of(store: Store) -> Key:
+    """The key of the job that the store belongs to; an open key if its values are not sealed."""
+    keyed = beneath_prefixes(store)
+    return keyed.key if isinstance(keyed, KeyedStore) else Key()
+
+
+def unwrapped(store: Store) -> Any:
+    """The store beneath prefixes and seals."""
+    while isinstance(store, (PrefixStore, KeyedStore)):
+        store = store.underlying_store if isinstance(store, PrefixStore) else store.inner
     return store
 
 
@@ -61,15 +170,15 @@ class Connections:
     """Connections of this process's own, one to each TCP store: the program's may be blocked by a wait."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], Store] = {}
+        self._known: dict[tuple[str, int, str], Store] = {}
 
     def to(self, store: Store) -> Store:
         inner = unwrapped(store)
         if not isinstance(inner, TCPStore):
-            return inner  # a file, or memory: a wait does not block it
-        address = (inner.host, inner.port)
+            return beneath_prefixes(store)  # a file, or memory: a wait does not block it
+        address = (inner.host, inner.port, key_of(store).token("connection"))
         try:
             self._known[address].check(["ringway"])
         except Exception:  # there is none, or it leads to an earlier job's store
-            self._known[address] = inner.clone()  # type: ignore[attr-defined]
+            self._known[address] = beneath_prefixes(store).clone()  # type: ignore[attr-defined]
         return self._known[address]

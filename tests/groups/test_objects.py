@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import random
+import struct
 import threading
 from collections import namedtuple
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,49 +21,115 @@ import ringway._core as _core
 from ringway.call import premul_sum
 from ringway.errors import ObjectError, UsageError
 from ringway.groups import objects
+from ringway.groups.object_frames import HEADER_BYTES, Frames, Header
 from ringway.groups.world import world
+from ringway.keys import Key
 from ringway.testing import RankContext, RankPool
 
 LIMIT = 1 << 20
 Point = namedtuple("Point", "x y")
 
 
-def test_checksum_is_crc32c() -> None:
-    assert _core.crc32c(b"123456789") == 0xE3069283
-    assert _core.crc32c(b"") == 0
-    assert _core.crc32c(b"56789", _core.crc32c(b"1234")) == 0xE3069283
+FRAMES = Frames(Key(b"k" * 32))
+CALL = "collective 1"
+
+
+def _encoded(obj: Any) -> tuple[Header, torch.Tensor]:
+    header, body, error = FRAMES.encode(obj, LIMIT, False)
+    assert error is None
+    return header, body
+
+
+def _hash_in_python(key: bytes, block: bytes) -> bytes:
+    """NH as its definition says, for one block of 1024 bytes."""
+    words, keys = struct.unpack("<256I", block), struct.unpack(f"<{len(key) // 4}I", key)
+    totals = []
+    for first in (0, 8, 16):
+        total = 0
+        for unit in range(0, 256, 8):
+            for at in range(unit, unit + 4):
+                one = (words[at] + keys[first + at]) % 2**32
+                other = (words[at + 4] + keys[first + at + 4]) % 2**32
+                total += one * other
+        totals.append(total % 2**64)
+    return struct.pack("<3Q", *totals)
+
+
+def test_the_native_hash_is_nh() -> None:
+    key = bytes(range(256)) * 4 + bytes(range(64))
+    assert len(key) == _core.HASH_KEY_BYTES
+    data = random.Random(1).randbytes(2500)
+    padded = data.ljust(3072, b"\0")
+    expected = b"".join(_hash_in_python(key, padded[at : at + 1024]) for at in range(0, 3072, 1024))
+    assert _core.keyed_hash(key, data) == expected
+    assert _core.keyed_hash(key, b"") == b""
 
 
 @given(st.recursive(st.none() | st.integers() | st.text() | st.binary(max_size=300), st.lists, max_leaves=20))
 def test_encoded_objects_are_decoded(obj: Any) -> None:
-    header, body, error = objects._encode(obj, LIMIT)
-    assert error is None
-    assert objects._Header.unpack(header.pack(), 0) == header
-    assert objects._decode(header, body, 0) == obj
+    header, body = _encoded(obj)
+    assert FRAMES.unpack(FRAMES.pack(header, CALL, 0), CALL, 0, 0) == header
+    assert FRAMES.decode(header, body, 0, False) == obj
 
 
 @given(st.integers(min_value=0), st.integers(0, 7))
 def test_a_flipped_bit_is_noticed(place: int, bit: int) -> None:
-    header, body, _ = objects._encode({"numbers": np.arange(20), "word": "abc"}, LIMIT)
+    header, body = _encoded({"numbers": np.arange(20), "word": "abc"})
     damaged = body.clone()
     damaged[place % len(body)] ^= 1 << bit
     with pytest.raises(ObjectError, match="rank 3 arrived damaged"):
-        objects._decode(header, damaged, 3)
-    packed = header.pack().clone()
+        FRAMES.decode(header, damaged, 3, False)
+    packed = FRAMES.pack(header, CALL, 0).clone()
     packed[place % len(packed)] ^= 1 << bit
     with pytest.raises(ObjectError, match="rank 3 is corrupt"):
-        objects._Header.unpack(packed, 3)
+        FRAMES.unpack(packed, CALL, 0, 3)
 
 
-@given(st.binary(min_size=32, max_size=32))
-def test_random_bytes_are_not_accepted_as_a_header(noise: bytes) -> None:
-    with pytest.raises(ObjectError, match="rank 1 is corrupt"):
-        objects._Header.unpack(torch.frombuffer(bytearray(noise), dtype=torch.uint8), 1)
+class _Runs:
+    """Notes that it was unpickled."""
+
+    def __reduce__(self) -> Any:
+        return list.append, (_ran, "code of a stranger")
+
+
+_ran: list[str] = []
+
+
+def test_nothing_is_unpickled_that_does_not_prove_the_key() -> None:
+    """A stranger knows everything but the key: the format, the group, the call, a message that was really sent."""
+    stranger = Frames(Key(b"s" * 32))
+    header, body, _ = stranger.encode(_Runs(), LIMIT, False)
+    for forged in (stranger.pack(header, CALL, 0), torch.randint(0, 256, (HEADER_BYTES,), dtype=torch.uint8)):
+        with pytest.raises(ObjectError, match="process without the job's secret"):
+            FRAMES.unpack(forged, CALL, 0, 0)
+    real, _ = _encoded("an object")
+    with pytest.raises(ObjectError, match="process without the job's secret"):
+        FRAMES.decode(replace(real, nbytes=len(body)), body, 0, False)
+    packed = FRAMES.pack(real, CALL, 0)
+    for call, sender in (("collective 2", 0), ("message 0 to 1", 0), (CALL, 1)):  # replayed, or as another rank's
+        with pytest.raises(ObjectError, match="its header is invalid"):
+            FRAMES.unpack(packed, call, sender, 0)
+    assert _ran == []
+
+
+def test_weights_only_runs_no_code() -> None:
+    tensors = {"weight": torch.arange(4.0), "step": 3, "names": ["a", "b"]}
+    header, body, _ = FRAMES.encode(tensors, LIMIT, True)
+    decoded = FRAMES.decode(header, body, 0, True)
+    assert decoded["weight"].equal(tensors["weight"])
+    assert (decoded["step"], decoded["names"]) == (3, ["a", "b"])
+    header, body, _ = FRAMES.encode(_Runs(), LIMIT, True)
+    with pytest.raises(ObjectError, match="cannot be unpickled here"):
+        FRAMES.decode(header, body, 0, True)
+    header, body = _encoded("a pickle")
+    with pytest.raises(ObjectError, match="rank 5 sent a pickle, and this rank takes weights only"):
+        FRAMES.decode(header, body, 5, True)
+    assert _ran == []
 
 
 def test_large_buffers_are_not_copied_into_the_pickle() -> None:
     array = np.zeros(1 << 16)
-    _, body, _ = objects._encode(array, LIMIT)
+    _, body = _encoded(array)
     assert body.numel() < array.nbytes + 1024
     assert len(pickle.dumps(array, protocol=5)) >= array.nbytes
 
@@ -89,6 +158,9 @@ def _failures(context: RankContext, backend: str) -> None:
         with pytest.raises(ObjectError, match=f"rank {sender} could not pickle"):
             dist.scatter_object_list([None], inputs, src=sender)
         assert dist.allgather_object(rank) == list(range(size)), "the group stays usable"
+    received: list[Any] = [None] * size
+    dist.all_gather_object(received, {"weight": torch.tensor([rank])}, weights_only=True)
+    assert [int(each["weight"]) for each in received] == list(range(size))
     # A receiver with a smaller limit than the sender's refuses alone, and stays in step.
     world.max_object_bytes = 100 if rank == size - 1 else LIMIT
     places: list[Any] = [None]

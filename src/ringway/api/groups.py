@@ -17,7 +17,10 @@ from ringway.backends.select import select
 from ringway.errors import UsageError
 from ringway.groups.factory import register_with_torch
 from ringway.groups.world import NON_MEMBER, world
+from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
+from ringway.launch.rendezvous import rendezvous
+from ringway.launch.secret import given_key
 from ringway.torch_versions import undo_failed_start
 
 
@@ -42,11 +45,14 @@ def init_process_group(
     _ranks: list[int] | None = None,
 ) -> None:
     """Like torch's function. The group is ringway's own if ringway has the backend. Without a backend, the ranks choose
-    one together: `shm` if all of them share a host."""
+    one together: `shm` if all of them share a host. If the job has a secret, every rank proves first that it has it."""
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
     name = backend or world.next_backend
+    limit = c10d.default_pg_timeout if timeout is None else timeout
+    if store is None and not c10d.is_initialized() and not given_key().open:
+        store, rank, world_size = _meet(init_method, rank, world_size, limit)
+        world.store, init_method = store, None
     if name is None and not c10d.is_initialized():
-        limit = c10d.default_pg_timeout if timeout is None else timeout
         if store is None:
             met, rank, world_size = next(c10d.rendezvous(init_method or "env://", rank, world_size, timeout=limit))
             met.set_timeout(limit)
@@ -70,6 +76,15 @@ def init_process_group(
     except BaseException:
         undo_failed_start()
         raise
+
+
+def _meet(init_method: str | None, rank: int, size: int, limit: timedelta) -> tuple[c10d.Store, int, int]:
+    """The job's store, once all ranks have proved that they have its secret."""
+    info = discover(rank=rank, size=size, init_method=init_method)
+    path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
+    store = rendezvous(info, limit.total_seconds(), token=os.environ.get("RINGWAY_JOB_TOKEN", ""), path=path)
+    store.set_timeout(limit)
+    return store, info.rank, info.size
 
 
 def _named(backend: str | None) -> str | None:

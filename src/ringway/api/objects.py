@@ -1,4 +1,8 @@
-"""The object collectives as functions: torch's six, and three that return their result."""
+"""The object collectives as functions: torch's six, and three that return their result.
+
+`weights_only=True` (torch has it from 2.15 on) sends tensors, numbers, text and containers of them, and runs no code
+when they are read.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from ringway.groups.objects import ObjectChannel, reduce_objects
 from ringway.groups.world import world
 
 
-def _channel(group: Group, op: str) -> ObjectChannel | None:
+def _channel(group: Group, op: str, weights_only: bool = False) -> ObjectChannel | None:
     member = member_of(group, op)
-    return None if member is None else ObjectChannel(member, world.max_object_bytes)
+    return None if member is None else ObjectChannel(member, world.max_object_bytes, weights_only)
 
 
 def _places(op: str, name: str, value: Any) -> list[Any]:
@@ -24,8 +28,8 @@ def _places(op: str, name: str, value: Any) -> list[Any]:
     return value
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    channel = _channel(group, "all_gather_object")
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None, weights_only: bool = False) -> None:
+    channel = _channel(group, "all_gather_object", weights_only)
     if channel is None:
         return
     size = channel.communicator.size
@@ -41,8 +45,9 @@ def gather_object(
     dst: int | None = None,
     group: Group = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
-    channel = _channel(group, "gather_object")
+    channel = _channel(group, "gather_object", weights_only)
     if channel is None:
         return
     member = channel.communicator
@@ -62,9 +67,10 @@ def broadcast_object_list(
     group: Group = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """`device` is accepted for compatibility with torch; objects always travel on the CPU."""
-    channel = _channel(group, "broadcast_object_list")
+    channel = _channel(group, "broadcast_object_list", weights_only)
     if channel is None:
         return
     root = channel.communicator.members.place("src", src, group_src, default=0)
@@ -84,8 +90,9 @@ def scatter_object_list(
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
-    channel = _channel(group, "scatter_object_list")
+    channel = _channel(group, "scatter_object_list", weights_only)
     if channel is None:
         return
     member = channel.communicator
@@ -104,9 +111,10 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """`device` and `use_batch` are accepted for compatibility with torch; objects always travel on the CPU."""
-    channel = _channel(group, "send_object_list")
+    channel = _channel(group, "send_object_list", weights_only)
     if channel is not None:
         objects = _places("send_object_list", "object_list", object_list)
         channel.send(objects, channel.communicator.members.place("dst", dst, group_dst))
@@ -119,9 +127,10 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Returns the global rank of the sender; -1 on a rank outside the group."""
-    channel = _channel(group, "recv_object_list")
+    channel = _channel(group, "recv_object_list", weights_only)
     if channel is None:
         return -1
     member = channel.communicator

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -45,7 +46,10 @@ from ringway.groups.fast_path import FastPaths
 from ringway.groups.health import Health
 from ringway.groups.listener import Listener
 from ringway.groups.members import Members
+from ringway.groups.object_frames import Frames
 from ringway.groups.sparse import all_reduce_sparse
+from ringway.launch.secret import given_key
+from ringway.store import key_of
 from ringway.work import Sent, Work, seconds
 
 _SUM = ReduceOp.SUM
@@ -83,6 +87,14 @@ class Communicator:
     def backend(self) -> Backend:
         """The backend of the group's first device."""
         return self.devices.first
+
+    @cached_property
+    def frames(self) -> Frames:
+        """What object messages of this group are made with."""
+        key = key_of(self.info.store)
+        if key.open:  # torch made the store: the ranks had no roll call
+            key = given_key()
+        return Frames(key.derive("objects", self.name))
 
     @property
     def fault(self) -> BaseException | None:

@@ -18,6 +18,9 @@ from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import world
+from ringway.launch.rendezvous import admit
+from ringway.launch.secret import given_key
+from ringway.store import key_of
 
 
 def introduce_to_torch() -> None:
@@ -39,7 +42,7 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         rank=options.group_rank,
         size=size,
         ranks=list(options.global_ranks_in_group) or list(range(size)),
-        store=options.store,
+        store=_admitted(options),
         name=options.group_id,
         timeout=options.timeout.total_seconds(),
         options=extra,
@@ -68,6 +71,15 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         if comparison is not None:
             communicator.calls.compare_across_hosts(comparison)
     return Bridge(registration.torch_name, communicator, inner, others)
+
+
+def _admitted(options: Any) -> c10d.Store:
+    """The group's store. If torch made it and the job has a secret, the ranks prove here that they have it."""
+    if options.group_size == 1 or not key_of(options.store).open or given_key().open:
+        store: c10d.Store = options.store
+        return store
+    limit = options.timeout.total_seconds()
+    return admit(options.store, options.group_rank, options.group_size, options.group_id, limit)
 
 
 def _make_nccl(info: GroupInfo) -> Any:

@@ -1,239 +1,168 @@
-"""Python objects between ranks.
+"""Python objects between ranks. `object_frames.py` says how one travels.
 
-An object travels on the CPU as a header and a body. The header has the length and the checksum of the body. It can
-also say that the sender failed, so that a sender's failure is an error on every rank instead of a hang. A body is a
-pickle (protocol 5) followed by its large buffers, which are copied once.
-
-Any process that can join the job can run code in it, because objects are pickled. The security boundary is joining.
+Objects are pickled, so any process that can join the job can run code in it. With a job secret, only holders of the
+secret can join, and a message that does not prove it is refused before it is unpickled.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import pickle
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import ringway._core as _core
 from ringway.call import Reduce, ReduceOp, parse_reduce
-from ringway.errors import ObjectError, UsageError
+from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
+from ringway.groups.object_frames import HEADER_BYTES, Header, check
 
-_MAGIC = 0x52574F31
-_HEADER = struct.Struct("<IIQIQI")
-_HEADER_BYTES = _HEADER.size
 _CHUNK = 64 << 20
-_SENT, _TOO_LARGE, _NOT_PICKLED = 0, 1, 2
-
-_FOREIGN_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True)
-class _Header:
-    state: int
-    nbytes: int
-    checksum: int
-    limit: int
-    """The largest body that the sender accepts from other ranks."""
-
-    def pack(self) -> Tensor:
-        plain = _HEADER.pack(_MAGIC, self.state, self.nbytes, self.checksum, self.limit, 0)[:-4]
-        return torch.frombuffer(bytearray(plain + struct.pack("<I", _core.crc32c(plain))), dtype=torch.uint8)
-
-    @staticmethod
-    def unpack(tensor: Tensor, sender: int) -> _Header:
-        raw = tensor.numpy().tobytes()
-        magic, state, nbytes, checksum, limit, own = _HEADER.unpack(raw)
-        if magic != _MAGIC or own != _core.crc32c(raw[:-4]) or nbytes > _FOREIGN_LIMIT:
-            raise ObjectError(f"the object message of rank {sender} is corrupt: its header is invalid", sender=sender)
-        return _Header(state, nbytes, checksum, limit)
-
-
-def _encode(obj: Any, limit: int) -> tuple[_Header, Tensor, BaseException | None]:
-    """The object's header and body. If the body cannot be sent, it is empty, and the error is returned too."""
-    nothing = torch.empty(0, dtype=torch.uint8)
-    buffers: list[pickle.PickleBuffer] = []
-    try:
-        head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
-    except Exception as error:
-        return _Header(_NOT_PICKLED, 0, 0, limit), nothing, error
-    views = [buffer.raw() for buffer in buffers]
-    lengths = struct.pack(f"<I{len(views) + 1}Q", len(views), len(head), *(view.nbytes for view in views))
-    total = len(lengths) + len(head) + sum(view.nbytes for view in views)
-    if total > limit:
-        return _Header(_TOO_LARGE, total, 0, limit), nothing, None
-    body = bytearray(total)
-    place = 0
-    for piece in (lengths, head, *views):
-        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
-        body[place : place + size] = piece
-        place += size
-    return _Header(_SENT, total, _core.crc32c(body), limit), torch.frombuffer(body, dtype=torch.uint8), None
-
-
-def _decode(header: _Header, body: Tensor, sender: int) -> Any:
-    view = memoryview(body.numpy())  # type: ignore[arg-type]
-    if _core.crc32c(view) != header.checksum:
-        raise ObjectError(f"the object of rank {sender} arrived damaged: its checksum does not match", sender=sender)
-    try:
-        count, first = struct.unpack_from("<IQ", view)
-        lengths = struct.unpack_from(f"<{count}Q", view, 12)
-        place = 12 + 8 * count
-        head = view[place : place + first]
-        place += first
-        buffers = []
-        for length in lengths:
-            buffers.append(view[place : place + length])
-            place += length
-        return pickle.loads(head, buffers=buffers)
-    except Exception as error:
-        raise ObjectError(
-            f"the object of rank {sender} cannot be unpickled here: {type(error).__name__}: {error}", sender=sender
-        ) from error
-
-
-def _check(header: _Header, sender: int, limit: int, cause: BaseException | None = None) -> None:
-    if header.state == _NOT_PICKLED:
-        raise ObjectError(f"rank {sender} could not pickle its object" + (f": {cause}" if cause else ""), sender=sender)
-    if header.state == _TOO_LARGE or header.nbytes > limit:
-        raise ObjectError(
-            f"the object of rank {sender} has {header.nbytes} bytes, and the limit is {limit}; "
-            "raise RINGWAY_MAX_OBJECT_BYTES if this is meant",
-            sender=sender,
-        )
 
 
 class ObjectChannel:
-    """The object collectives of one communicator. Ranks here are the group's own."""
+    """The object collectives of one communicator. Ranks here are the group's own.
 
-    def __init__(self, communicator: Communicator, limit: int) -> None:
+    With `weights_only` an object travels as `torch.save` writes it and is read by `torch.load(weights_only=True)`.
+    """
+
+    def __init__(self, communicator: Communicator, limit: int, weights_only: bool = False) -> None:
         self.communicator = communicator
+        self._rank = communicator.rank
+        self._frames = communicator.frames
         self._limit = limit
+        self._weights_only = weights_only
 
     def _global(self, rank: int) -> int:
         return self.communicator.ranks[rank]
 
-    def _headers(self, mine: _Header, cause: BaseException | None) -> list[_Header]:
+    def _encode(self, obj: Any) -> tuple[Header, Tensor, BaseException | None]:
+        return self._frames.encode(obj, self._limit, self._weights_only)
+
+    def _decode(self, header: Header, body: Tensor, sender: int) -> Any:
+        return self._frames.decode(header, body, self._global(sender), self._weights_only)
+
+    def _headers(self, mine: Header, cause: BaseException | None) -> list[Header]:
         """The headers of all ranks. Every rank sees the same headers and applies the smallest limit, so either all
         raise or none, and the group stays usable."""
-        size = self.communicator.size
-        gathered = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
-        self.communicator.all_gather_into_tensor(gathered, mine.pack(), log_name="object header")
-        headers = [_Header.unpack(row, self._global(i)) for i, row in enumerate(gathered.view(size, -1))]
+        size, call = self.communicator.size, self._frames.next_collective()
+        gathered = torch.empty(size * HEADER_BYTES, dtype=torch.uint8)
+        packed = self._frames.pack(mine, call, self._rank)
+        self.communicator.all_gather_into_tensor(gathered, packed, log_name="object header")
+        rows = gathered.view(size, -1)
+        headers = [self._frames.unpack(row, call, i, self._global(i)) for i, row in enumerate(rows)]
         limit = min(header.limit for header in headers)
         for i, header in enumerate(headers):
-            _check(header, self._global(i), limit, cause if i == self.communicator.rank else None)
+            check(header, self._global(i), limit, cause if i == self._rank else None)
         return headers
 
-    def _decoded(self, headers: list[_Header], bodies: list[Tensor]) -> list[Any]:
+    def _decoded(self, headers: list[Header], bodies: list[Tensor]) -> list[Any]:
         pairs = zip(headers, bodies, strict=True)
-        return [_decode(header, body[: header.nbytes], self._global(i)) for i, (header, body) in enumerate(pairs)]
+        return [self._decode(header, body[: header.nbytes], i) for i, (header, body) in enumerate(pairs)]
 
     def all_gather(self, obj: Any) -> list[Any]:
-        header, body, cause = _encode(obj, self._limit)
+        header, body, cause = self._encode(obj)
         headers = self._headers(header, cause)
         bodies = [torch.empty(h.nbytes, dtype=torch.uint8) for h in headers]
         self.communicator.all_gather(bodies, body, log_name="object")
         return self._decoded(headers, bodies)
 
     def gather(self, obj: Any, root: int) -> list[Any] | None:
-        header, body, cause = _encode(obj, self._limit)
+        header, body, cause = self._encode(obj)
         headers = self._headers(header, cause)
         longest = max(h.nbytes for h in headers)
         bodies = None
-        if self.communicator.rank == root:
+        if self._rank == root:
             bodies = [torch.empty(longest, dtype=torch.uint8) for _ in headers]
         self.communicator.gather(_stretched(body, longest), bodies, group_dst=root, log_name="object")
-        if bodies is None:
-            return None
-        return [
-            _decode(h, b[: h.nbytes], self._global(i)) for i, (h, b) in enumerate(zip(headers, bodies, strict=True))
-        ]
+        return None if bodies is None else self._decoded(headers, bodies)
 
     def broadcast(self, obj: Any, root: int) -> Any:
-        if self.communicator.rank == root:
-            header, body, cause = _encode(obj, self._limit)
-            self.communicator.broadcast(header.pack(), group_src=root, log_name="object header")
-            _check(header, self._global(root), self._limit, cause)
+        call = self._frames.next_collective()
+        if self._rank == root:
+            header, body, cause = self._encode(obj)
+            packed = self._frames.pack(header, call, root)
+            self.communicator.broadcast(packed, group_src=root, log_name="object header")
+            check(header, self._global(root), self._limit, cause)
             self._in_chunks(header, body, lambda piece: self._broadcast_piece(piece, root))
             return obj
-        received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        received = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self.communicator.broadcast(received, group_src=root, log_name="object header")
-        return self._take(received, root, lambda piece: self._broadcast_piece(piece, root))
+        return self._take(received, call, root, lambda piece: self._broadcast_piece(piece, root))
 
     def _broadcast_piece(self, piece: Tensor, root: int) -> None:
         self.communicator.broadcast(piece, group_src=root, log_name="object")
 
     def send(self, obj: Any, peer: int) -> None:
-        header, body, cause = _encode(obj, self._limit)
-        self.communicator.send(header.pack(), group_dst=peer, log_name="object header")
-        _check(header, self._global(self.communicator.rank), self._limit, cause)
+        header, body, cause = self._encode(obj)
+        packed = self._frames.pack(header, self._frames.message(self._rank, peer), self._rank)
+        self.communicator.send(packed, group_dst=peer, log_name="object header")
+        self._frames.passed(self._rank, peer)
+        check(header, self._global(self._rank), self._limit, cause)
         self._in_chunks(header, body, lambda piece: self.communicator.send(piece, group_dst=peer, log_name="object"))
 
     def recv(self, peer: int | None) -> tuple[Any, int]:
         """The object, and the sender's rank in the group."""
-        received = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        received = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         source = self.communicator.recv(received, group_src=peer, log_name="object header")
         sender = self.communicator.ranks.index(source)
+        call = self._frames.message(sender, self._rank)
+        self._frames.passed(sender, self._rank)
 
         def piece_from(piece: Tensor) -> None:
             self.communicator.recv(piece, group_src=sender, log_name="object")
 
-        return self._take(received, sender, piece_from), sender
+        return self._take(received, call, sender, piece_from), sender
 
-    def _take(self, received: Tensor, sender: int, receive: Callable[[Tensor], None]) -> Any:
+    def _take(self, received: Tensor, call: str, sender: int, receive: Callable[[Tensor], None]) -> Any:
         """A body larger than this rank's limit is received piece by piece and discarded, so that the group stays in
         step. Then it is refused."""
-        header = _Header.unpack(received, self._global(sender))
-        if header.state != _SENT:
-            _check(header, self._global(sender), self._limit)
+        header = self._frames.unpack(received, call, sender, self._global(sender))
+        if not header.sent:
+            check(header, self._global(sender), self._limit)
         body = torch.empty(header.nbytes if header.nbytes <= self._limit else 0, dtype=torch.uint8)
         self._in_chunks(header, body, receive)
-        _check(header, self._global(sender), self._limit)
-        return _decode(header, body, self._global(sender))
+        check(header, self._global(sender), self._limit)
+        return self._decode(header, body, sender)
 
     @staticmethod
-    def _in_chunks(header: _Header, body: Tensor, move: Callable[[Tensor], None]) -> None:
+    def _in_chunks(header: Header, body: Tensor, move: Callable[[Tensor], None]) -> None:
         scrap = torch.empty(min(_CHUNK, header.nbytes) if body.numel() == 0 else 0, dtype=torch.uint8)
         for start in range(0, header.nbytes, _CHUNK):
             stop = min(start + _CHUNK, header.nbytes)
             move(body[start:stop] if body.numel() else scrap[: stop - start])
 
     def scatter(self, objects: Sequence[Any] | None, root: int) -> Any:
-        size = self.communicator.size
-        headers = torch.empty(size * _HEADER_BYTES, dtype=torch.uint8)
+        size, call = self.communicator.size, self._frames.next_collective()
+        headers = torch.empty(size * HEADER_BYTES, dtype=torch.uint8)
         bodies: list[Tensor] = []
         cause: BaseException | None = None
-        if self.communicator.rank == root:
+        if self._rank == root:
             assert objects is not None
             packed = []
-            for obj in objects:
-                header, body, error = _encode(obj, self._limit)
+            for place, obj in enumerate(objects):
+                header, body, error = self._encode(obj)
                 cause = cause or error
-                packed.append(header.pack())
+                packed.append(self._frames.pack(header, f"{call} to {place}", root))
                 bodies.append(body)
             headers = torch.cat(packed)
         self.communicator.broadcast(headers, group_src=root, log_name="object header")
         rows = [
-            _Header.unpack(headers[i * _HEADER_BYTES : (i + 1) * _HEADER_BYTES], self._global(root))
-            for i in range(size)
+            self._frames.unpack(row, f"{call} to {place}", root, self._global(root))
+            for place, row in enumerate(headers.view(size, -1))
         ]
         for row in rows:
-            _check(row, self._global(root), row.limit, cause)
+            check(row, self._global(root), row.limit, cause)
         longest = max(row.nbytes for row in rows)
         mine = torch.empty(longest, dtype=torch.uint8)
         stretched = [_stretched(body, longest) for body in bodies]
         self.communicator.scatter(mine, stretched, group_src=root, log_name="object")
-        header = rows[self.communicator.rank]
-        _check(header, self._global(root), self._limit)  # last, because other ranks may accept more
-        return _decode(header, mine[: header.nbytes], self._global(root))
+        header = rows[self._rank]
+        check(header, self._global(root), self._limit)  # last, because other ranks may accept more
+        return self._decode(header, mine[: header.nbytes], root)
 
 
 def _stretched(body: Tensor, to: int) -> Tensor:

@@ -50,6 +50,9 @@ class World:
         self.backend_reason: str | None = None
         self.local_rank: int | None = None
         self.policy: Policy | None = None
+        self.store: c10d.Store | None = None
+        """The job's store, if ringway made it: torch's C++ code holds only the C++ half of a store written in
+        Python."""
         self._adopting = threading.Lock()
         self._left_behind: weakref.WeakSet[c10d.ProcessGroup] = weakref.WeakSet()
         """In a forked child: the groups of its parent."""
@@ -123,6 +126,7 @@ class World:
     def forget_default(self) -> None:
         """After the default group was destroyed: releases what it holds, such as the job's store."""
         self._default = None
+        self.store = None
 
     def start_over(self) -> list[Communicator]:
         """In a forked child: forgets the parent's groups. Returns their communicators."""

@@ -21,8 +21,10 @@ from ringway.groups.world import world
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
+from ringway.launch.secret import OPEN_JOB, REMEDY
 from ringway.observe import start as watching
 from ringway.observe.log.logger import configure
+from ringway.store import key_of
 
 DEFAULT_PORT = 29500
 """The default of DeepSpeed's signature. It means that the caller chose no port, so ringway chooses one."""
@@ -58,7 +60,9 @@ def init_distributed(
     if info.port is None and info.address is not None and distributed_port != DEFAULT_PORT:
         info = replace(info, port=distributed_port)
     path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
-    store = rendezvous(info, limit, token=os.environ.get("RINGWAY_JOB_TOKEN", ""), path=path)
+    token = os.environ.get("RINGWAY_JOB_TOKEN", "")
+    store = rendezvous(info, limit, token=token, path=path, require_secret=settings.require_secret)
+    world.store = store
     explicit, said_by = _wanted(dist_backend, settings)
     table = policy.consult(settings.policy, info.size)
     choice = select(explicit, said_by, info, store, limit, table)
@@ -75,6 +79,8 @@ def init_distributed(
     watching.begin(settings)
     if verbose and info.rank == 0:
         _say(_summary(info, choice, limit, limit_source))
+    if info.rank == 0 and info.size > 1 and key_of(store).open and (verbose or world.communicator(None).spans_hosts):
+        _say(f"{OPEN_JOB}: {REMEDY}")
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
 

@@ -140,6 +140,7 @@ def _from_arguments(
             source="arguments",
             address=address,
             port=port,
+            socket=None if elsewhere else launcher.socket,
             job="" if elsewhere else launcher.job,
             hosted_by_launcher=launcher.hosted_by_launcher and not elsewhere,
             notes=notes,

@@ -16,9 +16,9 @@ class LaunchInfo:
     """This process's place in the job, and the launcher that gave it.
 
     `None` means that the launcher does not say. `address` and `port` are the store's; without a port, ringway chooses
-    one. `hosted_by_launcher` means that the store runs in the launcher, not in rank 0. `job` distinguishes this job
-    from others and is equal on all ranks; `attempt` counts the launcher's restarts of it. `notes` are remarks for
-    `ringway env`.
+    one. `hosted_by_launcher` means that the store runs in the launcher, not in rank 0; `socket` is the path of its
+    socket if it is private. `job` distinguishes this job from others and is equal on all ranks; `attempt` counts the
+    launcher's restarts of it. `notes` are remarks for `ringway env`.
     """
 
     rank: int
@@ -29,6 +29,7 @@ class LaunchInfo:
     node_rank: int | None = None
     address: str | None = None
     port: int | None = None
+    socket: str | None = None
     job: str = ""
     attempt: int = 0
     hosted_by_launcher: bool = False

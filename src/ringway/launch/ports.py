@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
@@ -22,24 +23,50 @@ def choices(job: str) -> list[int]:
     return [_FIRST_CHOICE + (start + step * turn) % span for turn in range(CHOICES)]
 
 
-def listen(address: str | None, port: int) -> socket.socket:
-    """A listening socket, on loopback only if `address` is. Raises OSError if the port is taken."""
-    if address is not None and is_loopback(address):
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket on the interface that has this address. Raises OSError if the port is taken.
+
+    If the address is not one of this host's interfaces (a name that the host itself takes for loopback, or the public
+    side of a translated network), the socket listens on all.
+    """
+    if is_loopback(address):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return _bound(family, loopback_number(address), port)
+    for family, number in _numbers(address):
+        if not is_loopback(number):
+            try:
+                return _bound(family, number, port)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
     if socket.has_dualstack_ipv6():
         return _bound(socket.AF_INET6, "::", port)
     return _bound(socket.AF_INET, "0.0.0.0", port)
 
 
-def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+def _numbers(address: str) -> list[tuple[socket.AddressFamily, str]]:
+    """What a name resolves to. Nothing if it does not: then the ranks cannot find it either, and the caller says so."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(family, str(where[0])) for family, _, _, _, where in found]
+
+
+def reserve(address: str) -> socket.socket:
+    """A socket that holds a free port without listening: another process that reuses addresses may listen there."""
+    return _bound(socket.AF_INET, address, 0, listens=False)
+
+
+def _bound(family: socket.AddressFamily, address: str, port: int, *, listens: bool = True) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((address, port))
-        listener.listen(1024)
+        if listens:
+            listener.listen(1024)
     except OSError:
         listener.close()
         raise

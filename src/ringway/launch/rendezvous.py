@@ -1,9 +1,9 @@
 """All ranks meet at one store, or those that came learn which ranks did not.
 
 1. Connect: rank 0 opens the store (or the launcher has), and the others find it.
-2. Recognize: the store names its job; a store of another job is refused.
-3. Roll call: each rank signs in with its host and process. The last to arrive, or the first whose deadline expires,
-   writes the single outcome that all ranks read. After a failure, rank 0 keeps the store open until all have read it.
+2. Recognize: the store names its job; a store of another job, or of one with another secret, is refused.
+3. Roll call (`roll_call.py`): each rank proves to all others that it belongs to the job. After a failure, rank 0 keeps
+   the store open until all have read which ranks were missing.
 
 Waits poll with growing pauses, so that Ctrl-C ends any of them, and all share one deadline.
 """
@@ -14,22 +14,24 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed import DistError
 
-from ringway.errors import DiscoveryError, RendezvousError
+from ringway.errors import ConfigError, DiscoveryError, RendezvousError
+from ringway.keys import Key
 from ringway.launch import ports
 from ringway.launch.info import LaunchInfo
+from ringway.launch.roll_call import roll_call
+from ringway.launch.run_store import RunStore
+from ringway.launch.secret import REMEDY, HostFile, given_key, host_file
 from ringway.store import Deadline, read
 from ringway.threads import start
-
-FAREWELL = 5.0
-"""Seconds that rank 0 waits, after a failed roll call, for the others to read which ranks were missing."""
 
 _IDENTITY = "ringway/job"
 _LONGEST_PAUSE = 0.25  # between attempts to reach a store that may not be open yet
@@ -50,8 +52,10 @@ class _StoreAddress:
         return address + (f":{self.port}" if self.port else "") + (f" ({self.host})" if self.host else "")
 
 
-def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str | None = None) -> Store:
-    """Return the job's store once all ranks have arrived at it.
+def rendezvous(
+    info: LaunchInfo, timeout: float, *, token: str = "", path: str | None = None, require_secret: bool = False
+) -> Store:
+    """Return the job's store once all ranks have arrived at it and proved that they have the job's secret.
 
     `token` is part of the job's identity, for launchers that give none. With `path`, the store is a file
     (`init_method="file://..."`).
@@ -59,34 +63,90 @@ def rendezvous(info: LaunchInfo, timeout: float, *, token: str = "", path: str |
     if info.size == 1 and path is None:
         return HashStore()  # a single rank needs no port and no address
     deadline = Deadline(timeout)
-    named = identity(info.job, token)
+    job = _Job.of(info, token, require_secret)
     if path is not None:
         if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it silently
             raise RendezvousError(f"the folder {os.path.dirname(path)!r} for the store's file {path} does not exist")
-        return _roll_call(FileStore(path, info.size), info, deadline, _StoreAddress(path))
-    if info.address is None:
-        store, place = _agree_through_mpi(info, named, deadline)
+        place = _StoreAddress(path)
+        file = FileStore(path, info.size)
+        return _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place))
+    if info.socket is not None:
+        store, place, opened = _join_run(info, info.socket, job, deadline)
+    elif info.address is None:
+        store, place, opened, job = _agree_through_mpi(info, job, deadline)
     elif info.rank == 0 and not info.hosted_by_launcher:
-        store, place = _host(info, named, deadline)
+        store, place, opened = _host(info, job, deadline)
     else:
-        store, place = _join(info, named, deadline)
+        store, place, opened = _join(info, job, deadline)
     while True:
         try:
-            return _roll_call(store, info, deadline, place)
+            met = _roll_call(store, info, deadline, place, job.key, opened)
+            job.all_have_met(info)
+            return met
         except DistError as error:
-            opened = _opened_again(info, named, deadline)
-            if opened is None:
+            again = _opened_again(info, job, deadline)
+            if again is None:
                 raise RendezvousError(
                     f"rank {info.rank}: the store at {place} disappeared during the rendezvous: its host, "
                     f"{_host_of_store(info)}, died or closed it",
                     arrived={info.rank: socket.gethostname()},
                     missing=[] if info.hosted_by_launcher else [0],
                 ) from error
-            store, place = opened
+            store, place, opened = again
+
+
+_roll_call = roll_call
+
+
+def admit(store: Store, rank: int, size: int, group: str, timeout: float) -> Store:
+    """A group's part of a store that ringway did not make, once its ranks have proved that they have the secret."""
+    info = LaunchInfo(rank=rank, size=size, source="torch.distributed")
+    job = _Job(group, given_key().derive("group", group))
+    place = _StoreAddress(f"the store of the group {group}")
+    return _roll_call(store, info, Deadline(timeout), place, job.key, _recognize(store, info, job, place))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Which job this is, and its key. The name is only a name: it may be public."""
+
+    name: str
+    key: Key
+    file: HostFile | None = None
+
+    @classmethod
+    def of(cls, info: LaunchInfo, token: str, require_secret: bool) -> _Job:
+        name = identity(info.job, token)
+        key, file = given_key(), None
+        if key.open:
+            file = host_file(info)
+            key = key if file is None else file.key()
+        if key.open and require_secret and info.address is not None:  # without an address, MPI hands one over
+            raise ConfigError(f"require_secret is set, but the job has no secret: {REMEDY}", key="require_secret")
+        return cls(name, job_key(key, info.job, token), file)
+
+    def all_have_met(self, info: LaunchInfo) -> None:
+        if self.file is not None and info.rank == 0:
+            self.file.remove()
+
+    @property
+    def digest(self) -> str:
+        """A job's id may be private, and anyone who can reach the store can read its contents."""
+        return hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+    def identity(self, size: int, host: str, opened: str) -> str:
+        """What the store says about itself."""
+        facts = {"job": self.digest, "size": size, "host": host, "opened": opened}
+        tag = "" if self.key.open else self.key.tag("identity", str(size), host, opened).hex()
+        return json.dumps({**facts, "tag": tag})
 
 
 def host_store(listener: socket.socket, address: str, job: str, size: int, timeout: float) -> Store:
-    """Open a store on a socket that already listens, and write its job into it."""
+    """Open a store without a secret on a socket that already listens, and write its job into it."""
+    return _open_store(listener, address, _Job(job, Key()), size, timeout)[0]
+
+
+def _open_store(listener: socket.socket, address: str, job: _Job, size: int, timeout: float) -> tuple[Store, str]:
     port = listener.getsockname()[1]
     store = TCPStore(
         ports.loopback_number(address) if ports.is_loopback(address) else address,
@@ -96,18 +156,19 @@ def host_store(listener: socket.socket, address: str, job: str, size: int, timeo
         timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
     )
-    store.set(_IDENTITY, json.dumps({"job": _digest(job), "size": size, "host": _signature()}))
-    return store
+    opened = secrets.token_hex(16)
+    store.set(_IDENTITY, job.identity(size, _signature(), opened))
+    return store, opened
+
+
+def job_key(key: Key, job: str, token: str) -> Key:
+    """One secret may serve several jobs: each gets a key of its own."""
+    return key.derive("job", identity(job, token))
 
 
 def identity(job: str, token: str) -> str:
     """Distinguishes a job from others: the launcher's id for it, and the user's token if there is one."""
     return f"{job}\n{token}" if token else job
-
-
-def _digest(job: str) -> str:
-    """A job's id may be secret, and anyone who can reach the store can read its contents."""
-    return hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def _signature() -> str:
@@ -125,9 +186,20 @@ _hosted: list[Store] = []
 next start on the same port joins it again."""
 
 
-def _host(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
+_Met = tuple[Store, _StoreAddress, str]
+"""A store, where it is, and the nonce of whoever opened it."""
+
+
+def _join_run(info: LaunchInfo, path: str, job: _Job, deadline: Deadline) -> _Met:
+    """The private store of `ringway run`."""
+    place = _StoreAddress(path)
+    store = RunStore(path, job.key, deadline.seconds)
+    return store, place, _recognize(store, info, job, place)
+
+
+def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
     assert info.address is not None
-    offered = [info.port] if info.port is not None else ports.choices(job)
+    offered = [info.port] if info.port is not None else ports.choices(job.name)
     for port in offered:
         try:
             listener = ports.listen(info.address, port)
@@ -141,9 +213,9 @@ def _host(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Store
                 raise RendezvousError(_taken(info.port, error, owner)) from error
             continue
         _check_way_back(info.address, port)
-        store = host_store(listener, info.address, job, info.size, deadline.seconds)
+        store, opened = _open_store(listener, info.address, job, info.size, deadline.seconds)
         _hosted[:] = [store]
-        return store, _StoreAddress(info.address, port, _signature())
+        return store, _StoreAddress(info.address, port, _signature()), opened
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free port")
 
 
@@ -172,14 +244,14 @@ def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
     return f"MASTER_PORT={port} is taken {by}; set another port, or none if ringway run is the launcher"
 
 
-def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
+def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
     assert info.address is not None
-    offered = [info.port] if info.port is not None else ports.choices(job)
+    offered = [info.port] if info.port is not None else ports.choices(job.name)
     obstacles: dict[int, str] = {}
     # An earlier job may still be closing its store on the port that this job was given.
     grace = Deadline(min(_GRACE, deadline.seconds))
 
-    def attempt() -> tuple[Store, _StoreAddress] | None:
+    def attempt() -> _Met | None:
         for port in offered:
             try:
                 return _open(info, job, port, deadline)
@@ -206,7 +278,7 @@ def _join(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _Store
     )
 
 
-def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress] | None:
+def _opened_again(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met | None:
     """A program that starts again may find rank 0's previous store while it closes: join the next one."""
     if info.rank == 0 or info.hosted_by_launcher or info.address is None:
         return None
@@ -216,7 +288,7 @@ def _opened_again(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store
         return None
 
 
-def _open(info: LaunchInfo, job: str, port: int, deadline: Deadline) -> tuple[Store, _StoreAddress]:
+def _open(info: LaunchInfo, job: _Job, port: int, deadline: Deadline) -> _Met:
     """Connect to one port. Raises OSError if nothing listens there yet, RendezvousError if something else does."""
     assert info.address is not None
     patience = min(_PROBE, deadline.left()) or 0.001
@@ -226,8 +298,7 @@ def _open(info: LaunchInfo, job: str, port: int, deadline: Deadline) -> tuple[St
     if store is None:
         raise RendezvousError(f"the service at {_StoreAddress(info.address, port)} is not a torch.distributed store")
     place = _StoreAddress(info.address, port)
-    place.host = _recognize(store, info, job, place)
-    return store, place
+    return store, place, _recognize(store, info, job, place)
 
 
 def _client(address: str, port: int, timeout: float) -> Store | None:
@@ -254,8 +325,9 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
     return result[0]
 
 
-def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[Store, _StoreAddress]:
-    """For several hosts and a launcher that gives no address: MPI itself sends rank 0's address to the others."""
+def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple[Store, _StoreAddress, str, _Job]:
+    """For several hosts and a launcher that gives no address: MPI itself sends rank 0's address to the others, and a
+    secret if the user gave none."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -271,27 +343,28 @@ def _agree_through_mpi(info: LaunchInfo, job: str, deadline: Deadline) -> tuple[
             f"{world.Get_size()}: it was built for another MPI",
             source=info.source,
         )
-    listener = ports.listen(None, 0) if info.rank == 0 else None
-    mine = (ports.own_address(), listener.getsockname()[1], os.urandom(16).hex()) if listener else None
+    own = ports.own_address() if info.rank == 0 else ""
+    listener = ports.listen(own, 0) if info.rank == 0 else None
+    mine = (own, listener.getsockname()[1], secrets.token_hex(32)) if listener else None
     address, port, secret = world.bcast(mine, root=0)
-    job += secret
+    if job.key.open:
+        job = _Job(job.name, Key.from_text(secret, "MPI"))
     if listener is not None:
-        store = host_store(listener, address, job, info.size, deadline.seconds)
-        return store, _StoreAddress(address, port, _signature())
+        store, opened = _open_store(listener, address, job, info.size, deadline.seconds)
+        return store, _StoreAddress(address, port, _signature()), opened, job
     known = LaunchInfo(rank=info.rank, size=info.size, source=info.source, address=address, port=port)
-    return _join(known, job, deadline)
+    return *_join(known, job, deadline), job
 
 
 # --- recognize
 
 
-def _recognize(store: Store, info: LaunchInfo, job: str, place: _StoreAddress) -> str:
-    """Check that the store belongs to this job, and return its host."""
-    mine = {"job": _digest(job), "size": info.size}
-    if info.hosted_by_launcher and info.source != "ringway run":
-        # torchrun's store does not name its job: the first rank to arrive writes it, and the others compare.
-        claim = json.dumps({**mine, "host": "torchrun"})
-        said = store.compare_set(_IDENTITY, "", claim)
+def _recognize(store: Store, info: LaunchInfo, job: _Job, place: _StoreAddress) -> str:
+    """Check that the store belongs to this job, and return the nonce of whoever opened it."""
+    if place.port is None or info.hosted_by_launcher:
+        # A file or a launcher's store does not name its job: the first rank to arrive writes it, the others compare.
+        host = "torchrun" if place.port else _signature()
+        said = bytes(store.compare_set(_IDENTITY, "", job.identity(info.size, host, secrets.token_hex(16))))
     else:
         found = Deadline(_PROBE).poll(lambda: read(store, _IDENTITY))
         if found is None:
@@ -299,86 +372,25 @@ def _recognize(store: Store, info: LaunchInfo, job: str, place: _StoreAddress) -
         said = found
     try:
         theirs = json.loads(said)
-        host = str(theirs["host"])
-        matches = theirs["job"] == mine["job"]
-        size = theirs["size"]
+        host, size, opened, tag = str(theirs["host"]), int(theirs["size"]), str(theirs["opened"]), str(theirs["tag"])
+        matches = theirs["job"] == job.digest
     except (ValueError, TypeError, KeyError):
-        raise RendezvousError(f"the store at {place} names its job in an unknown format") from None
+        raise RendezvousError(
+            f"the store at {place} names its job in an unknown format: it is another version of ringway's, or a "
+            "stranger changed it. Install the same version on all hosts"
+        ) from None
     if not matches:
         raise RendezvousError(f"the store at {place} belongs to another job, opened by {host}")
+    if bool(tag) == job.key.open or (tag and json.loads(job.identity(size, host, opened))["tag"] != tag):
+        theirs, ours = ("a" if tag else "no"), ("none" if job.key.open else "another" if tag else "one")
+        raise RendezvousError(
+            f"the store at {place}, opened by {host}, has {theirs} secret, and rank {info.rank} has {ours}: it is "
+            f"another job's, or this job's secret is not the same on all ranks. In that case: {REMEDY}"
+        )
     if size != info.size:
         raise RendezvousError(
             f"the store at {place}, opened by {host}, expects {size} ranks, but rank {info.rank} was started as "
             f"one of {info.size}"
         )
-    return host
-
-
-# --- roll call
-
-
-def _roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: _StoreAddress) -> Store:
-    # A program may start, end and start again on a store that outlives it. Each start is a separate round, and
-    # each rank counts its own.
-    rounds = PrefixStore(f"ringway/attempt {info.attempt}", store)
-    turn = rounds.add(f"rounds of rank {info.rank}", 1)
-    me = _signature()
-    if turn > 1:
-        before = bytes(rounds.get(f"round {turn - 1}/rank {info.rank}")).decode()
-        if before != me:
-            raise RendezvousError(
-                f"rank {info.rank} has arrived twice at {place}: first from {before}, now from {me}"
-                + ("" if place.port else ". If the first was an earlier job, remove the file"),
-                arrived={info.rank: before},
-            )
-    here = PrefixStore(f"round {turn}", rounds)
-    here.set(f"rank {info.rank}", me)
-    if here.add("arrived", 1) == info.size:
-        here.compare_set("outcome", "", "all here")
-    outcome = deadline.poll(lambda: read(here, "outcome"), _LONGEST_PAUSE)
-    if outcome is None:
-        outcome = here.compare_set("outcome", "", "gave up")
-    if outcome == b"all here":
-        return PrefixStore("job", here)
-    arrived = _arrived(here, info.size)
-    _leave(here, info, len(arrived))
-    missing = sorted(set(range(info.size)) - set(arrived))
-    raise RendezvousError(
-        f"{len(arrived)} of {info.size} ranks met at {place} within {deadline.seconds:g} s. "
-        f"Missing: {_ranges(missing)}. Arrived: "
-        + "; ".join(f"{_ranges(ranks)} from {host}" for host, ranks in _by_host(arrived).items()),
-        arrived=arrived,
-        missing=missing,
-    )
-
-
-def _arrived(here: Store, size: int) -> dict[int, str]:
-    found = ((rank, read(here, f"rank {rank}")) for rank in range(size))
-    return {rank: bytes(signature).decode() for rank, signature in found if signature is not None}
-
-
-def _leave(here: Store, info: LaunchInfo, arrived: int) -> None:
-    """The store's host leaves last, so that all ranks that arrived can read which did not."""
-    if info.rank != 0 or info.hosted_by_launcher:
-        here.add("read the outcome", 1)
-        return
-    Deadline(FAREWELL).poll(lambda: True if here.add("read the outcome", 0) >= arrived - 1 else None)
-
-
-def _by_host(arrived: dict[int, str]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, signature in arrived.items():
-        hosts.setdefault(signature.rpartition(", pid ")[0], []).append(rank)
-    return hosts
-
-
-def _ranges(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 0-2, 7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-    return ("ranks " if len(ranks) > 1 else "rank ") + text
+    place.host = host
+    return opened

@@ -1,7 +1,7 @@
 """`ringway run`: several ranks of one program on this host.
 
-The store lives in the launcher, so any rank may die. The ranks write to pipes (`output.py`), and nothing of a run
-outlives it: neither files nor processes (`guard.py`).
+The store lives in the launcher, so any rank may die. Only the ranks can use it (`run_store.py`). They write to pipes
+(`output.py`), and nothing of a run outlives it: neither files nor processes (`guard.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ringway.errors import UsageError
 from ringway.launch import ports
 from ringway.launch.guard import RUN_ID, Guard
 from ringway.launch.output import Output
-from ringway.launch.rendezvous import host_store, identity
+from ringway.launch.rendezvous import job_key
+from ringway.launch.run_store import PrivateSocket, StoreServer
+from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret
 from ringway.launch.sources import LOOPBACK
 
 ON_DEATH = ("stop", "keep")
 _POLL = 0.05
-_STORE_TIMEOUT = 1800.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -47,32 +48,44 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     if that is killed.
     """
     run_id = secrets.token_hex(16)
-    listener = ports.listen(LOOPBACK, 0)
-    port = listener.getsockname()[1]
-    job = identity(run_id, os.environ.get("RINGWAY_JOB_TOKEN", ""))
-    store = host_store(listener, LOOPBACK, job, ranks, _STORE_TIMEOUT)
+    with PrivateSecret() as secret, PrivateSocket() as socket, ports.reserve(LOOPBACK) as reserved:
+        store = StoreServer(socket.listener, job_key(secret.key, run_id, os.environ.get("RINGWAY_JOB_TOKEN", "")))
+        variables = {
+            RUN_ID: run_id,
+            "RINGWAY_RUN_STORE": socket.path,
+            SECRET_FILE: secret.path,
+            SECRET: "",  # each run has a secret of its own
+            # For programs of plain torch: their rank 0 opens a store of its own there.
+            "MASTER_PORT": str(reserved.getsockname()[1]),
+        }
+        try:
+            return _run(command, ranks, variables, on_death, grace)
+        finally:
+            store.close()
+
+
+def _run(command: Sequence[str], ranks: int, variables: dict[str, str], on_death: str, grace: int) -> Outcome:
     started = time.monotonic()
     output = Output()
     with _Signals() as signals:
-        processes = _Processes(run_id, output)
+        processes = _Processes(variables[RUN_ID], output)
         try:
             for rank in range(ranks):
                 if signals.ending is not None:
                     break
-                processes.start(command, _environment(rank, ranks, port, run_id))
+                processes.start(command, variables | _environment(rank, ranks))
             failed, stopped = _supervise(processes, signals, on_death)
             ended_by = signals.ending
             processes.end(ended_by or signal.SIGTERM, grace, signals)
         finally:
             processes.close()
             output.close()
-            del store
     if ended_by is not None:
         return Outcome(128 + ended_by, f"ended by {_signal_name(ended_by)} after {_seconds(started)}")
     return _outcome(processes, failed, stopped, started)
 
 
-def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str]:
+def _environment(rank: int, ranks: int) -> dict[str, str]:
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -80,10 +93,6 @@ def _environment(rank: int, ranks: int, port: int, run_id: str) -> dict[str, str
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        RUN_ID: run_id,
-        # A plain torch.distributed program uses the launcher's store too.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PYTHONUNBUFFERED": "1",
     }
     if "OMP_NUM_THREADS" not in os.environ:

@@ -42,10 +42,13 @@ def _place(found: Variables, *, size: int, local_size: int | None, first_host: s
 
 
 def from_ringway_run(environ: Environ) -> LaunchInfo | None:
-    """`ringway run`: torchrun's variables, plus the id of the run."""
+    """`ringway run`: torchrun's variables, plus the id of the run and the socket of its store."""
     found = Variables(environ, "ringway run")
     run = found.text("RINGWAY_RUN_ID")
-    return None if run is None else _read_torch_variables(found, job=run, hosted_by_launcher=True)
+    if run is None:
+        return None
+    info = _read_torch_variables(found, job=run, hosted_by_launcher=True)
+    return replace(info, socket=found.text("RINGWAY_RUN_STORE"))
 
 
 def from_torchrun(environ: Environ) -> LaunchInfo | None:
