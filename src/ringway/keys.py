@@ -6,6 +6,7 @@ another. A job without a secret uses a key that everybody knows: the same code r
 
     tag     HMAC-SHA256 over the parts, each preceded by its length
     sealed  tag (32 bytes) over label, nonce and value; nonce (8); value
+    hidden  nonce (8), a short token XOR a tag over label and nonce
 """
 
 from __future__ import annotations
@@ -66,6 +67,19 @@ class Key:
     def hash_key(self) -> bytes:
         """The long key of `_core.keyed_hash`."""
         return hashlib.shake_256(self.tag("hash")).digest(_core.HASH_KEY_BYTES)
+
+    def hide(self, label: str, token: str) -> str:
+        """The token, which is at most 64 hexadecimal digits, so that only holders of the key can read it."""
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce.hex() + self._masked(label, nonce, token)
+
+    def reveal(self, label: str, hidden: str) -> str:
+        nonce = bytes.fromhex(hidden[: 2 * _NONCE_BYTES])
+        return self._masked(label, nonce, hidden[2 * _NONCE_BYTES :])
+
+    def _masked(self, label: str, nonce: bytes, digits: str) -> str:
+        mask = self.tag("hidden", label, nonce)
+        return bytes(a ^ b for a, b in zip(bytes.fromhex(digits), mask, strict=False)).hex()
 
     def seal(self, label: str, value: bytes) -> bytes:
         """The value, tagged. No two sealed values are equal."""

@@ -10,6 +10,7 @@ on one rank is an error on all.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -51,7 +52,8 @@ class Choice:
 @dataclass(frozen=True)
 class RankFacts:
     """What one rank reports to the others: whether it shares rank 0's host (proven), its host (by its own account), the
-    backends it lacks, the backend it was configured to use, and the digest of its policy or the error in it."""
+    backends it lacks, the backend it was configured to use, the digest of its policy or the error in it, and its
+    user's number."""
 
     with_rank_0: bool
     obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class RankFacts:
     host: str = ""
     policy: str | None = None
     policy_error: str | None = None
+    uid: int = field(default_factory=os.geteuid)
 
 
 def _no_mpi() -> Obstacle | None:
@@ -212,6 +215,13 @@ def _for_cpu(
             return "shm", here
         return "gloo", f"{here}, but shm: {lacking['shm'][1].reason}"
     apart = f"{len(elsewhere)} of {info.size} ranks are on other hosts than rank 0"
+    strangers = [rank for rank in elsewhere if facts[rank].host == facts[0].host and facts[rank].uid != facts[0].uid]
+    if strangers:
+        rank = strangers[0]
+        return "gloo", (
+            f"rank {rank} runs as uid {facts[rank].uid} and rank 0 as uid {facts[0].uid}, on the same host: shared "
+            "memory needs one user"
+        )
     if info.source in MPI_LAUNCHERS and "mpi" not in lacking and registry.own("mpi") is not None:
         return "mpi", f"{apart}, started by {info.source}, and every rank has mpi4py"
     layout = _even_layout(facts)

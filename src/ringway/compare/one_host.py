@@ -20,7 +20,7 @@ from ringway.backends.base import GroupInfo
 from ringway.backends.several.hosts import host_identity
 from ringway.call import DTYPES, OPS, Reduce, describe_call
 from ringway.errors import CollectiveMismatch, mismatch_error
-from ringway.store import read
+from ringway.store import key_of, read
 
 _BOARDS = "ringway/call boards"
 _SEATS_AT_LEAST = 64
@@ -33,14 +33,13 @@ class HostBoard:
         self.token = secrets.token_hex(16)
         seats = min(info.size, max(_SEATS_AT_LEAST, 2 * (os.cpu_count() or 1)))
         self.fd = _core.create_call_board(info.size, seats, self.token)
+        self.address = json.dumps(
+            {"pid": os.getpid(), "fd": self.fd, "token": key_of(info.store).hide(_BOARDS, self.token)}
+        )
         self._close = weakref.finalize(self, os.close, self.fd)
 
     def withdraw(self) -> None:
         self._close()
-
-    @property
-    def address(self) -> str:
-        return json.dumps({"pid": os.getpid(), "fd": self.fd, "token": self.token})
 
 
 def join_board(info: GroupInfo) -> tuple[_core.CallBoard | None, HostBoard | None]:
@@ -88,7 +87,8 @@ def _open(info: GroupInfo, address: bytes) -> _core.CallBoard | None:
     except OSError:
         return None
     try:
-        return _core.CallBoard(fd, info.rank, list(info.ranks), where["token"])
+        token = key_of(info.store).reveal(_BOARDS, where["token"])
+        return _core.CallBoard(fd, info.rank, list(info.ranks), token)
     except RuntimeError:
         return None
     finally:

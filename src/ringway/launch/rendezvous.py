@@ -27,7 +27,7 @@ from ringway.errors import ConfigError, DiscoveryError, RendezvousError
 from ringway.keys import Key
 from ringway.launch import ports
 from ringway.launch.info import LaunchInfo
-from ringway.launch.roll_call import roll_call
+from ringway.launch.roll_call import Place, roll_call
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import REMEDY, HostFile, given_key, host_file
 from ringway.store import Deadline, read
@@ -37,19 +37,6 @@ _IDENTITY = "ringway/job"
 _LONGEST_PAUSE = 0.25  # between attempts to reach a store that may not be open yet
 _GRACE = 5.0  # time during which another job's store is assumed to be closing
 _PROBE = 5.0  # time to connect to a responsive host and read what its store says about itself
-
-
-@dataclass
-class _StoreAddress:
-    """Where the store was found, for messages."""
-
-    address: str
-    port: int | None = None
-    host: str = ""
-
-    def __str__(self) -> str:
-        address = f"[{self.address}]" if ":" in self.address and self.port else self.address
-        return address + (f":{self.port}" if self.port else "") + (f" ({self.host})" if self.host else "")
 
 
 def rendezvous(
@@ -67,7 +54,7 @@ def rendezvous(
     if path is not None:
         if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it silently
             raise RendezvousError(f"the folder {os.path.dirname(path)!r} for the store's file {path} does not exist")
-        place = _StoreAddress(path)
+        place = Place(path, if_twice=". If the first was an earlier job, remove the file")
         file = FileStore(path, info.size)
         return _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place))
     if info.socket is not None:
@@ -102,7 +89,7 @@ def admit(store: Store, rank: int, size: int, group: str, timeout: float) -> Sto
     """A group's part of a store that ringway did not make, once its ranks have proved that they have the secret."""
     info = LaunchInfo(rank=rank, size=size, source="torch.distributed")
     job = _Job(group, given_key().derive("group", group))
-    place = _StoreAddress(f"the store of the group {group}")
+    place = Place(f"the store of the group {group}")
     return _roll_call(store, info, Deadline(timeout), place, job.key, _recognize(store, info, job, place))
 
 
@@ -186,13 +173,13 @@ _hosted: list[Store] = []
 next start on the same port joins it again."""
 
 
-_Met = tuple[Store, _StoreAddress, str]
+_Met = tuple[Store, Place, str]
 """A store, where it is, and the nonce of whoever opened it."""
 
 
 def _join_run(info: LaunchInfo, path: str, job: _Job, deadline: Deadline) -> _Met:
     """The private store of `ringway run`."""
-    place = _StoreAddress(path)
+    place = Place(path)
     store = RunStore(path, job.key, deadline.seconds)
     return store, place, _recognize(store, info, job, place)
 
@@ -215,7 +202,7 @@ def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
         _check_way_back(info.address, port)
         store, opened = _open_store(listener, info.address, job, info.size, deadline.seconds)
         _hosted[:] = [store]
-        return store, _StoreAddress(info.address, port, _signature()), opened
+        return store, Place(info.address, port, _signature()), opened
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free port")
 
 
@@ -226,7 +213,7 @@ def _check_way_back(address: str, port: int) -> None:
     except OSError as error:
         raise RendezvousError(
             f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as "
-            f"{_StoreAddress(address, port)} ({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
+            f"{Place(address, port)} ({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
         ) from error
 
 
@@ -268,7 +255,7 @@ def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
     found = deadline.poll(attempt, _LONGEST_PAUSE)
     if found is not None:
         return found
-    where = str(_StoreAddress(info.address, info.port)) + ("" if info.port is not None else f", ports {offered}")
+    where = str(Place(info.address, info.port)) + ("" if info.port is not None else f", ports {offered}")
     reasons = sorted(set(obstacles.values()))
     raise RendezvousError(
         f"rank {info.rank} of {info.size} on {socket.gethostname()}: no store at {where} within "
@@ -296,8 +283,8 @@ def _open(info: LaunchInfo, job: _Job, port: int, deadline: Deadline) -> _Met:
     socket.create_connection((info.address, port), timeout=patience).close()
     store = _client(info.address, port, deadline.seconds)
     if store is None:
-        raise RendezvousError(f"the service at {_StoreAddress(info.address, port)} is not a torch.distributed store")
-    place = _StoreAddress(info.address, port)
+        raise RendezvousError(f"the service at {Place(info.address, port)} is not a torch.distributed store")
+    place = Place(info.address, port)
     return store, place, _recognize(store, info, job, place)
 
 
@@ -325,7 +312,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
     return result[0]
 
 
-def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple[Store, _StoreAddress, str, _Job]:
+def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple[Store, Place, str, _Job]:
     """For several hosts and a launcher that gives no address: MPI itself sends rank 0's address to the others, and a
     secret if the user gave none."""
     try:
@@ -351,7 +338,7 @@ def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple
         job = _Job(job.name, Key.from_text(secret, "MPI"))
     if listener is not None:
         store, opened = _open_store(listener, address, job, info.size, deadline.seconds)
-        return store, _StoreAddress(address, port, _signature()), opened, job
+        return store, Place(address, port, _signature()), opened, job
     known = LaunchInfo(rank=info.rank, size=info.size, source=info.source, address=address, port=port)
     return *_join(known, job, deadline), job
 
@@ -359,7 +346,7 @@ def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple
 # --- recognize
 
 
-def _recognize(store: Store, info: LaunchInfo, job: _Job, place: _StoreAddress) -> str:
+def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place) -> str:
     """Check that the store belongs to this job, and return the nonce of whoever opened it."""
     if place.port is None or info.hosted_by_launcher:
         # A file or a launcher's store does not name its job: the first rank to arrive writes it, the others compare.

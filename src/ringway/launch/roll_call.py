@@ -41,6 +41,20 @@ _turns: Counter[str] = Counter()
 """How often this process has started on a store: a program may start, end and start again on one that outlives it."""
 
 
+@dataclass
+class Place:
+    """Where the store was found, for messages. `if_twice` says what else may help a rank that arrived twice."""
+
+    address: str
+    port: int | None = None
+    host: str = ""
+    if_twice: str = ""
+
+    def __str__(self) -> str:
+        address = f"[{self.address}]" if ":" in self.address and self.port else self.address
+        return address + (f":{self.port}" if self.port else "") + (f" ({self.host})" if self.host else "")
+
+
 @dataclass(frozen=True)
 class SignIn:
     """What a rank says about itself. All of it is hearsay until the tag proves it."""
@@ -77,7 +91,7 @@ class SignIn:
         return f"{self.process}, user {self.user or self.uid} (uid {self.uid})"
 
 
-def roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: object, key: Key, opened: str) -> Store:
+def roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: Place, key: Key, opened: str) -> Store:
     """The job's own part of the store, once all ranks have proved themselves.
 
     `key` is the job's, and `opened` the nonce of whoever opened the store. `place` says for messages where it is.
@@ -92,7 +106,7 @@ def roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: object,
 class _Roll:
     """One rank's part in one roll call."""
 
-    def __init__(self, door: Store, info: LaunchInfo, deadline: Deadline, place: object, key: Key) -> None:
+    def __init__(self, door: Store, info: LaunchInfo, deadline: Deadline, place: Place, key: Key) -> None:
         self._door = door
         self._here = door if key.open else KeyedStore(door, key)
         self._info = info
@@ -130,7 +144,7 @@ class _Roll:
             if first is not None:
                 raise RendezvousError(
                     f"rank {rank} has arrived twice at {self._place}: first from {first.process}, now from "
-                    f"{self._me.process}{self._if_file}",
+                    f"{self._me.process}{self._place.if_twice}",
                     arrived={rank: first.process},
                 )
             self._name(rank, there)
@@ -139,10 +153,6 @@ class _Roll:
             f"{self._strangers[-1]}",
             what=f"rank {rank}",
         )
-
-    @property
-    def _if_file(self) -> str:
-        return "" if self._info.address or self._info.socket else ". If the first was an earlier job, remove the file"
 
     def _proved(self, rank: int, signed: bytes) -> SignIn | None:
         tag, text = signed[:TAG_BYTES], signed[TAG_BYTES:]

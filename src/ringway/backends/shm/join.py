@@ -39,7 +39,7 @@ from ringway.backends.shm.link import (
 from ringway.backends.shm.peers import KnownPeers, Presence, own_pidfd
 from ringway.errors import BackendUnavailable, RendezvousError
 from ringway.launch.locality import same_user
-from ringway.store import Deadline, read
+from ringway.store import Deadline, key_of, read
 
 _KEY = "shm/meeting"
 _PATIENCE = 300.0
@@ -169,7 +169,8 @@ class _Host(_Meeting):
             listener.bind("\0" + name)
             listener.listen(self.info.size)
             listener.setblocking(False)
-            self.store.set(_KEY, json.dumps({"name": name, "token": token, "host": host_identity()}))
+            hidden = key_of(self.store).hide(name, token)
+            self.store.set(_KEY, json.dumps({"name": name, "token": hidden, "host": host_identity()}))
             try:
                 self._accept_all(listener, token)
             except BaseException as error:
@@ -330,7 +331,7 @@ class _Joiner(_Meeting):
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 link.connect("\0" + meeting["name"])
-                return link, meeting["token"]
+                return link, key_of(self.store).reveal(meeting["name"], meeting["token"])
             except OSError as error:
                 link.close()
                 if meeting["host"] == host_identity():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import weakref
+from dataclasses import replace
 
 import torch.distributed as c10d
 
+from ringway.errors import Tampered
 from ringway.groups.listener import Group
 from ringway.observe.stall.peers import Address
-from ringway.store import read
+from ringway.store import key_of, read
 
 
 class Job:
@@ -24,6 +26,7 @@ class Job:
         self.store: c10d.Store = store.clone()  # type: ignore[attr-defined]
         self.name = self.store.compare_set("ringway/job", "", secrets.token_hex(8)).decode()
         """The same on every rank of the job, and different from every other job's."""
+        self._key = key_of(store)
         self.addresses: dict[int, Address] = {}
         self.store_gone = False
 
@@ -35,7 +38,8 @@ class Job:
 
     def publish(self, address: Address) -> None:
         self.addresses[self.rank] = address
-        self.store.set(f"ringway/watch/{self.rank}", address.pack())
+        hidden = replace(address, token=self._key.hide(_label(self.rank), address.token))
+        self.store.set(f"ringway/watch/{self.rank}", hidden.pack())
 
     def read(self, key: str) -> str | None:
         """The value in the store; None if there is none or the store is gone."""
@@ -44,6 +48,8 @@ class Job:
         try:
             value = read(self.store, key)
             return None if value is None else value.decode()
+        except Tampered:  # the caller reports it
+            raise
         except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything
             self.store_gone = True
             return None
@@ -57,6 +63,8 @@ class Job:
                 self.store.compare_set(key, "", text)
             else:
                 self.store.set(key, text)
+        except Tampered:
+            raise
         except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything
             self.store_gone = True
 
@@ -67,5 +75,11 @@ class Job:
                 text = self.read(f"ringway/watch/{rank}")
                 if text is None:
                     return False
-                self.addresses[rank] = Address.unpack(text)
+                hidden = Address.unpack(text)
+                token = self._key.reveal(_label(rank), hidden.token)
+                self.addresses[rank] = replace(hidden, token=token)
         return True
+
+
+def _label(rank: int) -> str:
+    return f"responder of rank {rank}"
