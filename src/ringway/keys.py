@@ -41,7 +41,7 @@ class Key:
         """A key from a secret that the user chose. Raises ValueError if it is too short to be one."""
         if len(text) < _LEAST_CHARACTERS:
             raise ValueError(
-                f"has {len(text)} characters, and {_LEAST_CHARACTERS} are needed: try `openssl rand -hex 32`"
+                f"has {len(text)} characters, and at least {_LEAST_CHARACTERS} are needed: try `openssl rand -hex 32`"
             )
         return cls(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest(), source)
 

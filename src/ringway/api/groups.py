@@ -19,8 +19,9 @@ from ringway.groups.factory import register_with_torch
 from ringway.groups.world import NON_MEMBER, world
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
-from ringway.launch.rendezvous import rendezvous
+from ringway.launch.rendezvous import admit, rendezvous
 from ringway.launch.secret import given_key
+from ringway.store import key_of
 from ringway.torch_versions import undo_failed_start
 
 
@@ -49,8 +50,11 @@ def init_process_group(
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
     name = backend or world.next_backend
     limit = c10d.default_pg_timeout if timeout is None else timeout
-    if store is None and not c10d.is_initialized() and not given_key().open:
-        store, rank, world_size = _meet(init_method, rank, world_size, limit)
+    if not c10d.is_initialized() and not given_key().open:
+        if store is None:
+            store, rank, world_size = _meet(init_method, rank, world_size, limit)
+        elif world_size > 1 and key_of(store).open:
+            store = admit(store, rank, world_size, "of all ranks", limit.total_seconds())
         world.store, init_method = store, None
     if name is None and not c10d.is_initialized():
         if store is None:

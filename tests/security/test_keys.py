@@ -1,0 +1,256 @@
+"""Keys, sealed stores, and where the secret comes from."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+
+from ringway.errors import ConfigError, Tampered
+from ringway.keys import Forged, Key
+from ringway.launch import run_store, secret
+from ringway.launch.info import LaunchInfo
+from ringway.launch.run_store import RunStore, StoreServer
+from ringway.store import KeyedStore, key_of
+
+KEY = Key(b"k" * 32, "test")
+STRANGER = Key(b"s" * 32, "test")
+
+
+@given(st.text(), st.binary(max_size=100), st.integers(min_value=0), st.integers(0, 7))
+def test_sealed_values_are_what_was_sealed(label: str, value: bytes, place: int, bit: int) -> None:
+    sealed = KEY.seal(label, value)
+    assert KEY.unseal(label, sealed) == value
+    damaged = bytearray(sealed)
+    damaged[place % len(damaged)] ^= 1 << bit
+    for key, named, text in (
+        (KEY, label, bytes(damaged)),
+        (KEY, label + "'", sealed),
+        (STRANGER, label, sealed),
+        (KEY.derive("another purpose"), label, sealed),
+        (KEY, label, sealed[: place % len(sealed)]),
+    ):
+        with pytest.raises(Forged):
+            key.unseal(named, text)
+
+
+def test_parts_of_a_tag_cannot_be_moved_between_each_other() -> None:
+    assert len({KEY.tag("ab", "c"), KEY.tag("a", "bc"), KEY.tag("abc"), KEY.tag("abc", "")}) == 4
+
+
+def test_hidden_tokens_are_read_by_holders_of_the_key_only() -> None:
+    token = "0123456789abcdef" * 2
+    hidden = KEY.hide("responder", token)
+    assert KEY.reveal("responder", hidden) == token
+    assert token not in hidden
+    assert hidden != KEY.hide("responder", token)
+    assert STRANGER.reveal("responder", hidden) != token
+
+
+def test_a_key_shows_its_secret_nowhere() -> None:
+    key = Key.from_text("a secret of at least 32 characters", "RINGWAY_JOB_SECRET")
+    assert repr(key) == "Key(RINGWAY_JOB_SECRET)"
+    with pytest.raises(TypeError, match="never pickled"):
+        pickle.dumps(key)
+
+
+# Where the secret comes from
+
+
+def test_given_secrets(tmp_path: Path) -> None:
+    text = "0123456789abcdef" * 4
+    file = tmp_path / "secret"
+    secret.write_secret(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert secret.given_key({}).open
+    tags = {
+        secret.given_key({"RINGWAY_JOB_SECRET": text}).tag("x"),
+        secret.given_key({"RINGWAY_JOB_SECRET_FILE": str(file)}).tag("x"),
+    }
+    assert len(tags) == 2
+    with pytest.raises(ConfigError, match="has 5 characters, and at least 32 are needed") as caught:
+        secret.given_key({"RINGWAY_JOB_SECRET": "short"})
+    assert "short" not in str(caught.value)
+    with pytest.raises(ConfigError, match="set one of them"):
+        secret.given_key({"RINGWAY_JOB_SECRET": text, "RINGWAY_JOB_SECRET_FILE": str(file)})
+    with pytest.raises(ConfigError, match="cannot read"):
+        secret.given_key({"RINGWAY_JOB_SECRET_FILE": str(tmp_path / "none")})
+    for mode in (0o644, 0o640, 0o604, 0o620):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match="can be read by other users"):
+            secret.given_key({"RINGWAY_JOB_SECRET_FILE": str(file)})
+
+
+def test_ranks_of_one_host_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    info = LaunchInfo(rank=0, size=2, local_size=2, source="Slurm", job="slurm 7.0")
+    tags = []
+    for _ in range(3):  # as three processes would
+        monkeypatch.setattr(secret, "_known", {})
+        file = secret.host_file(info)
+        assert file is not None
+        tags.append(file.key().tag("x"))
+    assert len(set(tags)) == 1
+    folder = tmp_path / "ringway"
+    (made,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, made.stat().st_mode & 0o777) == (0o700, 0o600)
+    other = secret.host_file(LaunchInfo(rank=0, size=2, local_size=2, source="Slurm", job="slurm 8.0"))
+    assert other is not None
+    assert other.key().tag("x") != tags[0]
+    file.remove()
+    assert file.key().tag("x") == tags[0]  # a program that starts again keeps it
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="is not a directory of this user with mode 0700"):
+        secret.host_file(info)
+    for elsewhere in (LaunchInfo(rank=0, size=2, source="Slurm", job="a"), LaunchInfo(rank=0, size=1, source="Slurm")):
+        assert secret.host_file(elsewhere) is None
+
+
+# Stores
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Any:
+    """A private store, and a way to connect to it."""
+    path = tmp_path / ("long" * 60) / "store"  # longer than the address of a unix socket
+    path.parent.mkdir()
+    server = StoreServer(run_store.listen(path), KEY)
+    yield path
+    server.close()
+
+
+def _exercise(store: Store, other: Store) -> None:
+    """What torch's own stores do. `other` is a second client."""
+    store.set("key", b"\xff\0")  # type: ignore[arg-type]
+    assert other.get("key") == b"\xff\0"
+    assert store.check(["key"])
+    assert not store.check(["key", "none"])
+    assert [store.add("count", 2), other.add("count", 3), store.add("count", 0)] == [2, 5, 5]
+    assert store.get("count") == b"5"
+    assert store.compare_set("first", "", "mine") == b"mine"
+    assert other.compare_set("first", "", "theirs") == b"mine"
+    assert other.compare_set("first", "mine", "theirs") == b"theirs"
+    assert other.compare_set("absent", "expected", "new") == b"expected"
+    assert not store.check(["absent"])
+    store.multi_set(["a", "b"], ["1", "2"])  # type: ignore[attr-defined]
+    assert other.multi_get(["a", "b", "key"]) == [b"1", b"2", b"\xff\0"]
+    store.append("a", "x")  # type: ignore[attr-defined]
+    assert other.get("a") == b"1x"
+    assert store.delete_key("a")
+    assert not other.check(["a"])
+    store.set_timeout(timedelta(milliseconds=50))
+    for wait in (lambda: store.get("none"), lambda: store.wait(["none"], timedelta(milliseconds=20))):
+        with pytest.raises(DistStoreError):
+            wait()
+    store.set_timeout(timedelta(seconds=60))
+    late = threading.Timer(0.05, other.set, ("late", "value"))
+    late.start()
+    assert store.get("late") == b"value"
+    late.join()
+
+    def count(each: Store) -> None:
+        for _ in range(20):
+            each.add("both", 1)
+
+    added = [threading.Thread(target=count, args=(each,)) for each in (store, other)]
+    for thread in added:
+        thread.start()
+    for thread in added:
+        thread.join()
+    assert store.add("both", 0) == 40
+
+
+def test_stores_behave_like_torchs(private: Path) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
+    _exercise(clients[0], clients[1])
+    keyed = [KeyedStore(PrefixStore("job", client), KEY) for client in clients]
+    _exercise(PrefixStore("group", keyed[0]), PrefixStore("group", keyed[1]))
+    both = [RunStore(str(private), KEY, 60) for _ in range(2)]
+    _exercise(both[0], both[1])
+    _exercise(PrefixStore("group", both[0]), PrefixStore("group", both[1]))
+    assert both[0].num_keys() == both[1].num_keys() > 5
+    assert key_of(PrefixStore("group", keyed[0])) is KEY
+    assert key_of(PrefixStore("group", clients[0])).open
+
+
+def test_what_a_stranger_writes_is_named_and_not_used() -> None:
+    inner = HashStore()
+    store = KeyedStore(inner, KEY)
+    store.set("fault", "mine")
+    sealed = bytes(inner.get("fault"))
+    store.set("other", "mine too")
+    for forged in (
+        b"",
+        b"5",
+        b"{}",
+        KeyedStore(inner, STRANGER)._sealed("fault", "x"),
+        bytes(inner.get("other")),
+        sealed[:-1],
+    ):
+        inner.set("fault", forged)  # type: ignore[arg-type]
+        for use in (
+            lambda: store.get("fault"),
+            lambda: store.check(["fault"]),
+            lambda: store.add("fault", 1),
+            lambda: store.multi_get(["other", "fault"]),
+            lambda: store.compare_set("fault", "", "new"),
+        ):
+            with pytest.raises(Tampered, match="'fault' in the job's store was written by a process without") as caught:
+                use()
+            assert caught.value.what == "fault"
+    inner.set("fault", sealed)  # type: ignore[arg-type]
+    assert store.get("fault") == b"mine"
+
+
+def test_a_client_without_the_secret_is_refused(private: Path) -> None:
+    assert private.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(DistNetworkError, match="closed the connection"):
+        RunStore(str(private), STRANGER, 5)
+    mine = RunStore(str(private), KEY, 5)
+    for noise in (b"", b"\0", os.urandom(63), os.urandom(64), os.urandom(5000), struct.pack("<I", 1 << 31) * 40):
+        with socket.socket(socket.AF_UNIX) as link:
+            run_store.connect(link, private)
+            link.settimeout(10)
+            link.sendall(noise)
+            if len(noise) >= 64:
+                answer = link.recv(4096)
+                assert len(answer) in (0, 32)  # its nonce, then the end
+                assert len(answer) == 0 or link.recv(4096) == b""
+        mine.set("alive", str(len(noise)))
+    assert mine.get("alive") == str(160).encode()
+
+
+def test_a_server_without_the_secret_is_refused(tmp_path: Path) -> None:
+    server = StoreServer(run_store.listen(tmp_path / "store"), STRANGER)
+    with pytest.raises(DistNetworkError):
+        RunStore(str(tmp_path / "store"), KEY, 5)
+    server.close()
+
+
+def test_frames_cannot_be_replayed_or_changed(private: Path) -> None:
+    link = run_store._Link(str(private), KEY)
+    request = run_store._pack([b"add", b"0", b"count", b"1"])
+    frame = link._session.frame("request", request)
+    link._socket.sendall(frame + frame)
+    assert len(link._receive(4 + 32 + 4 + 1)) == 41  # the first is answered
+    with pytest.raises(ConnectionError):
+        link._receive(1)
+    assert RunStore(str(private), KEY, 5).add("count", 0) == 1
+    link = run_store._Link(str(private), KEY)
+    frame = link._session.frame("request", request)
+    link._socket.sendall(frame[:-1] + b"7")
+    with pytest.raises(ConnectionError):
+        link._receive(1)
+    assert RunStore(str(private), KEY, 5).add("count", 0) == 1
