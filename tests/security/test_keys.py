@@ -6,10 +6,11 @@ import os
 import pickle
 import socket
 import struct
+import tempfile
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,8 @@ from ringway.errors import ConfigError, Tampered
 from ringway.keys import Forged, Key
 from ringway.launch import run_store, secret
 from ringway.launch.info import LaunchInfo
-from ringway.launch.run_store import RunStore, StoreServer
+from ringway.launch.run_store import PrivateSocket, RunStore, StoreServer
+from ringway.launch.secret import PrivateSecret
 from ringway.store import KeyedStore, key_of
 
 KEY = Key(b"k" * 32, "test")
@@ -71,8 +73,8 @@ def test_a_key_shows_its_secret_nowhere() -> None:
 def test_given_secrets(tmp_path: Path) -> None:
     text = "0123456789abcdef" * 4
     file = tmp_path / "secret"
-    secret.write_secret(file)
-    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text("another secret of at least 32 characters\n")
+    file.chmod(0o600)
     assert secret.given_key({}).open
     tags = {
         secret.given_key({"RINGWAY_JOB_SECRET": text}).tag("x"),
@@ -86,6 +88,9 @@ def test_given_secrets(tmp_path: Path) -> None:
         secret.given_key({"RINGWAY_JOB_SECRET": text, "RINGWAY_JOB_SECRET_FILE": str(file)})
     with pytest.raises(ConfigError, match="cannot read"):
         secret.given_key({"RINGWAY_JOB_SECRET_FILE": str(tmp_path / "none")})
+    (tmp_path / "empty").touch(mode=0o600)
+    with pytest.raises(ConfigError, match="has 0 characters"):
+        secret.given_key({"RINGWAY_JOB_SECRET_FILE": str(tmp_path / "empty")})
     for mode in (0o644, 0o640, 0o604, 0o620):
         file.chmod(mode)
         with pytest.raises(ConfigError, match="can be read by other users"):
@@ -121,13 +126,24 @@ def test_ranks_of_one_host_share_a_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def private(tmp_path: Path) -> Any:
-    """A private store, and a way to connect to it."""
-    path = tmp_path / ("long" * 60) / "store"  # longer than the address of a unix socket
-    path.parent.mkdir()
-    server = StoreServer(run_store.listen(path), KEY)
-    yield path
-    server.close()
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a private store."""
+    folder = tmp_path / ("long" * 60)  # longer than the address of a unix socket
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with PrivateSocket() as listening:
+        assert list(folder.iterdir()) == []
+        server = StoreServer(listening.listener, KEY)
+        yield listening.path
+        server.close()
+
+
+def test_a_secret_in_memory_is_readable_by_its_user_only() -> None:
+    with PrivateSecret() as made:
+        assert os.stat(made.path).st_mode & 0o777 == 0o600
+        assert made.key.tag("x") == secret.given_key({"RINGWAY_JOB_SECRET_FILE": made.path}).tag("x")
+        with PrivateSecret() as other:
+            assert other.key.tag("x") != made.key.tag("x")
 
 
 def _exercise(store: Store, other: Store) -> None:
@@ -171,13 +187,13 @@ def _exercise(store: Store, other: Store) -> None:
     assert store.add("both", 0) == 40
 
 
-def test_stores_behave_like_torchs(private: Path) -> None:
+def test_stores_behave_like_torchs(private: str) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
     _exercise(clients[0], clients[1])
     keyed = [KeyedStore(PrefixStore("job", client), KEY) for client in clients]
     _exercise(PrefixStore("group", keyed[0]), PrefixStore("group", keyed[1]))
-    both = [RunStore(str(private), KEY, 60) for _ in range(2)]
+    both = [RunStore(private, KEY, 60) for _ in range(2)]
     _exercise(both[0], both[1])
     _exercise(PrefixStore("group", both[0]), PrefixStore("group", both[1]))
     assert both[0].num_keys() == both[1].num_keys() > 5
@@ -214,14 +230,14 @@ def test_what_a_stranger_writes_is_named_and_not_used() -> None:
     assert store.get("fault") == b"mine"
 
 
-def test_a_client_without_the_secret_is_refused(private: Path) -> None:
-    assert private.stat().st_mode & 0o777 == 0o600
+def test_a_client_without_the_secret_is_refused(private: str) -> None:
+    assert os.stat(private).st_mode & 0o777 == 0o600
     with pytest.raises(DistNetworkError, match="closed the connection"):
-        RunStore(str(private), STRANGER, 5)
-    mine = RunStore(str(private), KEY, 5)
+        RunStore(private, STRANGER, 5)
+    mine = RunStore(private, KEY, 5)
     for noise in (b"", b"\0", os.urandom(63), os.urandom(64), os.urandom(5000), struct.pack("<I", 1 << 31) * 40):
         with socket.socket(socket.AF_UNIX) as link:
-            run_store.connect(link, private)
+            link.connect(private)
             link.settimeout(10)
             link.sendall(noise)
             if len(noise) >= 64:
@@ -232,25 +248,26 @@ def test_a_client_without_the_secret_is_refused(private: Path) -> None:
     assert mine.get("alive") == str(160).encode()
 
 
-def test_a_server_without_the_secret_is_refused(tmp_path: Path) -> None:
-    server = StoreServer(run_store.listen(tmp_path / "store"), STRANGER)
-    with pytest.raises(DistNetworkError):
-        RunStore(str(tmp_path / "store"), KEY, 5)
-    server.close()
+def test_a_server_without_the_secret_is_refused() -> None:
+    with PrivateSocket() as listening:
+        server = StoreServer(listening.listener, STRANGER)
+        with pytest.raises(DistNetworkError):
+            RunStore(listening.path, KEY, 5)
+        server.close()
 
 
-def test_frames_cannot_be_replayed_or_changed(private: Path) -> None:
-    link = run_store._Link(str(private), KEY)
+def test_frames_cannot_be_replayed_or_changed(private: str) -> None:
+    link = run_store._Link(private, KEY)
     request = run_store._pack([b"add", b"0", b"count", b"1"])
     frame = link._session.frame("request", request)
     link._socket.sendall(frame + frame)
     assert len(link._receive(4 + 32 + 4 + 1)) == 41  # the first is answered
     with pytest.raises(ConnectionError):
         link._receive(1)
-    assert RunStore(str(private), KEY, 5).add("count", 0) == 1
-    link = run_store._Link(str(private), KEY)
+    assert RunStore(private, KEY, 5).add("count", 0) == 1
+    link = run_store._Link(private, KEY)
     frame = link._session.frame("request", request)
     link._socket.sendall(frame[:-1] + b"7")
     with pytest.raises(ConnectionError):
         link._receive(1)
-    assert RunStore(str(private), KEY, 5).add("count", 0) == 1
+    assert RunStore(private, KEY, 5).add("count", 0) == 1

@@ -38,7 +38,7 @@ def given_key(environ: Mapping[str, str] | None = None) -> Key:
     source = SECRET if text else f"{path} ({SECRET_FILE})"
     if path:
         text = _read(path)
-    if not text:
+    if not text and not path:
         return Key()
     try:
         return Key.from_text(text, source)
