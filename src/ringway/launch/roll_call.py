@@ -125,7 +125,9 @@ class _Roll:
             outcome = self._agree("gave up")
         if outcome != b"all here":
             raise self._incomplete()
-        Deadline(FAREWELL).poll(lambda: self._all_here() or None)  # if another rank saw them all first
+        if not Deadline(FAREWELL).poll(lambda: self._all_here() or None):  # another rank saw them all
+            gone = [rank for rank in range(self._info.size) if rank not in self._seen]
+            raise self._failed(f"the sign-in of {_ranges(gone)} at {self._place} was replaced by a stranger", gone)
         self._require_one_version()
         self._confirm()
         job = PrefixStore("job", self._door)
@@ -186,7 +188,10 @@ class _Roll:
             keys = [_slot(rank, self._slots[rank]) for rank in waited_for]
             if not self._door.check(keys):
                 return False
-            self._read(dict(zip(waited_for, self._door.multi_get(keys), strict=True)))
+            found = dict(zip(waited_for, self._door.multi_get(keys), strict=True))
+            if not all(found.values()):  # a stranger's empty value: the rank will sign in over it
+                return False
+            self._read(found)
         return True
 
     def _read(self, signed: dict[int, bytes]) -> None:
@@ -251,7 +256,7 @@ class _Roll:
 
     def _present(self) -> dict[int, bytes]:
         found = ((rank, read(self._door, _slot(rank, slot))) for rank, slot in self._slots.items())
-        return {rank: text for rank, text in found if text is not None and rank not in self._seen}
+        return {rank: text for rank, text in found if text and rank not in self._seen}
 
     def _leave(self, arrived: int) -> None:
         """The store's host leaves last, so that all ranks that arrived can read which did not."""

@@ -1,0 +1,249 @@
+"""Who is admitted: ranks that prove the job's secret, and nobody else.
+
+The stranger here knows everything but the secret: the protocol, the address, and all that was ever in the store.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+import ringway as dist
+from free_ports import free_port
+from ringway.errors import ConfigError, RendezvousError, RingwayError, Tampered
+from ringway.keys import TAG_BYTES, Key
+from ringway.launch import roll_call as rolls
+from ringway.launch import secret
+from ringway.launch.info import LaunchInfo
+from ringway.launch.rendezvous import rendezvous
+from ringway.store import beneath_prefixes, key_of
+from ringway.testing import RankContext, RankPool
+
+SECRET = "0123456789abcdef" * 4
+OTHER = "fedcba9876543210" * 4
+PATIENT = 60.0
+
+
+def _info(context: RankContext, port: int, **more: Any) -> LaunchInfo:
+    facts: dict[str, Any] = {"rank": context.rank, "size": context.world_size, "address": "127.0.0.1", "port": port}
+    return LaunchInfo(source="test", **{**facts, **more})
+
+
+def _reached(port: int) -> TCPStore:
+    """The store of rank 0, as anyone can reach it."""
+    deadline = time.monotonic() + PATIENT
+    while True:
+        try:
+            return TCPStore("127.0.0.1", port, is_master=False)
+        except Exception:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def _door(store: Store, turn: int = 1) -> PrefixStore:
+    return PrefixStore(f"ringway/attempt 0/round {turn}", store)
+
+
+def _signed(key: Key) -> bytes:
+    text = rolls.SignIn("evil.example", "666", "1001", "mallory", "0.1.0", "ab" * 16).pack()
+    return key.tag("sign in", "1", text) + text
+
+
+def _leave_together(context: RankContext, store: Store) -> None:
+    store.add("done", 1)
+    while context.rank == 0 and store.add("done", 0) < context.world_size:
+        time.sleep(0.01)
+
+
+# Early and late sign-ins
+
+
+def _early(context: RankContext, port: int) -> int:
+    if context.rank == 0:  # sits where anyone can, before rank 1 arrives
+
+        def stranger() -> None:
+            door = _door(_reached(port))
+            for slot, forged in enumerate(
+                (_signed(Key(b"s" * 32)), b"", os.urandom(500), b"x" * TAG_BYTES + b"\n" * 5)
+            ):
+                door.set(rolls._slot(1, slot), forged)  # type: ignore[arg-type]
+            context.store.set("taken", "")
+
+        threading.Thread(target=stranger, daemon=True).start()
+    else:
+        context.store.wait(["taken"])
+    store = rendezvous(_info(context, port), PATIENT)
+    assert not key_of(store).open
+    store.set(f"from {context.rank}", "x")
+    store.wait([f"from {1 - context.rank}"])
+    _leave_together(context, store)
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_early_sign_in_takes_nobodys_place(pool: RankPool) -> None:
+    environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
+    outcomes = pool.try_run(_early, free_port(), world_size=2, environment=environment)
+    for outcome in outcomes:
+        assert outcome.ok, outcome
+        assert (
+            "evil.example, pid 666, user mallory (uid 1001) signed in as rank 1 without the job's secret"
+            in outcome.output
+        )
+        assert "and was not admitted" in outcome.output
+        assert SECRET not in outcome.output
+
+
+def _late(context: RankContext, port: int) -> str:
+    """The stranger overwrites everything it can read or guess, again and again, while the ranks use the store."""
+    store = rendezvous(_info(context, port), PATIENT)
+    base = _reached(port)
+    for key in ("rank 0", "rank 1", "outcome", "confirmed by 0", "job/fault", "job/mine"):
+        _door(base).set(key, _signed(Key(b"s" * 32)))  # type: ignore[arg-type]
+    _leave_tampered(context)
+    with pytest.raises(Tampered, match="'fault' in the job's store was written by a process without") as caught:
+        store.get("fault")
+    store.set("unharmed", "yes")
+    assert store.get("unharmed") == b"yes"
+    _leave_tampered(context)
+    return caught.value.what
+
+
+def _leave_tampered(context: RankContext) -> None:
+    number = context.store.add("here", 1)
+    goal = (number + 1) // 2 * 2
+    while context.store.add("here", 0) < goal:
+        time.sleep(0.01)
+
+
+def test_a_late_stranger_is_named(pool: RankPool) -> None:
+    environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
+    assert pool.run(_late, free_port(), world_size=2, environment=environment) == ["fault", "fault"]
+
+
+def _replayed(context: RankContext, port: int, other: int) -> str:
+    """The stranger recorded a whole start of this job, and plays it back as rank 1 of the next."""
+    store = rendezvous(_info(context, port), PATIENT)
+    recorded = {name: bytes(_door(_reached(port)).get(name)) for name in ("rank 1", "confirmed by 1")}
+    _leave_tampered(context)
+    if context.rank == 1:
+        _leave_tampered(context)
+        return "stayed away"
+
+    def stranger() -> None:
+        door = _door(_reached(other))
+        for name, value in recorded.items():
+            door.set(name, value)  # type: ignore[arg-type]
+
+    threading.Thread(target=stranger, daemon=True).start()
+    with pytest.raises(RendezvousError) as caught:
+        rendezvous(_info(context, other), 3.0)
+    assert caught.value.missing == [1]
+    _leave_tampered(context)
+    del store
+    return str(caught.value)
+
+
+def test_a_replayed_start_is_refused(pool: RankPool) -> None:
+    environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
+    text, _ = pool.run(_replayed, free_port(), free_port(), world_size=2, environment=environment)
+    assert "signed in as rank 1 without the job's secret and was not admitted" in text
+
+
+# Wrong secrets, other versions, none
+
+
+def _mixed(context: RankContext, port: int, secrets: list[str | None], versions: list[str]) -> str:
+    chosen = secrets[context.rank]
+    os.environ.pop("RINGWAY_JOB_SECRET", None)
+    if chosen is not None:
+        os.environ["RINGWAY_JOB_SECRET"] = chosen
+    before, rolls.VERSION = rolls.VERSION, versions[context.rank]
+    try:
+        rendezvous(_info(context, port), 3.0 if context.rank == 0 else 20.0)
+    except RingwayError as error:
+        return str(error)
+    finally:
+        rolls.VERSION = before
+        os.environ.pop("RINGWAY_JOB_SECRET", None)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("secrets", "text"),
+    [
+        ([SECRET, OTHER], "has a secret, and rank 1 has another"),
+        ([SECRET, None], "has a secret, and rank 1 has none"),
+        ([None, SECRET], "has no secret, and rank 1 has one"),
+    ],
+)
+def test_another_secret_is_refused_by_name(pool: RankPool, secrets: list[str | None], text: str) -> None:
+    first, second = pool.run(_mixed, free_port(), secrets, ["1", "1"], world_size=2, timeout=100)
+    assert "Missing: rank 1" in first
+    assert text in second
+    assert "set RINGWAY_JOB_SECRET, or RINGWAY_JOB_SECRET_FILE" in second
+    assert SECRET not in first + second
+    assert OTHER not in first + second
+
+
+@pytest.mark.parametrize("both", [None, SECRET])
+def test_other_versions_are_refused_by_name(pool: RankPool, both: str | None) -> None:
+    for text in pool.run(_mixed, free_port(), [both, both], ["0.1.0", "0.2.0"], world_size=2, timeout=100):
+        assert "different versions of ringway: 0.1.0 on rank 0" in text
+        assert "0.2.0 on rank 1" in text
+        assert "Install one on all hosts" in text
+
+
+def test_require_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (secret.SECRET, secret.SECRET_FILE):
+        monkeypatch.delenv(name, raising=False)
+    info = LaunchInfo(rank=0, size=2, source="test", address="127.0.0.1", port=free_port())
+    with pytest.raises(ConfigError, match="require_secret is set, but the job has no secret: set RINGWAY_JOB_SECRET"):
+        rendezvous(info, 1.0, require_secret=True)
+
+
+# Every way to start
+
+
+def _start(context: RankContext, how: str, port: int) -> tuple[bool, str]:
+    os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        if how == "init_distributed":
+            dist.init_distributed(timeout=PATIENT)
+        elif how == "init_process_group":
+            dist.init_process_group()
+        elif how == "a store":
+            store = PrefixStore(f"start {port}", context.store)
+            dist.init_process_group(store=store, rank=context.rank, world_size=2)
+        else:
+            torch.distributed.init_process_group(how)
+        group = dist.communicator()
+        assert dist.allgather_object(context.rank) == [0, 1]
+        other = dist.communicator(dist.new_group([0, 1]))
+        keyed = not key_of(group.info.store).open
+        assert keyed == (not key_of(other.info.store).open)
+        if keyed:  # what C++ code calls: the store's Python half is alive
+            assert beneath_prefixes(group.info.store) is not None
+            group.info.store.set(f"from {context.rank}", "x")
+            assert group.info.store.clone().get(f"from {context.rank}") == b"x"  # type: ignore[attr-defined]
+        dist.barrier()
+        return keyed, dist.get_backend()
+    finally:
+        dist.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize("how", ["init_distributed", "init_process_group", "a store", "shm", "gloo"])
+def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, how: str) -> None:
+    for text in (SECRET, None):
+        outcomes = pool.try_run(_start, how, free_port(), world_size=2, environment={"RINGWAY_JOB_SECRET": text})
+        backend = "gloo" if how == "gloo" else "shm"
+        assert [outcome.value for outcome in outcomes] == [(text is not None and how != "gloo", backend)] * 2, outcomes
+        said = "this job is open: it has no secret" in outcomes[0].output
+        assert said == (text is None and how == "init_distributed")
