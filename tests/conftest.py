@@ -59,8 +59,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timing)
 
 
+PRELOAD = (
+    "pytest",
+    "torch._dynamo",  # DDP, FakeTensorMode and DTensor import it: two seconds for each rank that has to
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "ringway.compress",
+    "ringway.parallel",
+    "ringway.testing.conformance",
+)
+"""What ranks use. The fork server imports it once for all of them."""
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks shared by all tests: up to eight, started when a test first needs them."""
-    with RankPool(8, preload=("pytest",)) as ranks:
+    with RankPool(8, preload=PRELOAD) as ranks:
         yield ranks

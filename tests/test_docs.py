@@ -9,16 +9,18 @@ NOT_RUN with the reason.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
+
+from programs import ended_with, run_program, torchrun_variables
+from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,51 +75,18 @@ def _programs() -> list[Program]:
 PROGRAMS = _programs()
 
 
-@pytest.fixture(scope="module")
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    """Starts the programs of all selected tests, each in a folder of its own."""
-    selected = [item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")]
-    jobs = []
-    for program in (found for found in selected if isinstance(found, Program)):
-        folder = tmp_path_factory.mktemp(program.name.removesuffix(".py"))
-        (folder / program.name).write_text(program.text)
-        jobs.append(
-            {"label": program.label, "program": program.name, "folder": str(folder), "ranks": program.ranks},
-        )
-    command = [sys.executable, str(Path(__file__).with_name("docs_programs.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(jobs) + "\n")
-        server.stdin.flush()
-        yield Answers(server.stdout)
-
-
-class Answers:
-    """How programs ended, as they come in."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._known: dict[str, dict[str, Any]] = {}
-
-    def of(self, program: Program) -> dict[str, Any]:
-        while program.label not in self._known:
-            answer = json.loads(self._stream.readline())
-            self._known[answer["label"]] = answer
-        return self._known[program.label]
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.label)
-@pytest.mark.processes
-def test_program_runs(program: Program, answers: Answers) -> None:
-    answer = answers.of(program)
+def test_program_runs(program: Program, pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / program.name).write_text(program.text)
+    environments = torchrun_variables(program.ranks) if program.ranks > 1 else [{}]
+    ranks = run_program(pool, tmp_path / program.name, environments=environments)
     printed = [
-        f"[rank {rank}] {line.rstrip()}" if program.ranks > 1 else line.rstrip()
-        for rank, output in enumerate(answer["outputs"])
-        for line in output.splitlines()
+        f"[rank {rank.rank}] {line.rstrip()}" if program.ranks > 1 else line.rstrip()
+        for rank in ranks
+        for line in rank.output.splitlines()
     ]
     story = "\n".join(printed)
-    assert answer["codes"] == [0] * program.ranks, f"{program.label} exited with {answer['codes']}\n{story}"
+    assert all(map(ended_with, ranks)), f"{program.label}: {[rank.detail for rank in ranks]}\n{story}"
     for line in (program.output or "").splitlines():
         pattern = re.compile(".*".join(map(re.escape, line.rstrip().split("…"))))
         assert any(map(pattern.fullmatch, printed)), f"{program.label} does not print\n{line}\nbut\n{story}"

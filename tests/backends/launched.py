@@ -41,7 +41,7 @@ def run_cases(
     for case in all_cases().values():
         if not (setting.admits(case) and wanted(case)):
             continue
-        store = c10d.PrefixStore(f"case/{setting.size}/{case.name}", c10d.distributed_c10d._get_default_store())
+        store = c10d.PrefixStore(f"case/{setting}/{case.name}", c10d.distributed_c10d._get_default_store())
         probe = Probe(dist, group, rank, list(members), store, case.name)
         began = time.perf_counter()
         try:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
 
 BACKENDS = ["gloo", "shm"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks with few modules: these run to the end of the interpreter, which frees all of them."""
+    with RankPool(3, preload=("pytest",)) as ranks:
+        yield ranks
 
 
 def test_exiting_without_destroying_is_silent(pool: RankPool) -> None:

@@ -1,21 +1,16 @@
-"""A rank whose program ends with an exception, and the death of the rank that hosts the store: real programs, started
-by `ringway run`."""
+"""A rank whose program ends with an exception, and the death of the rank that hosts the store: whole programs."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
+from programs import ringway_run_variables, run_program, torchrun_variables
+from ringway.testing import RankPool
 
-from free_ports import free_port
-
-pytestmark = pytest.mark.processes
-
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 PROGRAM = """
     import os, pathlib, signal, time
     import torch
@@ -49,46 +44,18 @@ PROGRAM = """
 """
 
 
-def test_the_report_says_that_the_store_died_with_rank_0(tmp_path: Path) -> None:
-    """With torchrun's environment variables, rank 0 hosts the store itself."""
-    script = tmp_path / "program.py"
-    end = "os.kill(os.getpid(), signal.SIGKILL)"
-    script.write_text(textwrap.dedent(PROGRAM.format(backend="gloo", victim=0, end=end)))
-    port = str(free_port())
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for text in said[1:]:
-        assert "RAISED PeerLost 0 " in text
-        assert "the job's store is gone with its host" in text
-
-
-def run(tmp_path: Path, backend: str, victim: int, end: str, **variables: str) -> list[str]:
-    script = tmp_path / "program.py"
+def run(
+    pool: RankPool, folder: Path, environments: Sequence[Mapping[str, str]], backend: str, victim: int, end: str
+) -> list[str]:
+    """What the two remaining ranks raised. Both must have dumped the recorder."""
+    script = folder / "program.py"
     script.write_text(textwrap.dedent(PROGRAM.format(backend=backend, victim=victim, end=end)))
-    finished = subprocess.run(
-        [sys.executable, "-m", "ringway.cli", "run", "-n", "3", "--on-death", "keep", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables},
-        check=False,
-    )
-    raised = [line for line in finished.stdout.splitlines() if "RAISED" in line]
-    assert len(raised) == 2, finished.stdout + finished.stderr
+    dumps = {"RINGWAY_DUMP_FILE": str(folder / "calls-{rank}-{host}.json")}
+    ranks = run_program(pool, script, environments=[variables | dumps for variables in environments])
+    raised = [line for rank in ranks for line in rank.output.splitlines() if line.startswith("RAISED")]
+    assert len(raised) == 2, "\n".join(map(str, ranks))
+    for rank in {0, 1, 2} - {victim}:
+        assert_dumped(folder, rank)
     return raised
 
 
@@ -101,26 +68,27 @@ def assert_dumped(folder: Path, rank: int) -> None:
     assert last["site"][0].endswith("program.py")
 
 
-def test_a_rank_that_ended_with_an_exception_is_named_with_the_exception(tmp_path: Path) -> None:
-    dumps = str(tmp_path / "calls-{rank}-{host}.json")
-    for line in run(tmp_path, "gloo", 1, "raise ValueError('the batch is empty')", RINGWAY_DUMP_FILE=dumps):
-        assert "RAISED PeerLost 1 " in line
-        assert "ValueError: the batch is empty" in line
-    for rank in (0, 2):
-        assert_dumped(tmp_path, rank)
+def test_the_report_says_that_the_store_died_with_rank_0(pool: RankPool, tmp_path: Path) -> None:
+    """With torchrun's environment variables, rank 0 hosts the store itself."""
+    for line in run(pool, tmp_path, torchrun_variables(3), "gloo", 0, KILLED):
+        assert line.startswith("RAISED PeerLost 0 ")
+        assert "the job's store is gone with its host" in line
 
 
-def test_rank_0_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
-    dumps = str(tmp_path / "calls-{rank}-{host}.json")
-    for line in run(tmp_path, "shm", 0, "os.kill(os.getpid(), signal.SIGKILL)", RINGWAY_DUMP_FILE=dumps):
-        assert "RAISED PeerLost 0 " in line
-    for rank in (1, 2):
-        assert_dumped(tmp_path, rank)
+def test_a_rank_that_ended_with_an_exception_is_named_with_the_exception(pool: RankPool, tmp_path: Path) -> None:
+    with ringway_run_variables(3) as environments:
+        for line in run(pool, tmp_path, environments, "gloo", 1, "raise ValueError('the batch is empty')"):
+            assert line.startswith("RAISED PeerLost 1 ")
+            assert "ValueError: the batch is empty" in line
 
 
-def test_a_mismatch_writes_the_recorder_too(tmp_path: Path) -> None:
-    dumps = str(tmp_path / "calls-{rank}-{host}.json")
-    for line in run(tmp_path, "gloo", 1, "dist.broadcast(torch.ones(8), 0)", RINGWAY_DUMP_FILE=dumps):
-        assert "CollectiveMismatch" in line
-    for rank in (0, 2):
-        assert_dumped(tmp_path, rank)
+def test_rank_0_that_dies_is_named_by_the_others(pool: RankPool, tmp_path: Path) -> None:
+    with ringway_run_variables(3) as environments:
+        for line in run(pool, tmp_path, environments, "shm", 0, KILLED):
+            assert line.startswith("RAISED PeerLost 0 ")
+
+
+def test_a_mismatch_writes_the_recorder_too(pool: RankPool, tmp_path: Path) -> None:
+    with ringway_run_variables(3) as environments:
+        for line in run(pool, tmp_path, environments, "gloo", 1, "dist.broadcast(torch.ones(8), 0)"):
+            assert "CollectiveMismatch" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -23,13 +24,25 @@ def _inputs(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> lis
     return [small_values(count, dtype, rank, reduce) for rank in range(probe.size)]
 
 
+@functools.lru_cache(maxsize=1024)
+def _known(rank: int, size: int, count: int, dtype: torch.dtype, reduce: Reduce) -> tuple[Tensor, Tensor]:
+    """A rank's input and what all ranks' reduce to. Several cases use the same, and computing them takes most of the
+    suite's time."""
+    inputs = [small_values(count, dtype, member, reduce) for member in range(size)]
+    return inputs[rank], reduced(inputs, reduce)
+
+
+def _input(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> tuple[Tensor, Tensor]:
+    """This rank's input, which may be written to, and the expected reduction."""
+    own, expected = _known(probe.rank, probe.size, count, dtype, reduce)
+    return own.clone(), expected
+
+
 @case()
 def all_reduce(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for dtype, reduce, count in kinds:
         probe.at(dtype=dtype, op=reduce.name, count=count)
-        inputs = _inputs(probe, count, dtype, reduce)
-        expected = reduced(inputs, reduce)
-        tensor = inputs[probe.rank]
+        tensor, expected = _input(probe, count, dtype, reduce)
         probe.dist.all_reduce(tensor, torch_op(probe.dist, reduce), group=probe.group)
         probe.same(tensor, expected, rtol=relative_tolerance(dtype, reduce, probe.size))
 
@@ -91,9 +104,7 @@ def reduce(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     for number, (dtype, reduce, count) in enumerate(kinds):
         root = number % probe.size
         probe.at(dtype=dtype, op=reduce.name, count=count, root=root)
-        inputs = _inputs(probe, count, dtype, reduce)
-        expected = reduced(inputs, reduce)
-        tensor = inputs[probe.rank]
+        tensor, expected = _input(probe, count, dtype, reduce)
         op = torch_op(probe.dist, reduce)
         probe.dist.reduce(tensor, op=op, group=probe.group, **probe.root(number, "dst"))
         if probe.rank == root:
@@ -108,11 +119,11 @@ def reduce_scatter(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     size = probe.size
     for dtype, reduce, count in kinds:
         probe.at(dtype=dtype, op=reduce.name, count=count)
-        inputs = _inputs(probe, count * size, dtype, reduce)
-        expected = reduced(inputs, reduce).reshape(size, count)[probe.rank]
+        own, total = _input(probe, count * size, dtype, reduce)
+        expected = total.reshape(size, count)[probe.rank]
         rtol = relative_tolerance(dtype, reduce, size)
         output = torch.zeros(count, dtype=dtype)
-        parts = [part.clone() for part in inputs[probe.rank].reshape(size, count)]
+        parts = [part.clone() for part in own.reshape(size, count)]
         probe.dist.reduce_scatter(output, parts, torch_op(probe.dist, reduce), group=probe.group)
         probe.same(output, expected, rtol=rtol)
 
@@ -137,13 +148,10 @@ def reduce_scatter_of_different_sizes(probe: Probe) -> None:
 def reduce_scatter_tensor(probe: Probe, kinds: _Kinds = _KINDS) -> None:
     size = probe.size
     for dtype, reduce, count in kinds:
-        inputs = _inputs(probe, count * size, dtype, reduce)
-        expected = reduced(inputs, reduce).reshape(size, count)[probe.rank]
+        own, total = _input(probe, count * size, dtype, reduce)
+        expected = total.reshape(size, count)[probe.rank]
         rtol = relative_tolerance(dtype, reduce, size)
-        for form, given in (
-            ("joined", inputs[probe.rank]),
-            ("stacked", inputs[probe.rank].reshape(size, count)),
-        ):
+        for form, given in (("joined", own), ("stacked", own.reshape(size, count))):
             probe.at(dtype=dtype, op=reduce.name, count=count, form=form)
             output = torch.zeros(count, dtype=dtype)
             op = torch_op(probe.dist, reduce)
@@ -175,9 +183,7 @@ def inference_all_reduce(probe: Probe) -> None:
         for reduce in (Reduce.SUM, Reduce.MAX):
             for count in SIZES:
                 probe.at(dtype=dtype, op=reduce.name, count=count)
-                inputs = _inputs(probe, count, dtype, reduce)
-                expected = reduced(inputs, reduce)
-                tensor = inputs[probe.rank]
+                tensor, expected = _input(probe, count, dtype, reduce)
                 probe.dist.inference_all_reduce(tensor, torch_op(probe.dist, reduce), group=probe.group)
                 probe.same(tensor, expected)
 

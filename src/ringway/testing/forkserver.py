@@ -20,12 +20,13 @@ import pickle
 import signal
 import socket
 from collections.abc import Sequence
+from typing import NoReturn
 
 MESSAGE_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent_fd: int, preload: Sequence[str]) -> None:
+def main(parent_fd: int, preload: Sequence[str]) -> NoReturn:
     """Serve until the parent is gone."""
     parent = socket.socket(fileno=parent_fd)
     for name in preload:
@@ -51,6 +52,7 @@ def main(parent_fd: int, preload: Sequence[str]) -> None:
         os.killpg(pid, signal.SIGKILL)
     for pid in children:
         os.waitpid(pid, 0)
+    os._exit(0)  # extension modules would report the frozen objects as leaks
 
 
 def _fork(parent: socket.socket, fds: list[int]) -> int:

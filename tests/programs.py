@@ -1,0 +1,88 @@
+"""Runs programs on forked ranks as `python PROGRAM` would, and to the end: forking saves each rank the two seconds that
+importing torch takes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import secrets
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from free_ports import free_port
+from ringway.launch import ports
+from ringway.launch import run as launcher
+from ringway.launch.rendezvous import host_store, identity
+from ringway.testing import RankContext, RankPool
+from ringway.testing.pool import Outcome
+
+
+def _run(
+    context: RankContext, program: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+) -> NoReturn:
+    folder = str(Path(program).parent)
+    os.chdir(folder)
+    os.environ.update(environments[context.rank])
+    sys.argv, sys.path[0] = [program, *arguments], folder
+    code = 0
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException as error:
+        # As the interpreter does; ringway reads what the program ended with when it exits.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    # What the interpreter does at its end, without freeing torch's modules one by one, which takes a second here.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run_program(
+    pool: RankPool,
+    program: Path,
+    *arguments: str,
+    environments: Sequence[Mapping[str, str]] = ({},),
+    timeout: float = 120.0,
+) -> list[Outcome]:
+    """Run a program with one rank for each environment, and return how each ended. Ranks are in their own processes,
+    which have run nothing else, in the program's folder."""
+    pool.replace()
+    given = [dict(variables) for variables in environments]
+    return pool.try_run(_run, str(program), arguments, given, world_size=len(given), timeout=timeout)
+
+
+def torchrun_variables(ranks: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank. Rank 0 hosts the store."""
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+@contextmanager
+def ringway_run_variables(ranks: int) -> Iterator[list[dict[str, str]]]:
+    """What `ringway run` tells each rank. The store is in this process, as it is in the launcher."""
+    listener = ports.listen(launcher.LOOPBACK, 0)
+    port, run_id = listener.getsockname()[1], secrets.token_hex(16)
+    store = host_store(listener, launcher.LOOPBACK, identity(run_id, ""), ranks, 60.0)
+    try:
+        yield [launcher._environment(rank, ranks, port, run_id) for rank in range(ranks)]
+    finally:
+        del store
+
+
+def ended_with(outcome: Outcome, status: int = 0) -> bool:
+    """Whether the program's exit status is `status`."""
+    return (outcome.kind, outcome.detail) == ("died", f"it left the process with status {status}")
