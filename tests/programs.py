@@ -60,6 +60,15 @@ def run_program(
     return pool.try_run(_run, str(program), arguments, given, world_size=len(given), timeout=timeout)
 
 
+def run_command(
+    pool: RankPool, *arguments: str, folder: Path, environments: Sequence[Mapping[str, str]] = ({},)
+) -> list[Outcome]:
+    """Run the command `ringway ARGUMENTS` on each rank."""
+    program = folder / "ringway_command.py"
+    program.write_text("from ringway.cli import main\nmain()\n")
+    return run_program(pool, program, *arguments, environments=environments)
+
+
 def torchrun_variables(ranks: int) -> list[dict[str, str]]:
     """What torchrun tells each rank. Rank 0 hosts the store."""
     common = {

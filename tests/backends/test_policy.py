@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from programs import ended_with, ringway_run_variables, run_command, run_program
 from ringway.backends.several import policy
 from ringway.backends.several.policy import Policy, Rule
 from ringway.bench.tune import winners
 from ringway.cli import app
 from ringway.errors import ConfigError, UsageError
 from ringway.observe.top import snapshot
+from ringway.testing import RankPool
 
 TABLE = {
     "world_size": 2,
@@ -121,35 +123,26 @@ def test_winners_become_rules() -> None:
     )
 
 
-def _command(*arguments: str, **environment: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-m", "ringway.cli", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
-@pytest.mark.processes
-def test_tune_writes_what_the_next_run_loads(tmp_path: Path) -> None:
+def test_tune_writes_what_the_next_run_loads(pool: RankPool, tmp_path: Path) -> None:
+    (folder := tmp_path / "command").mkdir()
     file = tmp_path / "policy.json"
     measured = ("--backends", "shm,gloo", "--ops", "all_reduce,barrier", "--sizes", "8,65536", "--rounds", "3")
-    printed = _command("tune", "-n", "2", "-o", str(file), *measured)
-    assert "all_reduce" in printed
+    with ringway_run_variables(2) as environments:
+        tuned = run_command(pool, "tune", "-o", str(file), *measured, folder=folder, environments=environments)
+    assert all(map(ended_with, tuned)), tuned
+    assert "all_reduce" in tuned[0].output
     table = policy.load(file, 2)
     assert {rule.op for rule in table.rules} == {"all_reduce", "barrier"}
     assert set(table.measured["microseconds"]["all_reduce"]["8"]) == {"shm", "gloo"}
-    program = Path(__file__).with_name("tuned_ranks.py")
-    said = _command("run", "-n", "2", str(program), RINGWAY_POLICY=str(file))
-    found = json.loads(said[said.index("{") :])
+    with ringway_run_variables(2) as environments:
+        loaded = [variables | {"RINGWAY_POLICY": str(file)} for variables in environments]
+        ranks = run_program(pool, Path(__file__).with_name("tuned_ranks.py"), environments=loaded)
+    assert all(map(ended_with, ranks)), ranks
+    found = json.loads(ranks[0].output)
     assert found["sum"] == 2.0
     assert found["origins"]["all_reduce"].startswith(table.rules[0].in_words())
-    shown = json.loads(_command("env", "--json", RINGWAY_POLICY=str(file)))
-    assert [rule["op"] for rule in shown["policy"]["rules"]] == [rule.op for rule in table.rules]
+    shown = CliRunner().invoke(app, ["env", "--json"], env={"RINGWAY_POLICY": str(file)})
+    assert [rule["op"] for rule in json.loads(shown.stdout)["policy"]["rules"]] == [rule.op for rule in table.rules]
 
 
 @pytest.mark.parametrize(
@@ -172,19 +165,11 @@ def test_tune_refuses_unknown_names(arguments: list[str]) -> None:
     assert isinstance(result.exception, UsageError)
 
 
-@pytest.mark.processes
-def test_tune_reports_an_unwritable_file_before_it_measures(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "ringway.cli", "tune", "-o", str(tmp_path)],
-        env=dict(os.environ),  # without variables that an MPI, loaded by another test, has set outside os.environ
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert f"cannot write {tmp_path}: it is a folder" in run.stderr
-    assert "measuring" not in run.stderr
+def test_tune_reports_an_unwritable_file_before_it_measures(pool: RankPool, tmp_path: Path) -> None:
+    (ended,) = run_command(pool, "tune", "-o", str(tmp_path), folder=tmp_path)
+    assert ended_with(ended, 2), ended
+    assert f"cannot write {tmp_path}: it is a folder" in ended.output
+    assert "measuring" not in ended.output
 
 
 def measures(launcher: int) -> bool:

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from programs import ended_with, ringway_run_variables, run_command
 from ringway.cli import app, main
 from ringway.config import SETTINGS, schema
+from ringway.launch import run as launcher
+from ringway.testing import RankPool
 
 TORCHRUN = {
     "RANK": "1",
@@ -131,20 +134,41 @@ def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
     assert "ringway demo: 2 ranks finished" in done.stdout
 
 
-@pytest.mark.processes
-def test_bench_measures_what_it_has_verified(tmp_path: Path) -> None:
+def test_bench_measures_what_it_has_verified(pool: RankPool, tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    sizes = ["--ops", "all_reduce,broadcast", "--sizes", "8,4096", "--rounds", "3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ringway.cli", "bench", "-n", "2", *sizes, "--json", "-o", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--ops", "all_reduce,broadcast", "--sizes", "8,4096", "--rounds", "3", "--json", "-o", str(file)]
+    with ringway_run_variables(2) as environments:
+        ranks = run_command(pool, "bench", *options, folder=tmp_path, environments=environments)
+    assert all(map(ended_with, ranks)), ranks
     rows = json.loads(file.read_text())["rows"]
     assert {(row["op"], row["nbytes"]) for row in rows} == {
         (op, nbytes) for op in ("all_reduce", "broadcast") for nbytes in (8, 4096)
     }
     assert {"shm", "gloo"} <= {row["candidate"] for row in rows}
     assert all(row["verified"] and row["seconds"]["median"] > 0 for row in rows)
+
+
+def test_bench_starts_ranks_of_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[tuple[list[str], int]] = []
+
+    def run(command: list[str], ranks: int) -> launcher.Outcome:
+        started.append((command, ranks))
+        return launcher.Outcome(3, "")
+
+    monkeypatch.setattr(launcher, "run", run)
+    file = tmp_path / "table.json"
+    options = [
+        "--backends",
+        "shm",
+        "--ops",
+        "broadcast",
+        "--sizes",
+        "8",
+        "--rounds",
+        "3",
+        "--output",
+        str(file),
+        "--json",
+    ]
+    assert CliRunner().invoke(app, ["bench", "-n", "4", *options]).exit_code == 3
+    assert started == [([sys.executable, "-m", "ringway.cli", "bench", *options], 4)]

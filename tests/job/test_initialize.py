@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 import ringway
+from programs import ended_with, ringway_run_variables, run_program
 from ringway.errors import CollectiveMismatch, ConfigError, UsageError
 from ringway.parallel import Column
 from ringway.testing import RankContext, RankPool
@@ -150,14 +149,13 @@ def test_the_example_learns_alike_on_any_ranks(pool: RankPool, codec: str | None
             assert losses == pytest.approx(alone, rel=1e-4 if codec is None else 1e-2)
 
 
-@pytest.mark.processes
-def test_the_example_runs_as_it_is() -> None:
-    command = [sys.executable, "-m", "ringway.cli", "run", "-n", "2", str(EXAMPLE), *QUICK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert "step    3  loss" in done.stdout
-    assert "Comm. Op" in done.stdout
-    assert "gradients 0" in done.stdout
+def test_the_example_runs_as_it_is(pool: RankPool) -> None:
+    with ringway_run_variables(2) as environments:
+        ranks = run_program(pool, EXAMPLE, *QUICK, environments=environments)
+    assert all(map(ended_with, ranks)), ranks
+    assert "step    3  loss" in ranks[0].output
+    assert "Comm. Op" in ranks[0].output
+    assert "gradients 0" in ranks[0].output
 
 
 @pytest.mark.parametrize(
