@@ -85,13 +85,18 @@ def two_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=60, check=False)
 
 
+def enter(namespace: str) -> None:
+    """Move this process to a host."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {file.name}")
+
+
 def _on_host(
     context: RankContext, namespaces: list[str], environments: list[dict[str, str]], program: str, arguments: list[str]
 ) -> str:
     """Runs a program on this rank, inside the network namespace of its host, and returns what it printed."""
-    with open(f"/run/netns/{namespaces[context.rank]}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+    enter(namespaces[context.rank])
     os.environ.update(environments[context.rank])
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))

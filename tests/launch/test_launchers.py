@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpi_homes import mpi_home
+from programs import ended_with, run_program
+from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "torch_dropin.py"
@@ -42,10 +44,11 @@ def _run(command: list[str | Path], environ: dict[str, str] | None = None) -> st
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
-    """What plain Python computes, without a launcher."""
-    found = RESULT.search(_run([sys.executable, PROGRAM]))
-    assert found is not None
+def expected(pool: RankPool) -> str:
+    """What the program computes without a launcher."""
+    (ended,) = run_program(pool, PROGRAM)
+    found = RESULT.search(ended.output)
+    assert found is not None, ended
     assert found.group(2) == "1"
     assert found.group(1).startswith("0.9")  # near the true 1, -2, 0.5
     return found.group(1)
@@ -80,7 +83,7 @@ def test_open_mpi(expected: str) -> None:
     _check(_run([folder / "bin" / "mpirun", *options, folder / "bin" / "python", PROGRAM]), expected)
 
 
-def test_slurms_variables(expected: str) -> None:
+def test_slurms_variables(pool: RankPool, expected: str) -> None:
     """As srun sets them for two tasks on one node: no address, no port, only the step's numbers."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -91,23 +94,10 @@ def test_slurms_variables(expected: str) -> None:
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_NODEID": "0",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            env=_clean_environment() | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    _check(outputs[0], expected)
+    environments = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    ranks = run_program(pool, PROGRAM, environments=environments)
+    assert all(map(ended_with, ranks)), ranks
+    _check(ranks[0].output, expected)
 
 
 _SEVERAL_HOSTS = """

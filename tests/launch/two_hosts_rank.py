@@ -1,14 +1,13 @@
-"""One rank of the tests with two hosts: runs what its first argument says and prints the result as JSON."""
+"""What the ranks of test_two_hosts.py run, each on its host."""
 
 from __future__ import annotations
 
-import faulthandler
-import json
+import ctypes
 import os
 import signal
 import socket
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,10 @@ import torch
 import ringway as dist
 from ringway.errors import RingwayError
 from ringway.job.init import init_distributed
+from ringway.testing import RankContext
+from slow_link import enter
+
+_CLONE_NEWUTS = 0x04000000
 
 
 def collectives() -> dict[str, Any]:
@@ -40,18 +43,21 @@ def host_dies() -> dict[str, Any]:
     return {"waited": time.monotonic() - began}
 
 
-def main() -> None:
-    faulthandler.dump_traceback_later(150, exit=True)  # show where a hang is, before the timeout
+def run(
+    context: RankContext, namespaces: Sequence[str], environments: Sequence[Mapping[str, str]], what: str
+) -> dict[str, Any]:
+    """Facts, or the error that was raised, of a rank on a host of its own name."""
+    enter(namespaces[context.rank])
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), "cannot get a host name of its own")
+    socket.sethostname("host" + "ab"[context.rank])
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the fork server's, which names the loopback
+    os.environ.update(environments[context.rank])
     try:
-        facts = {"collectives": collectives, "host_dies": host_dies}[sys.argv[1]]()
+        return {"collectives": collectives, "host_dies": host_dies}[what]()
     except RingwayError as error:
-        facts = {"error": type(error).__name__, "text": str(error), **_attributes(error)}
-    print("FACTS " + json.dumps(facts), flush=True)
+        return {"error": type(error).__name__, "text": str(error), **_attributes(error)}
 
 
 def _attributes(error: RingwayError) -> dict[str, Any]:
     return {name: value for name, value in vars(error).items() if name in ("missing", "arrived", "rank", "host")}
-
-
-if __name__ == "__main__":
-    main()
