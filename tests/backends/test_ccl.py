@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +42,24 @@ def _compiled(source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ccl_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Ranks that find the stand-in through CCL_ROOT."""
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The value of CCL_ROOT with which ringway finds the stand-in."""
     root = tmp_path_factory.mktemp("oneccl")
     _compiled(STAND_IN, root / "lib")
-    before = os.environ.get("CCL_ROOT")
-    os.environ["CCL_ROOT"] = str(root)
-    try:
-        with RankPool(3, preload=("pytest",)) as ranks:
-            yield ranks
-    finally:
-        if before is None:
-            del os.environ["CCL_ROOT"]
-        else:
-            os.environ["CCL_ROOT"] = before
+    return str(root)
+
+
+def _set_root(context: RankContext, root: str) -> None:
+    os.environ["CCL_ROOT"] = root
+
+
+@pytest.fixture
+def ccl_pool(pool: RankPool, stand_in: str) -> Iterator[RankPool]:
+    """Three ranks that find the stand-in."""
+    pool.replace()
+    pool.run(_set_root, stand_in, world_size=3)
+    yield pool
+    pool.replace()
 
 
 @pytest.mark.processes
@@ -160,7 +163,9 @@ def test_the_users_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mismatched(context: RankContext) -> str:
-    dist = context.start("ccl", group_name="mismatched", timeout=timedelta(seconds=15))
+    dist = context.start("ccl", group_name="mismatched")
+    dist.barrier()
+    dist.communicator().set_timeout(2.0)  # of the rank whose peer has failed
     rows = [1, 2] if context.rank == 0 else [1, 1]
     try:
         dist.all_to_all_single(torch.zeros(2), torch.ones(sum(rows)), [1, 1], rows)
@@ -197,7 +202,6 @@ def _late(context: RankContext) -> tuple[str, float]:
 def test_a_call_that_cannot_be_interrupted_is_given_up(ccl_pool: RankPool) -> None:
     """The library never returns from the call, but the waiting rank does, and other groups stay usable."""
     (first, _), (second, waited) = ccl_pool.run(_late, world_size=2)
-    ccl_pool.replace()
     assert "the world still sums to 2" in first
     assert "all_reduce" in second
     assert "the world still sums to 2" in second

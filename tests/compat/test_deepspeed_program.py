@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ import pytest
 import torch
 
 import ringway
+from programs import ended_with, ringway_run_variables, run_program
 from ringway.compat import deepspeed as dist
 from ringway.compat.deepspeed import launcher
 from ringway.errors import DiscoveryError, UsageError
-from ringway.launch.run import run
 from ringway.testing import RankContext, RankPool
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_dropin.py"
@@ -354,12 +353,8 @@ def test_timers_and_small_classes() -> None:
         dist.P2POp(print, torch.ones(1), 0)
 
 
-def _launch_example(context: RankContext) -> int:
-    return run([sys.executable, str(EXAMPLE)], 2).code
-
-
-def test_example_under_ringway_run(pool: RankPool) -> None:
-    (launcher_ended,) = pool.try_run(_launch_example, world_size=1, timeout=200)
-    assert launcher_ended.ok, launcher_ended
-    assert launcher_ended.value == 0, launcher_ended.output
-    assert "[rank 0] sum 3, logged ['broadcast', 'gradients'] on 2 ranks" in launcher_ended.output
+def test_the_example_runs(pool: RankPool) -> None:
+    with ringway_run_variables(2) as environments:
+        ranks = run_program(pool, EXAMPLE, environments=environments)
+    assert all(map(ended_with, ranks)), ranks
+    assert "sum 3, logged ['broadcast', 'gradients'] on 2 ranks" in ranks[0].output

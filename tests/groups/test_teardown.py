@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +17,9 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
-from exits import ended_well, run_alone, run_together
+from exits import run_alone, run_together
 from interrupts import interrupt_inside
+from programs import ended_with
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
@@ -39,7 +37,7 @@ def pool() -> Iterator[RankPool]:
 
 def test_exiting_without_destroying_is_silent(pool: RankPool) -> None:
     done = run_alone(pool, "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(3), async_op=True)")
-    assert ended_well(done), done
+    assert ended_with(done), done
     assert done.output == ""
 
 
@@ -51,7 +49,7 @@ def test_exiting_with_a_subgroup_and_adopted_groups_is_silent(pool: RankPool) ->
         "dist.all_reduce(torch.ones(2), group=p)\n"
         "w = dist.init_device_mesh('cpu', (1,))",
     )
-    assert ended_well(done), done
+    assert ended_with(done), done
     assert "Traceback" not in done.output
 
 
@@ -80,22 +78,15 @@ def test_exiting_with_unanswered_calls_is_silent(pool: RankPool, backend: str, w
     The last case forces the crash: without `leave_threads_behind` two ranks of three failed in it.
     """
     for ended in run_together(pool, UNANSWERED[what], backend, 3):
-        assert ended_well(ended), ended
+        assert ended_with(ended), ended
         assert "terminate" not in ended.output
 
 
-@pytest.mark.processes
-def test_exiting_a_launched_program_with_unanswered_calls(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import sys, torch, ringway as dist\ndist.init_distributed('gloo', verbose=False)\n"
-        f"{UNANSWERED['collective']}\nprint('left', dist.get_rank())\nsys.exit(3 if dist.get_rank() == 0 else 0)\n"
-    )
-    command = [sys.executable, "-m", "ringway.cli", "run", "-n", "2", "--on-death", "keep", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 3, done.stdout + done.stderr  # the program's own status
-    assert done.stdout.count("left") == 2
-    assert "terminate" not in done.stderr
+def test_exiting_with_unanswered_calls_keeps_the_exit_status(pool: RankPool) -> None:
+    first, second = run_together(pool, f"{UNANSWERED['collective']}\nraise SystemExit(3 - dist.get_rank())", "gloo", 2)
+    assert ended_with(first, 3), first
+    assert ended_with(second, 2), second
+    assert "terminate" not in first.output + second.output
 
 
 def test_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
@@ -113,7 +104,7 @@ def test_forked_child_is_refused_and_disturbs_nothing(pool: RankPool) -> None:
         "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n"
         "dist.destroy_process_group()\n",
     )
-    assert ended_well(done), done
+    assert ended_with(done), done
     assert "refused: this process was forked from a rank" in done.output
     assert "28.0" in done.output
     assert "alive [1.0, 1.0, 1.0]" in done.output
@@ -143,7 +134,7 @@ def test_a_forked_child_may_exit_in_any_way(pool: RankPool, backend: str, own: b
         "t = torch.ones(3); dist.all_reduce(t); print('alive', t.tolist())\n",
         backend=backend,
     )
-    assert ended_well(done), done
+    assert ended_with(done), done
     assert "child 7" in done.output
     assert ("own [1.0, 1.0, 1.0]" in done.output) is own
     assert "alive [1.0, 1.0, 1.0]" in done.output
@@ -160,7 +151,7 @@ def test_destroy_may_be_called_again(pool: RankPool) -> None:
         "try: dist.all_reduce(torch.ones(1))\n"
         "except dist.errors.UsageError as error: print(error)\n",
     )
-    assert ended_well(done), done
+    assert ended_with(done), done
     assert "was destroyed" in done.output
     assert "there is no group yet" in done.output
 
