@@ -1,7 +1,8 @@
 # make demo       set everything up, run a real multi-rank job
 # make quick      lint, types, unit tests, conformance of shm and gloo on 2 ranks: under 90 s, for the inner loop
 # make test       lint, types and all tests (what CI runs); says which proofs are older than the code they prove
-# make soak       hours: more seeds and kills, tests that depend on time ten times, the suite on busy CPUs
+# make soak       hours: more seeds, kills and training steps, more sizes of worlds and sub-groups in the conformance
+#                 suite, messages of more than 2 GB, tests that depend on time ten times, the suite on busy CPUs
 # make sanitizers, make browser, make torch-versions  what make test leaves out, each written to docs/proofs
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +12,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 .PHONY: demo quick test lint types unit soak build clean help
 
 help:
-	@sed -n 's/^# \(make.*\)/\1/p' Makefile
+	@sed -n 's/^# \(make.*\|    .*\)/\1/p' Makefile
 
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/preflight.sh
 	@sh scripts/preflight.sh $(PYTHON)

@@ -228,8 +228,10 @@ def seen_by_torch(context: RankContext) -> Any:
     c10d.all_reduce(torch.ones(6))
     c10d.all_gather([torch.empty(3, 2, dtype=torch.bfloat16) for _ in range(2)], torch.ones(3, 2, dtype=torch.bfloat16))
     c10d.barrier()
+    deadline = time.monotonic() + 60
+    while (calls := flight.torch_calls())[0].state != "completed" and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's thread writes the end of a call after it has woken up the caller
     theirs = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-    calls = flight.torch_calls()
     c10d.destroy_process_group()
     dist = context.start("gloo")
     dist.all_reduce(torch.ones(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any, NamedTuple
 
@@ -45,13 +46,13 @@ SEQUENCE_PLAN: dict[str, Any] = {
     "blocks.*.up": Column(sequence_dim=1),
     "blocks.*.down": Row(sequence_dim=1),
 }
-STEPS = 50
+STEPS = 50 if os.environ.get("RINGWAY_SOAK") else 20
 BATCH = 4
 
 
 class Tolerance(NamedTuple):
     losses: float
-    """Relative, for each of the fifty losses."""
+    """Relative, for each of the losses."""
     gradients: float
     """For the first step, relative to the parameter's largest gradient."""
 
