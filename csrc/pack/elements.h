@@ -80,20 +80,22 @@ inline float widen(Float16 value) {
 }
 inline float widen(BFloat16 value) { return float_of(static_cast<uint32_t>(value.bits) << 16); }
 
+// Numbers beyond the range of the narrow type become its largest one: a residual can push a mean of finite values there.
 inline void narrow(float value, float& out) { out = value; }
 inline void narrow(float value, Float16& out) {
     const uint32_t bits = bits_of(value);
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;  // in steps of 2^-24
     const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-    const uint32_t huge = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;  // NaN, or infinity
-    const uint32_t finite = magnitude < 0x38800000u ? small : normal;
-    out.bits = static_cast<uint16_t>((magnitude < 0x47800000u ? finite : huge) | (bits >> 16 & 0x8000u));
+    const uint32_t finite = magnitude < 0x38800000u ? small : magnitude < 0x477fe000u ? normal : 0x7bffu;
+    out.bits = static_cast<uint16_t>((magnitude > 0x7f800000u ? 0x7e00u : finite) | (bits >> 16 & 0x8000u));
 }
 inline void narrow(float value, BFloat16& out) {
     const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    out.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t rounded = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;  // to nearest, ties to even
+    const uint32_t finite = std::min(rounded, 0x7f7fu);
+    out.bits = static_cast<uint16_t>((magnitude > 0x7f800000u ? 0x7fc0u : finite) | (bits >> 16 & 0x8000u));
 }
 
 #if defined(__ARM_NEON)
@@ -107,11 +109,15 @@ inline float32x4x2_t widen_eight(const BFloat16* from) {
     return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(eight), 16)),
             vreinterpretq_f32_u32(vshll_high_n_u16(eight, 16))};
 }
+inline float32x4_t within(float32x4_t value, float limit) {  // keeps NaN
+    return vmaxq_f32(vminq_f32(value, vdupq_n_f32(limit)), vdupq_n_f32(-limit));
+}
 inline void narrow_eight(float32x4_t low, float32x4_t high, Float16* to) {
-    vst1q_u16(&to->bits, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(low), high)));
+    const float16x4_t first = vcvt_f16_f32(within(low, 65504.0f));
+    vst1q_u16(&to->bits, vreinterpretq_u16_f16(vcvt_high_f16_f32(first, within(high, 65504.0f))));
 }
 inline uint32x4_t rounded_to_bfloat16(float32x4_t value) {
-    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t bits = vreinterpretq_u32_f32(within(value, 0x1.fep127f));
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     const uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
     return vbslq_u32(vceqq_f32(value, value), rounded, vdupq_n_u32(0x7fc00000));

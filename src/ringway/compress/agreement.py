@@ -17,6 +17,7 @@ from torch import Tensor
 from ringway.compress.codecs.codec import Codec, codec_names, get_codec
 from ringway.compress.kernels.base import VALUE_DTYPES
 from ringway.compress.windows import STATUS_BITS, headers, statuses
+from ringway.compress.workspace import HostCopy
 from ringway.errors import UsageError, mismatch_error
 from ringway.groups.communicator import Communicator
 
@@ -95,24 +96,15 @@ class Agreement:
 
 
 class PendingStatus:
-    """The headers of received frames, to be read later. On a GPU they are copied to the host asynchronously: reading
-    them waits for the work enqueued before the copy, not for later work."""
+    """The headers of received frames, to be read later."""
 
     def __init__(self, frames: Tensor, heading: Heading, agreement: Agreement, reports: bool) -> None:
         self._heading, self._agreement, self._reports = heading, agreement, reports
-        self._event: torch.cuda.Event | None = None
-        self._headers = headers(frames)
-        if frames.is_cuda:
-            self._headers = torch.empty(self._headers.shape, dtype=self._headers.dtype, pin_memory=True)
-            self._headers.copy_(headers(frames), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._headers = HostCopy(headers(frames))
 
     def read(self) -> int:
         """The highest status, or 0 if statuses are not reported. Raises if the frames belong to different calls."""
-        if self._event is not None:
-            self._event.synchronize()
-        received = self._headers.tolist()
+        received = self._headers.read().tolist()
         self._agreement.check(self._heading, received)
         return max(words[0] & _mask(STATUS_BITS) for words in received) if self._reports else 0
 

@@ -30,6 +30,9 @@ from ringway.work import Completion, Handle, Work
 class Background(abc.ABC):
     """Runs jobs one at a time, in the order they were submitted."""
 
+    latest: Handle | None = None
+    """The job that was submitted last."""
+
     @staticmethod
     def on(device: torch.device, communicator: Communicator, group: c10d.ProcessGroup | None) -> Background:
         """The background for tensors on this device. Collective: every rank of the group must call this at the same
@@ -106,7 +109,8 @@ class BackgroundThread(Background):
                 count_exchange(self._communicator)
                 raise
 
-        return Work(_FutureHandle(self._executor.submit(run)), result, _same)
+        self.latest = handle = _FutureHandle(self._executor.submit(run))
+        return Work(handle, result, _same)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
@@ -165,4 +169,5 @@ class BackgroundStream(Background):
                 event.record(self._stream)
                 future.set_result(list(result))
             watch = self._communicator.info.process.part(DeviceWatch)
-            return _StreamWork(_EventHandle(event, self._device, watch), result, future)
+            self.latest = handle = _EventHandle(event, self._device, watch)
+            return _StreamWork(handle, result, future)

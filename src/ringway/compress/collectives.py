@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,11 @@ from ringway.compress.codecs.onebit import OneBit
 from ringway.compress.feedback import ErrorFeedback, Slot, as_slot, is_outside
 from ringway.compress.kernels.base import VALUE_DTYPES, Kernels
 from ringway.compress.kernels.select import kernels_for
+from ringway.compress.outcome import Outcome, PlainStatus
 from ringway.compress.report import SAMPLE_EVERY
 from ringway.compress.windows import Sharding, Window, frame_bytes
 from ringway.compress.workspace import BufferPool, Workspace
-from ringway.errors import NotFinite, UsageError
+from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
 from ringway.work import Work
@@ -155,7 +157,32 @@ def _all_reduce_where_it_helps(
         report.predicted_plain_seconds += forecast.plain(tensor.nbytes)
         return _start(tensor, slot, communicator, setting, async_op)
     report.plain_calls += 1
-    return communicator.all_reduce(tensor, c10d.ReduceOp.AVG, async_op=async_op, log_name="left plain")
+    return plain_all_reduce(tensor, slot, communicator, setting.raise_not_finite, async_op)
+
+
+def plain_all_reduce(
+    tensor: Tensor, slot: Slot, communicator: Communicator, raise_not_finite: bool, async_op: bool
+) -> Work | None:
+    """Average `tensor` uncompressed, and report values that are not finite as a compressed call does."""
+    if not raise_not_finite:
+        return communicator.all_reduce(tensor, c10d.ReduceOp.AVG, async_op=async_op, log_name="left plain")
+    if async_op:
+        return _submit(tensor, slot, lambda own: _run_plain(tensor, slot, own, deferred=tensor.is_cuda))
+    _run_plain(tensor, slot, communicator, deferred=False)
+    return None
+
+
+def _run_plain(tensor: Tensor, slot: Slot, communicator: Communicator, deferred: bool) -> None:
+    outcome = Outcome(slot, communicator, tensor.numel(), waits=not deferred)
+    outcome.report_earlier()
+    ranks = communicator.size
+    sound = torch.isfinite(tensor).all()
+    culprit = torch.where(sound, 0, ranks - communicator.rank).to(torch.int32)  # the maximum is the lowest rank's
+    communicator.all_reduce(tensor, c10d.ReduceOp.AVG, log_name="left plain")
+    communicator.all_reduce(culprit, c10d.ReduceOp.MAX, log_name="left plain")
+    overflow = torch.where(torch.isfinite(tensor).all(), 0, 1 + ranks)
+    outcome.add(PlainStatus(torch.where(culprit > 0, 1 + ranks - culprit, overflow)))
+    outcome.report()
 
 
 def _start(
@@ -163,6 +190,8 @@ def _start(
 ) -> Work | None:
     """Run a compressed all-reduce now, or submit it to the feedback's background thread or stream."""
     if not async_op:
+        if slot is not None:
+            slot.settle()
         # Frames and residuals are reused across calls, and a tensor created in inference mode cannot be written outside
         # it. So every call runs in inference mode, whatever mode the caller is in.
         with torch.inference_mode():
@@ -170,11 +199,14 @@ def _start(
         return None
     if slot is None:
         raise UsageError("an asynchronous compressed_all_reduce needs an ErrorFeedback, which runs its steps")
+    return _submit(tensor, slot, lambda own: AllReduce(tensor, slot, own, setting, deferred=tensor.is_cuda).run())
 
-    def job(own: Communicator) -> None:
-        AllReduce(tensor, slot, own, setting, deferred=tensor.is_cuda).run()
 
-    return slot.owner.background(tensor.device).submit(job, [tensor])
+def _submit(tensor: Tensor, slot: Slot, job: Callable[[Communicator], None]) -> Work:
+    background = slot.owner.background(tensor.device)
+    work = background.submit(job, [tensor])
+    slot.pending = background.latest
+    return work
 
 
 def _group_of(slot: Slot | None, group: c10d.ProcessGroup | None) -> c10d.ProcessGroup | None:
@@ -236,7 +268,8 @@ class AllReduce:
         self._communicator = communicator
         self._setting = setting
         self._codec, self._kernels = setting.codec, setting.kernels
-        self._deferred = deferred
+        waits = not deferred and (setting.raise_not_finite or slot is None)
+        self._outcome = Outcome(slot, communicator, tensor.numel(), waits)
         self._sharding = Sharding(tensor.numel(), communicator.size)
         self._worker: Tensor | None = None
         self._server: Tensor | None = None
@@ -244,8 +277,6 @@ class AllReduce:
         self._pool = workspace.pool(tensor.device)
         self._overlaps = False
         self._agreement = self._agreement_on(tensor.numel())
-        self._status = 0
-        self._pending: list[PendingStatus] = []
 
     def _agreement_on(self, numel: int) -> Agreement:
         return Agreement(self._communicator, "compressed_all_reduce", self._codec, self._tensor.dtype, numel)
@@ -268,16 +299,13 @@ class AllReduce:
         if self._flat.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self._flat.view(self._tensor.shape))
         self._account(time.perf_counter() - began)
-        self._report_not_finite()
+        self._outcome.report()
 
     def _with_residuals(self, slot: Slot) -> None:
-        if slot.busy:
-            raise UsageError(f"the residual {slot.key!r} is in use by a pending call; wait for that call first")
-        self._report_earlier(slot)
-        device = self._flat.device
-        self._worker, self._server = slot.prepare(self._sharding, self._communicator.rank, device)
-        slot.busy = True
-        try:
+        with slot.lock:
+            self._outcome.report_earlier()
+            device = self._flat.device
+            self._worker, self._server = slot.prepare(self._sharding, self._communicator.rank, device)
             if slot.calls % SAMPLE_EVERY == 0:
                 norm = kernels_for(OneBit(None), device, self._kernels.name).measure
                 whole = norm(self._flat, self._worker)
@@ -286,8 +314,6 @@ class AllReduce:
             else:
                 self._exchange()
             slot.calls += 1
-        finally:
-            slot.busy = False
 
     def _exchange(self) -> None:
         try:
@@ -392,9 +418,9 @@ class AllReduce:
         status = PendingStatus(sent.frames, sent.heading, self._agreement, last and self._setting.raise_not_finite)
         if sent.frames.is_cuda:
             spoil_if_different(sent.frames, sent.heading)
-            self._pending.append(status)
+            self._outcome.add(status)
         else:
-            self._status = max(self._status, status.read())
+            self._outcome.status = max(self._outcome.status, status.read())
         return sent.frames
 
     def _residual_of(self, window: Window) -> Tensor | None:
@@ -413,27 +439,3 @@ class AllReduce:
         report.sent_bytes += 2 * (ranks - 1) * frames
         if not self._tensor.is_cuda:
             report.seconds += seconds
-
-    def _report_not_finite(self) -> None:
-        """Raise `NotFinite` now, or leave it to the next call if this one must not wait for the device."""
-        waits = not self._deferred and (self._setting.raise_not_finite or self._slot is None)
-        if self._slot is not None and self._pending and not waits:
-            self._slot.unread = self._pending
-        else:
-            self._raise_for(self._status, self._pending)
-
-    def _report_earlier(self, slot: Slot) -> None:
-        earlier, slot.unread = slot.unread, []
-        self._raise_for(0, earlier)
-
-    def _raise_for(self, status: int, pending: list[PendingStatus]) -> None:
-        status = max([status, *(one.read() for one in pending)])
-        if status == 0:
-            return
-        culprit = status - 1
-        key = None if self._slot is None else self._slot.key
-        what = f"compressed_all_reduce of {self._tensor.numel()} elements" + ("" if key is None else f" ({key!r})")
-        group = f"group {self._communicator.name}"
-        if culprit == self._sharding.ranks:
-            raise NotFinite(f"{what}: the average over {group} is not finite", key=key)
-        raise NotFinite(f"{what}: rank {culprit} of {group} had NaN or infinity in its values", rank=culprit, key=key)

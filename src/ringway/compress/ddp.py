@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ringway.compress.codecs.codec import Codec
-from ringway.compress.collectives import compressed_all_reduce
-from ringway.compress.feedback import ErrorFeedback
+from ringway.compress.collectives import compressed_all_reduce, plain_all_reduce
+from ringway.compress.feedback import ErrorFeedback, Slot
 from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
+from ringway.work import Work
 
 SCALES_BY_SECOND_MOMENT = (
     torch.optim.Adam,
@@ -50,6 +52,12 @@ class DDPHook:
         self.steps = 0
         self._compressed: set[int] = set()
         """Addresses of the parameters whose gradients were compressed."""
+        self._used: set[int] = set()
+        """Ids of the parameters that got a gradient since the last synchronized step."""
+        self._watched: dict[int, Tensor] = {}
+        """The parameters that report their gradients, by id."""
+        self._sent: list[tuple[Slot, Tensor, list[Tensor]]] = []
+        """This step's compressed buckets: residuals, buffer, parameters."""
         self.warned = False
         _warn_of_adam(weakref.ref(self))
         # DDP's log reads a function's name.
@@ -57,20 +65,60 @@ class DDPHook:
         self.__name__ = "ddp_hook"
 
     def __call__(self, state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        compressing = self.steps >= self.warmup_steps
-        if compressing:
-            places = tuple(parameter.data_ptr() for parameter in bucket.parameters())
+        buffer, parameters, index = bucket.buffer(), bucket.parameters(), bucket.index()
+        self.feedback.model.serve(parameters, index, bucket.is_last())
+        self._watch(parameters)
+        if self.steps >= self.warmup_steps:
+            places = tuple(parameter.data_ptr() for parameter in parameters)
             self._compressed.update(places)
-            slot = self.feedback[bucket.index()]
+            slot = self.feedback[index]
             slot.bind(places)
             work = compressed_all_reduce(buffer, slot, self.codec, async_op=True, not_finite=self.not_finite)
+            self._sent.append((slot, buffer, parameters))
         else:
-            work = world.communicator(self.group).all_reduce(buffer, c10d.ReduceOp.AVG, async_op=True)
-        if bucket.is_last():
-            self.steps += 1
+            communicator, raises = world.communicator(self.group), self.not_finite == "raise"
+            work = plain_all_reduce(buffer, Slot(self.feedback, index), communicator, raises, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda done: done.value()[0])
+        if not bucket.is_last():
+            return work.get_future().then(lambda done: done.value()[0])
+        self.steps += 1
+        return self._end_step(work, buffer)
+
+    def _watch(self, parameters: list[Tensor]) -> None:
+        """Learn which parameters get gradients. One that is seen for the first time has one already, or so we assume:
+        that is why residuals need a warm-up step."""
+        used = self._used  # a hook that held this object would form a cycle through C++
+        for parameter in parameters:
+            if id(parameter) not in self._watched:
+                self._watched[id(parameter)] = parameter
+                parameter.register_post_accumulate_grad_hook(lambda of: used.add(id(of)))
+                used.add(id(parameter))
+
+    def _end_step(self, last: Work, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """DDP discards the results of parameters that no rank used. They return to the residuals they came from."""
+        sent, self._sent = self._sent, []
+        used = torch.tensor([id(p) in self._used for _, _, parameters in sent for p in parameters], dtype=torch.uint8)
+        self._used.clear()
+        if not sent:
+            return last.get_future().then(lambda done: done.value()[0])
+
+        def put_unused_back(own: Communicator) -> None:
+            own.all_reduce(used, c10d.ReduceOp.MAX, log_name="parameters used")
+            flags = iter(used.tolist())
+            for slot, result, parameters in sent:
+                start = 0
+                for parameter in parameters:
+                    where = slice(start, start + parameter.numel())
+                    if not next(flags):
+                        slot.put_back(where, result[where])
+                    start = where.stop
+
+        def finished(_: torch.futures.Future[Any]) -> Tensor:
+            last.wait()  # it has ended: this raises its error
+            return buffer
+
+        # DDP overwrites the buffers after the last future, so that one comes after this.
+        return self.feedback.background(buffer.device).submit(put_unused_back, [buffer]).get_future().then(finished)
 
     def uses(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps parameters whose gradients this hook has compressed."""
@@ -90,7 +138,8 @@ def ddp_hook(
 
     The first `warmup_steps` steps are averaged uncompressed. Use at least one: DDP rebuilds its buckets after the first
     step, and residuals restart from zero whenever that happens. Buckets overlap with the backward pass, like DDP's own.
-    Pass the model's process group as `group`, and your own `feedback` to save residuals with a checkpoint.
+    Pass the model's process group as `group`, and your own `feedback` to save residuals with a checkpoint. A hook, and
+    a feedback, serve one model.
 
     Intended for SGD with momentum. Adam and similar optimizers divide the compression errors by their own second
     moment, and training does not converge as it would without compression: use `OneBitAdam`. The hook warns about it.

@@ -7,14 +7,15 @@ errors cancel over the steps.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.compress.agreement import PendingStatus
 from ringway.compress.auto import Forecast
 from ringway.compress.background import Background
 from ringway.compress.kernels.base import RESIDUAL_DTYPES
@@ -23,8 +24,15 @@ from ringway.compress.windows import Sharding
 from ringway.compress.workspace import Workspace
 from ringway.errors import UsageError
 from ringway.groups.world import NON_MEMBER, world
+from ringway.work import Handle
 
 FORMAT = 1
+
+
+class Status(Protocol):
+    """How a call ended, possibly still on its way from the device. 0 means success."""
+
+    def read(self) -> int: ...
 
 
 class Slot:
@@ -34,12 +42,23 @@ class Slot:
         self.owner = owner
         self.key = key
         self.calls = 0
-        self.busy = False
+        self.lock = threading.Lock()
+        """Held by a running call: calls with the same residuals run one after the other."""
         self.worker: Tensor | None = None
         self.server: Tensor | None = None
         self.bound_to: object = None
-        self.unread: list[PendingStatus] = []
+        self.unread: list[Status] = []
         """Status of the last asynchronous call on a GPU: the next call reads it."""
+        self.pending: Handle | None = None
+        """The latest asynchronous call."""
+
+    def settle(self) -> None:
+        """Wait for the latest asynchronous call, so that the next one comes after it on every rank. Its error is for
+        those who wait for its own Work."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            with suppress(Exception):
+                pending.wait()
 
     def prepare(self, sharding: Sharding, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The residuals for a tensor with this sharding. Created as zeros; moved to the tensor's device if needed."""
@@ -65,9 +84,42 @@ class Slot:
             self.reset()
         self.bound_to = identity
 
+    def put_back(self, where: slice, result: Tensor) -> None:
+        """Keep a part of the latest result that the caller does not use: the next call sends it again.
+
+        The result is what all ranks' residuals gave away together, so each worker takes back all of it: the mean over
+        the workers, plus the servers' residuals, is then what it was.
+        """
+        if self.worker is not None:
+            with torch.inference_mode():
+                self.worker[where].add_(torch.where(torch.isfinite(result), result, 0))
+
     def reset(self) -> None:
         """Discard the residuals."""
         self.worker = self.server = None
+
+
+class ServedModel:
+    """The model whose DDP buckets a feedback serves, known by its parameters. Slots have the buckets' numbers, so a
+    second model would use the first one's residuals."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, Tensor] = {}
+        """By id. Kept alive: the id of a deleted tensor may be reused."""
+        self._indices: set[int] = set()
+        self._complete = False
+
+    def serve(self, parameters: Sequence[Tensor], index: int, is_last: bool) -> None:
+        """Take the parameters of a bucket. All of a model's are known after its first backward."""
+        unknown = [parameter for parameter in parameters if id(parameter) not in self._parameters]
+        if unknown and (self._complete or index in self._indices):
+            raise UsageError(
+                "this ErrorFeedback already serves the buckets of another DistributedDataParallel model; give each "
+                "model its own ddp_hook() and ErrorFeedback, or reset() the feedback when the model is replaced"
+            )
+        self._parameters.update((id(parameter), parameter) for parameter in unknown)
+        self._indices.add(index)
+        self._complete |= is_last
 
 
 class ErrorFeedback:
@@ -86,6 +138,7 @@ class ErrorFeedback:
         self.workspace = Workspace()
         self.forecasts: dict[tuple[str, str], Forecast] = {}
         """Times measured for `codec="auto"`, by device type and codec."""
+        self.model = ServedModel()
         self._slots: dict[Hashable, Slot] = {}
         self._backgrounds: dict[str, Background] = {}
 
@@ -99,7 +152,8 @@ class ErrorFeedback:
         return len(self._slots)
 
     def reset(self) -> None:
-        """Discard all residuals."""
+        """Discard all residuals. Another model may use the feedback from now on."""
+        self.model = ServedModel()
         for slot in self._slots.values():
             slot.reset()
 
@@ -160,7 +214,7 @@ class ErrorFeedback:
                 f"these residuals belong to rank {', '.join(map(str, sorted(by_rank)))} of {size}, but this is rank "
                 f"{communicator.rank} of {communicator.size}: pass the states of all {size} ranks, as a list"
             )
-        self._slots.clear()
+        self.reset()  # and keep the slots themselves: the program may hold them
         for key, (worker, server) in residuals.items():
             slot = self[key]
             slot.worker = worker.to(self.residual_dtype, copy=True)

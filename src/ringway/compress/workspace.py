@@ -1,6 +1,8 @@
-"""Memory for frames, reused from call to call, so that a training step allocates nothing."""
+"""Memory for frames, reused from call to call, so that a training step allocates nothing; and copies to the host."""
 
 from __future__ import annotations
+
+import threading
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ KEPT = 8
 
 
 class BufferPool:
-    """Buffers of one device and stream. They may be reused as soon as their last use is enqueued there.
+    """Buffers of one device and stream. They may be reused as soon as their last use is enqueued there. Thread-safe:
+    a synchronous call and the thread of the asynchronous ones share the CPU's pool.
 
     Frames of any shape use the smallest idle buffer that holds them, so windows and tensors of different lengths share
     the same memory.
@@ -19,26 +22,31 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._idle: list[Tensor] = []
+        self._lock = threading.Lock()
 
     def take(self, rows: int, nbytes: int) -> Tensor:
         """Uninitialized frames, [rows, nbytes]."""
-        idle = self._idle
-        for index, buffer in enumerate(idle):
-            if buffer.numel() >= rows * nbytes:
-                del idle[index]
-                break
-        else:
-            if idle:
-                del idle[-1]  # all are too small: the new buffer replaces the largest
+        buffer = self._taken(rows * nbytes)
+        if buffer is None:
             buffer = torch.empty(rows * nbytes, dtype=torch.uint8, device=self._device)
         return buffer[: rows * nbytes].view(rows, nbytes)
+
+    def _taken(self, nbytes: int) -> Tensor | None:
+        """The smallest idle buffer of at least `nbytes`. If all are too small, the new one replaces the largest."""
+        with self._lock:
+            for index, buffer in enumerate(self._idle):
+                if buffer.numel() >= nbytes:
+                    return self._idle.pop(index)
+            del self._idle[-1:]
+        return None
 
     def give_back(self, frames: Tensor) -> None:
         """Return frames that are needed only by work already enqueued."""
         whole = frames.new_empty(0).set_(frames.untyped_storage())
-        self._idle.append(whole)
-        self._idle.sort(key=Tensor.numel)
-        del self._idle[:-KEPT]
+        with self._lock:
+            self._idle.append(whole)
+            self._idle.sort(key=Tensor.numel)
+            del self._idle[:-KEPT]
 
 
 class Workspace:
@@ -51,10 +59,27 @@ class Workspace:
         """The pool of the current stream."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         found = self._pools.get((device, stream))
-        if found is None:
-            found = self._pools[device, stream] = BufferPool(device)
-        return found
+        return self._pools.setdefault((device, stream), BufferPool(device)) if found is None else found
 
     def clear(self) -> None:
         """Free the idle buffers."""
         self._pools.clear()
+
+
+class HostCopy:
+    """A small tensor, to be read later. On a GPU it is copied to the host asynchronously: reading it waits for the work
+    enqueued before the copy, not for later work."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor

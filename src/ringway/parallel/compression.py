@@ -37,6 +37,10 @@ class Compression:
             not_finite="propagate",
         )
 
+    def put_back(self, bucket: Bucket, where: slice) -> None:
+        """Return a part of the bucket's result that is not used to the residuals."""
+        self._feedback[bucket.label].put_back(where, bucket.flat[where])
+
     def state_dict(self) -> dict[str, Any]:
         return self._feedback.state_dict()
 

@@ -347,6 +347,8 @@ class DataParallel:
         for slot in self._slots:
             if slot.step == self._step and slot.parameter.grad is None:
                 refuse_gradient(slot, None)
+        if used is not None:
+            self._put_unused_back(used)
         if used is not None or not self._as_views:  # otherwise all gradients are already in place, as bucket views
             for slot in self._slots:
                 if used is None or used[slot.index]:
@@ -367,6 +369,14 @@ class DataParallel:
             own = torch.tensor([parameter.grad is not None for _, parameter in trained], dtype=torch.uint8)
         self._communicator.all_reduce(own, ReduceOp.MAX, log_name="parameters used")
         return None if len(self._order_seen) == total else own.tolist()
+
+    def _put_unused_back(self, used: Sequence[int]) -> None:
+        """The results of parameters that no rank used are discarded. With a codec they came from the residuals, and
+        return to them."""
+        for slot in self._slots:
+            if not used[slot.index] and slot.bucket.compressed and self._compression is not None:
+                start = slot.view.storage_offset()
+                self._compression.put_back(slot.bucket, slice(start, start + slot.view.numel()))
 
     def _hand_over(self, slot: Slot) -> None:
         """Set the gradient to the mean. A gradient that no rank computed stays None."""

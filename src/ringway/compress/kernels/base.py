@@ -35,6 +35,7 @@ KERNELS_VARIABLE = "RINGWAY_COMPRESS_KERNELS"
 class Kernels(abc.ABC):
     """The steps of a compressed collective for one codec.
 
+    Results beyond the range of the values' dtype are stored as its largest number.
     `values` are flat and contiguous, of `VALUE_DTYPES`; residuals likewise, of `RESIDUAL_DTYPES`, or None. Where a
     value is not finite, the residual stays unchanged and the frame's status reports it.
     """

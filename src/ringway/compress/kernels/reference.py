@@ -17,6 +17,12 @@ def compensated(values: Tensor, residual: Tensor | None) -> Tensor:
     return total if residual is None else total.add_(residual.to(torch.float32))
 
 
+def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values as `dtype`. Those beyond its range become its largest number: a residual can push a mean there."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
 class ReferenceKernels(Kernels):
     """Any codec on any device."""
 
@@ -52,11 +58,13 @@ class ReferenceKernels(Kernels):
                 decoded.fill_(float("nan"))
             else:
                 self.codec.decode(body(frames[row]), decoded)
-            values[where].copy_(decoded)
+            values[where].copy_(narrowed(decoded, values.dtype))
 
     def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
         mean = self._mean(frames, count)
-        values.copy_(mean if not statuses(frames).any() else mean.fill_(float("nan")))
+        if statuses(frames).any():
+            mean.fill_(float("nan"))
+        values.copy_(narrowed(mean, values.dtype))
 
     def _mean(self, frames: Tensor, count: int) -> Tensor:
         mean = torch.zeros(count, dtype=torch.float32, device=frames.device)
@@ -80,7 +88,9 @@ class ReferenceKernels(Kernels):
             statuses(frame).fill_(not_finite)
             return
         self.codec.encode(total, body(frame), scale)
-        if residual is not None:
-            decoded = torch.empty_like(total)
-            self.codec.decode(body(frame), decoded)
+        decoded = torch.empty_like(total)
+        self.codec.decode(body(frame), decoded)
+        if not torch.isfinite(decoded).all():  # the scale of finite values may overflow
+            statuses(frame).fill_(not_finite)
+        elif residual is not None:
             residual[where].copy_(total.sub_(decoded))

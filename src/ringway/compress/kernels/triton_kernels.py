@@ -179,6 +179,18 @@ def _encode_tile(
 
 
 @triton.jit
+def _narrowed(values, element: tl.constexpr):
+    """Values in the type of their destination. Those beyond its range become its largest number."""
+    if element == tl.float16:
+        limit = 65504.0
+    elif element == tl.bfloat16:
+        limit = 3.3895313892515355e38
+    else:
+        limit = float("inf")
+    return tl.where(values > limit, limit, tl.where(values < -limit, -limit, values)).to(element)
+
+
+@triton.jit
 def _mean(
     frames,
     frames_f32,
@@ -334,7 +346,7 @@ def decode(
     scales = tl.where(status == 0, scales, float("nan"))
     codes = _codes(frames, frame + _payload(count, BLOCK, SHARED), offsets, mask, KIND)
     decoded = codes * scales[:, None]
-    tl.store(values + row * shard + start + offsets, decoded.to(values.dtype.element_ty), mask=mask)
+    tl.store(values + row * shard + start + offsets, _narrowed(decoded, values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -355,4 +367,4 @@ def decode_mean(
     offsets, mask, _, total, _ = _mean(
         frames, frames_f32, frames_i32, ROWS, factor, stride, count, KIND, GROUPS, BLOCK, SHARED
     )
-    tl.store(values + offsets, total.to(values.dtype.element_ty), mask=mask)
+    tl.store(values + offsets, _narrowed(total, values.dtype.element_ty), mask=mask)

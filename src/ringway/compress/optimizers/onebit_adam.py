@@ -5,6 +5,10 @@ its own gradient to the momentum, and the momenta are averaged in compressed for
 variance makes the update linear in the momentum, so errors cancel over the steps. Plain Adam would divide them by a
 variance that contains them.
 
+Each parameter counts its own steps, as in torch's Adam: a step counts for it if some rank has a gradient for it. So a
+parameter that is unfrozen or added later starts with stage 1, and one without a gradient keeps its value, its moments
+and its residuals. Parameters that reach stage 2 together travel together from then on.
+
 A one-bit codec cannot represent zero. A parameter element that never had a gradient has a frozen variance of zero, and
 any momentum divided by it would explode. These elements are left unchanged.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -24,23 +28,41 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ringway.compress.codecs.codec import Codec, get_codec
 from ringway.compress.collectives import compressed_all_reduce
-from ringway.compress.feedback import ErrorFeedback
-from ringway.errors import UsageError
+from ringway.compress.feedback import ErrorFeedback, Slot
+from ringway.errors import NotFinite, UsageError
 from ringway.groups.world import world
 
 
 @dataclass
-class _Bucket:
-    """Parameters whose moments are contiguous in memory, so that they travel together."""
+class _Batch:
+    """Parameters of one group and device whose gradients or momenta travel as one tensor."""
 
-    key: str
+    group: dict[str, Any]
     parameters: list[Tensor]
-    momentum: Tensor
-    variance: Tensor
+    used: list[bool]
+    """Whether a parameter takes part in this step. In stage 1, all do."""
+    slot: Slot | None
+    """The residuals; None in stage 1."""
+    flat: Tensor
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+    def views(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that take part, and their parts of the flat tensor."""
+        parts = self.flat.split([parameter.numel() for parameter in self.parameters])
+        return [
+            (parameter, part.view(parameter.shape))
+            for parameter, part, used in zip(self.parameters, parts, self.used, strict=True)
+            if used
+        ]
+
+    def put_unused_back(self) -> None:
+        """Return the results of parameters that did not take part to the residuals that they came from."""
+        assert self.slot is not None
+        start = 0
+        for parameter, used in zip(self.parameters, self.used, strict=True):
+            where = slice(start, start + parameter.numel())
+            if not used:
+                self.slot.put_back(where, self.flat[where])
+            start = where.stop
 
 
 class OneBitAdam(Optimizer):
@@ -52,7 +74,14 @@ class OneBitAdam(Optimizer):
     codec that has one scale per tensor, each parameter travels alone, as in DeepSpeed. `codec` must not be "auto",
     because the step number decides between the stages. The state holds this rank's residuals; if another rank's state
     is loaded, residuals start from zero, with a warning.
+
+    A gradient that is NaN or infinite on any rank raises `NotFinite` on every rank, before anything has changed. With
+    torch's `GradScaler`, all ranks skip such a step instead.
     """
+
+    _step_supports_amp_scaling = True
+    """GradScaler then calls `step` on every rank, also on those that found an infinity, and sets `found_inf` and
+    `grad_scale`. Without it, such a rank would skip its step alone."""
 
     def __init__(
         self,
@@ -78,19 +107,21 @@ class OneBitAdam(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
-            "step": 0,
         }
         super().__init__(params, defaults)
         self.freeze_step = freeze_step
         self.codec = get_codec(codec)
         self.group = group
         self.feedback = ErrorFeedback(group, residual_dtype=residual_dtype)
-        self._buckets: list[list[_Bucket]] | None = None
 
     @property
     def compressing(self) -> bool:
-        """Whether the next step belongs to stage 2."""
-        return any(group["step"] >= self.freeze_step for group in self.param_groups)
+        """Whether the next step of some parameter belongs to stage 2."""
+        return any(self._is_frozen(parameter) for group in self.param_groups for parameter in group["params"])
+
+    def _is_frozen(self, parameter: Tensor) -> bool:
+        """Whether the parameter's variance is frozen."""
+        return bool(self.state.get(parameter, {}).get("step", 0) >= self.freeze_step)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -104,68 +135,141 @@ class OneBitAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._buckets is None:
-            self._buckets = [self._arrange(index, group) for index, group in enumerate(self.param_groups)]
-        for group, buckets in zip(self.param_groups, self._buckets, strict=True):
-            group["step"] += 1
-            for bucket in buckets:
-                gradient = _flat_gradient(bucket)
-                if group["step"] <= self.freeze_step:
-                    self._average_gradient(bucket, gradient, group)
-                else:
-                    self._average_momentum(bucket, gradient, group)
-                self._update(bucket, group)
+        used = self._agreed_parameters()
+        if used is None:
+            return loss
+        self._assign_buckets()
+        batches = self._batches(used)
+        for batch in batches:
+            self._exchange(batch)
+        for batch in batches:  # only now, so that a failed exchange leaves parameters and moments as they were
+            self._apply(batch)
         return loss
 
-    def _arrange(self, index: int, group: dict[str, Any]) -> list[_Bucket]:
-        """Join a group's moments: all of a device, or each parameter alone if the scale spans a tensor."""
-        by_place: dict[Any, list[Tensor]] = {}
-        for place, parameter in enumerate(group["params"]):
-            if parameter.requires_grad and parameter.numel():
-                alone = (parameter.device, place) if self.codec.tensor_scale else parameter.device
-                by_place.setdefault(alone, []).append(parameter)
-        return [
-            self._bucket(f"group{index}.{number}", parameters) for number, parameters in enumerate(by_place.values())
-        ]
+    # What all ranks do in this step
 
-    def _bucket(self, key: str, parameters: list[Tensor]) -> _Bucket:
-        numel = sum(parameter.numel() for parameter in parameters)
-        flat = [torch.zeros(numel, dtype=torch.float32, device=parameters[0].device) for _ in range(2)]
-        bucket = _Bucket(key, parameters, *flat)
-        for name, whole in (("exp_avg", bucket.momentum), ("exp_avg_sq", bucket.variance)):
-            for parameter, view in zip(parameters, bucket.views(whole), strict=True):
-                if name in self.state[parameter]:
-                    view.copy_(self.state[parameter][name])
-                self.state[parameter][name] = view
-        return bucket
+    def _agreed_parameters(self) -> set[int] | None:
+        """The ids of the parameters that have a gradient on some rank; None if a rank's scaler found an infinity.
 
-    def _average_gradient(self, bucket: _Bucket, gradient: Tensor, group: dict[str, Any]) -> None:
+        Raises the same error on every rank if one of them cannot make the step.
+        """
+        communicator = world.communicator(self.group)
+        parameters = [p for group in self.param_groups for p in group["params"] if p.numel()]
+        mine = communicator.size - communicator.rank  # of several culprits, the maximum is the lowest rank's
+        found_inf = getattr(self, "found_inf", None)
+        skip = found_inf is not None and bool(found_inf)
+        gradients = [p.grad for p in parameters if _has_gradient(p)]
+        sparse = any(gradient.layout is not torch.strided for gradient in gradients)
+        sound = skip or sparse or _all_finite(gradients)
+        flags = torch.tensor(
+            [skip, mine * sparse, mine * (not sound), *map(_has_gradient, parameters)], dtype=torch.int32
+        )
+        communicator.all_reduce(flags, c10d.ReduceOp.MAX, log_name="parameters used")
+        skipped, refused, guilty, *used = flags.tolist()
+        if refused:
+            rank = communicator.size - refused
+            raise UsageError(f"OneBitAdam does not support sparse gradients, and rank {rank} of its group has one")
+        if skipped:
+            return None
+        if guilty:
+            rank = communicator.size - guilty
+            raise NotFinite(
+                f"OneBitAdam: rank {rank} of group {communicator.name} had NaN or infinity in its gradients; "
+                "nothing was changed",
+                rank=rank,
+            )
+        return {id(parameter) for parameter, flag in zip(parameters, used, strict=True) if flag}
+
+    def _assign_buckets(self) -> None:
+        """Number the sets of parameters that enter stage 2 together: all of a device, or each alone if the scale spans
+        a tensor. The state keeps the number: it finds the residuals again."""
+        for group in self.param_groups:
+            states = [self.state.get(parameter, {}) for parameter in group["params"]]
+            first = 1 + max((state.get("bucket", -1) for state in states), default=-1)
+            numbers: dict[Hashable, int] = {}
+            for place, (parameter, state) in enumerate(zip(group["params"], states, strict=True)):
+                if self._is_frozen(parameter) and "bucket" not in state:
+                    together = place if self.codec.tensor_scale else parameter.device
+                    state["bucket"] = numbers.setdefault(together, first + len(numbers))
+
+    def _batches(self, used: set[int]) -> list[_Batch]:
+        """The exchanges of this step. Buckets without a used parameter make none."""
+        batches = []
+        for index, group in enumerate(self.param_groups):
+            joined: dict[Hashable, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if self._is_frozen(parameter):
+                    joined.setdefault(self.state[parameter]["bucket"], []).append(parameter)
+                elif id(parameter) in used:
+                    joined.setdefault(parameter.device, []).append(parameter)
+            for key, parameters in joined.items():
+                taking_part = [id(parameter) in used for parameter in parameters]
+                if any(taking_part):
+                    slot = self.feedback[f"group{index}.{key}"] if isinstance(key, int) else None
+                    numel = sum(parameter.numel() for parameter in parameters)
+                    flat = torch.zeros(numel, dtype=torch.float32, device=parameters[0].device)
+                    batches.append(_Batch(group, parameters, taking_part, slot, flat))
+        return batches
+
+    def _exchange(self, batch: _Batch) -> None:
+        """Average the batch's gradients, or momenta, into its flat tensor. Only residuals change."""
+        beta1, scale = batch.group["betas"][0], getattr(self, "grad_scale", None)
+        for parameter, view in batch.views():
+            if parameter.grad is not None:  # another rank may be the one that has a gradient
+                view.copy_(parameter.grad)
+        if scale is not None:
+            batch.flat.mul_(1.0 / float(scale))
+        if batch.slot is None:
+            self._average_gradient(batch)
+            return
+        for parameter, view in batch.views():
+            torch.lerp(self.state[parameter]["exp_avg"], view, 1 - beta1, out=view)
+        compressed_all_reduce(batch.flat, batch.slot, self.codec)
+        batch.put_unused_back()
+
+    def _average_gradient(self, batch: _Batch) -> None:
+        communicator = world.communicator(self.group)
+        communicator.all_reduce(batch.flat, c10d.ReduceOp.AVG)
+        if not torch.isfinite(batch.flat).all():
+            raise NotFinite(f"OneBitAdam: the average gradient over group {communicator.name} is not finite")
+
+    def _apply(self, batch: _Batch) -> None:
+        """Take over the averages: moments, then parameters."""
+        group, views = batch.group, batch.views()
         beta1, beta2 = group["betas"]
-        world.communicator(self.group).all_reduce(gradient, c10d.ReduceOp.AVG)
-        bucket.momentum.lerp_(gradient, 1 - beta1)
-        bucket.variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        parameters, averages = [parameter for parameter, _ in views], [view for _, view in views]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if "step" not in state:
+                state["step"] = 0
+                state["exp_avg"] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+                state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+            state["step"] += 1
+        momenta, variances = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        if batch.slot is None:
+            torch._foreach_lerp_(momenta, averages, 1 - beta1)
+            torch._foreach_mul_(variances, beta2)
+            torch._foreach_addcmul_(variances, averages, averages, 1 - beta2)
+        else:
+            for momentum, variance, average in zip(momenta, variances, averages, strict=True):
+                momentum.copy_(average.masked_fill_(variance == 0, 0.0))
+        self._update(group, parameters, states)
 
-    def _average_momentum(self, bucket: _Bucket, gradient: Tensor, group: dict[str, Any]) -> None:
-        bucket.momentum.lerp_(gradient, 1 - group["betas"][0])
-        compressed_all_reduce(bucket.momentum, self.feedback[bucket.key], self.codec)
-        bucket.momentum.masked_fill_(bucket.variance == 0, 0.0)
-
-    def _update(self, bucket: _Bucket, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        first = second = 1.0
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Any]]) -> None:
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        factors, roots = [-lr] * len(states), [1.0] * len(states)
         if group["bias_correction"]:
-            first = 1 - beta1 ** group["step"]
-            second = 1 - beta2 ** min(group["step"], self.freeze_step)
-        denominator = bucket.variance.sqrt().div_(math.sqrt(second)).add_(group["eps"])
-        change = (bucket.momentum / denominator).mul_(-group["lr"] / first)
-        for parameter, part in zip(bucket.parameters, bucket.views(change), strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(part.to(parameter.dtype))
+            factors = [-lr / (1 - beta1 ** state["step"]) for state in states]
+            roots = [math.sqrt(1 - beta2 ** min(state["step"], self.freeze_step)) for state in states]
+        denominators = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(denominators, roots)
+        torch._foreach_add_(denominators, group["eps"])
+        changes = torch._foreach_div([state["exp_avg"] for state in states], denominators)
+        torch._foreach_mul_(changes, factors)
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parameters, changes)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Parameters can be added at any time: a group counts its own steps, so a new one starts with stage 1."""
-        super().add_param_group(param_group)
-        self._buckets = None  # moments are joined again; existing values are kept
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "feedback": self.feedback.state_dict()}
@@ -175,7 +279,6 @@ class OneBitAdam(Optimizer):
         feedback = state.pop("feedback", None)
         super().load_state_dict(state)
         self._take_moments(state)
-        self._buckets = None
         communicator = world.communicator(self.group)
         self.feedback.reset()
         if feedback is None:
@@ -196,16 +299,26 @@ class OneBitAdam(Optimizer):
         places = [place for group in state["param_groups"] for place in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, parameter in zip(places, parameters, strict=True):
-            for name, moment in state["state"].get(place, {}).items():
-                self.state[parameter][name] = moment.to(parameter.device, copy=True)
+            for name, value in state["state"].get(place, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+        for group in self.param_groups:
+            steps = group.pop("step", None)  # ringway 0.1 counted steps by group
+            for parameter in group["params"]:
+                if steps is not None and parameter in self.state:
+                    self.state[parameter].setdefault("step", steps)
 
 
-def _flat_gradient(bucket: _Bucket) -> Tensor:
-    """The gradients of a bucket in one new fp32 tensor; zeros where there is no gradient."""
-    flat = torch.zeros_like(bucket.momentum)
-    for parameter, view in zip(bucket.parameters, bucket.views(flat), strict=True):
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                raise UsageError("OneBitAdam does not support sparse gradients")
-            view.copy_(parameter.grad)
-    return flat
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.grad is not None
+
+
+def _all_finite(gradients: list[Tensor]) -> bool:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for local in by_device.values():
+        peaks = torch._foreach_norm(local, float("inf"))
+        if not torch.isfinite(torch.stack([peak.to(torch.float32) for peak in peaks])).all():
+            return False
+    return True
