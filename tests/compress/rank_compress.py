@@ -260,7 +260,7 @@ def a_call_that_failed_on_one_rank(context: RankContext, backend: str) -> None:
     dist = context.start(backend)
     feedback = ErrorFeedback()
     if context.rank == 0:
-        feedback["broken"].busy = True
+        feedback["broken"].worker = feedback["broken"].server = torch.zeros(7)  # of another tensor
     works = [
         compressed_all_reduce(torch.full((100,), float(n)), feedback[key], "int8", async_op=True)
         for n, key in enumerate(("broken", "sound"))
