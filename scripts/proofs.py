@@ -19,6 +19,7 @@ MADE_BY = {
     "browser": "make browser",
     "ccl": "make ccl-proof",
     "nccl": "python scripts/nccl_proof.py",
+    "numerics_gpu": "python scripts/numerics_proof.py",
     "onebit_gpu": "python benchmarks/onebit_gpu.py",
     "sanitizers": "make sanitizers",
     "shm_x86": "python benchmarks/collectives.py",

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringway.compress import ErrorFeedback, OneBitAdam, compressed_all_reduce, ddp_hook
 from ringway.compress.auto import Forecast, Line
 from ringway.errors import NotFinite, UsageError
-from ringway.parallel import register_data_parallel_hooks
+from ringway.parallel import GradScaler, register_data_parallel_hooks
 from ringway.testing import RankContext
 
 NUMEL = 500
@@ -32,12 +32,13 @@ def mean_of(ranks: int, step: int) -> Tensor:
 # OneBitAdam
 
 
-def scaler_skips_together(context: RankContext) -> tuple[Tensor, list[int], float]:
+def scaler_skips_together(context: RankContext, agreeing: bool) -> tuple[Tensor, int, float]:
     """Rank 1 alone has infinities now and then. All ranks skip those steps, whatever stage they are in."""
-    context.start("shm")
+    dist = context.start("shm")
     weights = nn.Parameter(torch.ones(NUMEL))
     optimizer = OneBitAdam([weights], lr=1e-2, freeze_step=4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    options: dict[str, Any] = {"device": "cpu", "init_scale": 8.0, "growth_interval": 1000}
+    scaler = GradScaler(**options, group=dist.group.WORLD) if agreeing else torch.amp.GradScaler(**options)
     reference = nn.Parameter(torch.ones(NUMEL))
     plain = torch.optim.AdamW([reference], lr=1e-2, weight_decay=0.0)
     for step in range(16):
@@ -55,7 +56,7 @@ def scaler_skips_together(context: RankContext) -> tuple[Tensor, list[int], floa
             reference.grad = mean_of(context.world_size, step)
             plain.step()
             torch.testing.assert_close(weights, reference)
-    return weights.detach(), [optimizer.state[weights]["step"]], scaler.get_scale()
+    return weights.detach(), optimizer.state[weights]["step"], scaler.get_scale()
 
 
 def parameters_come_and_go(context: RankContext) -> None:

@@ -12,9 +12,11 @@ from ringway.testing import RankPool
 
 
 def test_a_scaler_makes_all_ranks_skip_together(pool: RankPool) -> None:
-    ranks = pool.run(rank_state.scaler_skips_together, world_size=2)
-    assert torch.equal(ranks[0][0], ranks[1][0])
-    assert ranks[0][1] == ranks[1][1] == [12]
+    for agreeing in (False, True):
+        ranks = pool.run(rank_state.scaler_skips_together, agreeing, world_size=2)
+        assert torch.equal(ranks[0][0], ranks[1][0])
+        assert ranks[0][1] == ranks[1][1] == 12
+        assert (ranks[0][2] == ranks[1][2]) == agreeing, "torch's scaler follows its own rank's gradients"
 
 
 def test_adam_follows_parameters_that_come_and_go(pool: RankPool) -> None:
