@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
-import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from free_ports import free_port
-from ringway.launch import ports
 from ringway.launch import run as launcher
-from ringway.launch.rendezvous import host_store, identity
 from ringway.testing import RankContext, RankPool
 from ringway.testing.pool import Outcome
 
@@ -83,13 +80,8 @@ def torchrun_variables(ranks: int) -> list[dict[str, str]]:
 @contextmanager
 def ringway_run_variables(ranks: int) -> Iterator[list[dict[str, str]]]:
     """What `ringway run` tells each rank. The store is in this process, as it is in the launcher."""
-    listener = ports.listen(launcher.LOOPBACK, 0)
-    port, run_id = listener.getsockname()[1], secrets.token_hex(16)
-    store = host_store(listener, launcher.LOOPBACK, identity(run_id, ""), ranks, 60.0)
-    try:
-        yield [launcher._environment(rank, ranks, port, run_id) for rank in range(ranks)]
-    finally:
-        del store
+    with launcher.store_of_a_run() as variables:
+        yield [variables | launcher._environment(rank, ranks) for rank in range(ranks)]
 
 
 def ended_with(outcome: Outcome, status: int = 0) -> bool:

@@ -11,8 +11,8 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -47,19 +47,25 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     they continue without it. Processes that ranks started and left behind end with the run, or with the launcher, even
     if that is killed.
     """
+    with store_of_a_run() as variables:
+        return _run(command, ranks, variables, on_death, grace)
+
+
+@contextmanager
+def store_of_a_run() -> Iterator[dict[str, str]]:
+    """A store for the ranks of one run, and the environment variables with which they find it."""
     run_id = secrets.token_hex(16)
     with PrivateSecret() as secret, PrivateSocket() as socket, ports.reserve(LOOPBACK) as reserved:
         store = StoreServer(socket.listener, job_key(secret.key, run_id, os.environ.get("RINGWAY_JOB_TOKEN", "")))
-        variables = {
-            RUN_ID: run_id,
-            "RINGWAY_RUN_STORE": socket.path,
-            SECRET_FILE: secret.path,
-            SECRET: "",  # each run has a secret of its own
-            # For programs of plain torch: their rank 0 opens a store of its own there.
-            "MASTER_PORT": str(reserved.getsockname()[1]),
-        }
         try:
-            return _run(command, ranks, variables, on_death, grace)
+            yield {
+                RUN_ID: run_id,
+                "RINGWAY_RUN_STORE": socket.path,
+                SECRET_FILE: secret.path,
+                SECRET: "",  # each run has a secret of its own
+                # For programs of plain torch: their rank 0 opens a store of its own there.
+                "MASTER_PORT": str(reserved.getsockname()[1]),
+            }
         finally:
             store.close()
 
