@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "cgroup.h"
 #include "python/shm_call.h"
 #include "python/shm_fast_path.h"
 #include "python/shm_group.h"
@@ -47,6 +48,14 @@ PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 void bind_shm(nb::module_& m) {
     m.def("shm_create_segment", &Segment::create, nb::arg("size"));
+    m.def("memory_left", [](const std::string& root) {
+        const MemoryLeft left = memory_left(root);
+        return nb::make_tuple(left.bytes, left.limited_by);
+    }, nb::arg("root") = "");
+    m.def("cpu_quota", [](const std::string& root) {
+        const auto quota = cpu_quota(root);
+        return quota ? nb::object(nb::make_tuple(quota->cgroup, quota->cpus)) : nb::object(nb::none());
+    }, nb::arg("root") = "");
     m.attr("SHM_MAX_RANKS") = kMaxRanks;
     m.def("shm_isa", &reducer_isa);
     m.def("shm_can_reduce", [](int dtype, int reduce) {

@@ -40,6 +40,8 @@ nb::object described(const Fault* fault) {
     d["pid"] = fault->pid;
     d["signal"] = fault->signal;
     d["bytes"] = fault->bytes;
+    d["reason"] = nb::steal(PyUnicode_DecodeUTF8(
+        fault->reason, static_cast<Py_ssize_t>(strnlen(fault->reason, sizeof fault->reason)), "replace"));
     d["waited"] = fault->waited;
     nb::list missing;
     for (int rank = 0; rank < kMaxRanks; ++rank)

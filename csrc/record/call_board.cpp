@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "agreement.h"
+#include "cgroup.h"
 #include "record/callsite.h"
 
 namespace ringway {
@@ -54,8 +55,12 @@ int CallBoard::create(int size, int seats, const std::string& token) {
     std::memcpy(header.token, token.data(), kTokenBytes);
     header.size = size;
     header.seats = seats;
-    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    const MemoryLeft left = memory_left();
     const auto bytes = static_cast<off_t>(sizeof(Header) + static_cast<size_t>(seats) * sizeof(Seat));
+    if (left.bytes < bytes)
+        throw std::runtime_error("no memory for the call board of a group: only " + std::to_string(left.bytes) +
+                                 " bytes are left " + left.limited_by);
+    const int fd = memfd_create("ringway-call-board", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     // Reserve the pages now: running out of memory is then an error here, not a SIGBUS in a call.
     if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0 ||
         pwrite(fd, &header, sizeof(header), 0) < 0) {

@@ -32,7 +32,7 @@ Outcome Collectives::run(const Request& request, Host& host) {
     } catch (const Unfinished& unfinished) {
         return unfinished.outcome;
     } catch (const OutOfMemory& error) {
-        members_.report_memory(*facts_, error.bytes);
+        members_.report_memory(*facts_, error.bytes, error.what());
         return Outcome::Faulted;
     } catch (const std::bad_alloc&) {
         members_.report_memory(*facts_, request.count * request.element);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -59,8 +60,11 @@ class Membership {
     // Writes the group's fault, unless there is one already: later faults are dropped. `fill` completes the record.
     void report(FaultKind kind, int rank, const CallFacts& own, const std::function<void(Fault&)>& fill = {});
     // `bytes` is 0 if it was a thread that could not be started.
-    void report_memory(const CallFacts& own, int64_t bytes) {
-        report(FaultKind::Memory, rank_, own, [&](Fault& fault) { fault.bytes = bytes; });
+    void report_memory(const CallFacts& own, int64_t bytes, const char* reason = "") {
+        report(FaultKind::Memory, rank_, own, [&](Fault& fault) {
+            fault.bytes = bytes;
+            std::strncpy(fault.reason, reason, sizeof fault.reason - 1);
+        });
     }
     void report_timeout(const CallFacts& own, double waited, const std::vector<int>& missing);
     void report_interrupted() { report(FaultKind::Interrupted, rank_, CallFacts{}); }

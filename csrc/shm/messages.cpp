@@ -52,7 +52,7 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         } catch (const Unfinished& unfinished) {
             end(message, unfinished.outcome, finished);
         } catch (const OutOfMemory& error) {
-            members_.report_memory(message->facts, error.bytes);
+            members_.report_memory(message->facts, error.bytes, error.what());
             end(message, Outcome::Faulted, finished);
         }
         const bool needs_thread = in_background && !idle() && !stopping_;

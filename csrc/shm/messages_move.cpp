@@ -24,7 +24,7 @@ bool PointToPoint::advance(Messages& finished) {
     } catch (const Unfinished& unfinished) {
         end_all(unfinished.outcome, finished);
     } catch (const OutOfMemory& error) {
-        members_.report_memory(CallFacts{}, error.bytes);
+        members_.report_memory(CallFacts{}, error.bytes, error.what());
         end_all(Outcome::Faulted, finished);
     }
     return moved;

@@ -9,11 +9,14 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cgroup.h"
+
 namespace ringway::shm {
 namespace {
 
 constexpr uint64_t kMagic = 0x79617767'6e697200;  // "\0ringway" in memory
 constexpr size_t kPage = 4096;
+constexpr size_t kSpare = 2 << 20;  // for what else a call needs, page tables for example
 
 // The most and the least bytes of each buffer, and what all buffers of a kind may take together. The least has priority:
 // it is what the algorithms need, a line for each rank.
@@ -36,8 +39,14 @@ OutOfMemory out_of_memory(const std::string& what, size_t bytes, int error) {
 
 std::string a_segment_of(size_t bytes) { return "a shared segment of " + std::to_string(bytes) + " bytes"; }
 
-// Allocates the pages now, so that a later write cannot fail.
-void allocate(int fd, size_t offset, size_t bytes, const std::string& purpose) {
+// Allocates the pages now, so that a later write cannot fail. Asks first whether there is memory for `all`, the bytes that
+// this rank and others are about to take: where a control group is full, the kernel does not refuse but kills.
+void allocate(int fd, size_t offset, size_t bytes, const std::string& purpose, size_t all) {
+    const MemoryLeft left = memory_left();
+    if (left.bytes < static_cast<int64_t>(all + kSpare))
+        throw OutOfMemory("could not reserve " + std::to_string(all) + " bytes of shared memory for " + purpose + ": only " +
+                              std::to_string(left.bytes) + " bytes are left " + left.limited_by,
+                          static_cast<int64_t>(all));
     int error;
     do {
         error = posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
@@ -73,7 +82,7 @@ int Segment::create(int size) {
     try {
         if (ftruncate(fd, static_cast<off_t>(geometry.total)) != 0)
             throw out_of_memory("size " + a_segment_of(geometry.total), geometry.total, errno);
-        allocate(fd, 0, geometry.cells_at, "a group of " + std::to_string(size) + " ranks");
+        allocate(fd, 0, geometry.cells_at, "a group of " + std::to_string(size) + " ranks", geometry.cells_at);
         Header header{};
         header.magic = kMagic;
         header.layout = geometry.total;
@@ -111,15 +120,18 @@ Segment::Segment(std::shared_ptr<Mapping> mapping, int rank)
       geometry_(mapping_->geometry),
       base_(mapping_->base) {}
 
-void Segment::reserve_cells() {
+void Segment::reserve_cells(int writers) {
     if (cells_reserved_) return;
-    allocate(fd(), geometry_.cells_at + geometry_.cells_bytes * rank_, geometry_.cells_bytes, "the cells of large calls");
+    const int lacking = std::clamp(size_ - header().have_cells.load(), 1, writers);
+    allocate(fd(), geometry_.cells_at + geometry_.cells_bytes * rank_, geometry_.cells_bytes, "the cells of large calls",
+             geometry_.cells_bytes * static_cast<size_t>(lacking));
+    header().have_cells.fetch_add(1);
     cells_reserved_ = true;
 }
 
 void Segment::reserve_ring(int to) {
     allocate(fd(), geometry_.ring_data_at + geometry_.ring_bytes * pair(rank_, to), geometry_.ring_bytes,
-             "a point-to-point ring");
+             "a point-to-point ring", geometry_.ring_bytes);
 }
 
 }  // namespace ringway::shm

@@ -99,6 +99,7 @@ struct Fault {
     CallFacts own;     // the reporter's call
     CallFacts theirs;  // what `rank` called, for a mismatch
     Pair pair;         // for a mismatch in the middle of an all_to_all or a message; else from == to
+    char reason[256];  // why there is no memory
 };
 
 struct Header {
@@ -110,6 +111,7 @@ struct Header {
     alignas(kLine) std::atomic<uint32_t> waiting_p2p[kMaxRanks];  // likewise in point-to-point
     alignas(kLine) std::atomic<uint8_t> joined[kMaxRanks];
     alignas(kLine) std::atomic<uint8_t> left[kMaxRanks];
+    alignas(kLine) std::atomic<int32_t> have_cells;
 };
 
 struct RankControl {
@@ -193,8 +195,9 @@ class Segment {
     int fd() const { return mapping_->fd; }
     size_t payload_capacity() const { return geometry_.entry_bytes - offsetof(Entry, payload); }
 
-    // The writer calls these before it first writes to its cells, and to the ring to `to`. Throw OutOfMemory.
-    void reserve_cells();
+    // The writer calls these before it first writes to its cells, and to the ring to `to`. Throw OutOfMemory. `writers`
+    // ranks need cells for this call: there must be memory for all that do not have them yet, or none takes any.
+    void reserve_cells(int writers);
     void reserve_ring(int to);
 
     static constexpr size_t kEntriesAt = (sizeof(RankControl) + 4095) / 4096 * 4096;

@@ -31,7 +31,9 @@ void Collectives::stream(int64_t steps, int producer, int combiner, const Produc
 template <class Produce, class Combine, class Collect>
 void Collectives::stream(int64_t steps, int producer, int combiner, int collector, const Produce& produce,
                          const Combine& combine, const Collect& collect) {
-    segment_.reserve_cells();
+    // The ranks that write to their cells: all that produce or publish results, or the only one that produces.
+    const int writers = producer == kEverybody || collector != kNobody ? size_ : 1;
+    if (writers == size_ || producer == rank_) segment_.reserve_cells(writers);
     RankControl& control = own();
     const uint64_t end = base_ + static_cast<uint64_t>(steps);
     const auto plays = [this](int role) { return role == kEverybody || role == rank_; };

@@ -19,6 +19,7 @@ from typing import Any
 
 from ringway.errors import UsageError
 from ringway.launch import ports
+from ringway.launch.cpus import usable_cpus
 from ringway.launch.guard import RUN_ID, Guard
 from ringway.launch.output import Output
 from ringway.launch.rendezvous import job_key
@@ -102,7 +103,7 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+        environment["OMP_NUM_THREADS"] = str(max(1, usable_cpus() // ranks))
     return environment
 
 

@@ -24,6 +24,7 @@ from ringway.backends.base import GroupInfo
 from ringway.backends.exchange import exchange
 from ringway.call import Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
+from ringway.launch.cpus import usable_cpus
 
 try:
     from mpi4py import MPI
@@ -208,7 +209,7 @@ def _crowded() -> bool:
     """Whether this host has more ranks than cores, as far as the launcher says. Only the pace depends on it."""
     said = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
     local = int(said) if said.isdigit() else MPI.COMM_WORLD.Get_size()
-    return local > len(os.sched_getaffinity(0))
+    return local > usable_cpus()
 
 
 def abandon(request: Any, keep: Any, *, cancel: bool = False) -> None:

@@ -21,6 +21,7 @@ from ringway.errors import (
 )
 
 Facts = Mapping[str, Any]
+RAISE_MEMORY = "Raise the memory limit of the job or its container (memory.max, docker's --memory)"
 
 
 class _Outcome(IntEnum):
@@ -93,9 +94,10 @@ class Faults:
                 f"{who} could not start the thread that asynchronous calls of the group {name} need; the group has "
                 "ended. Raise the limits of the job or its container on threads and memory"
             )
+        why = f" ({fault['reason']})" if fault["reason"] else ""
         return RingwayError(
-            f"{who} could not get {fault['bytes']} bytes of memory during {self._describe(fault['own'])}; "
-            "the group has ended. Raise the memory limit of the job or its container"
+            f"{who} could not get {fault['bytes']} bytes of memory during {self._describe(fault['own'])}{why}; "
+            f"the group has ended. {RAISE_MEMORY}"
         )
 
     def _lost(self, kind: _Kind, fault: Facts) -> RingwayError:

@@ -18,6 +18,7 @@ import resource
 import secrets
 import select
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
 from ringway.backends.several.hosts import host_identity
+from ringway.backends.shm.errors import RAISE_MEMORY
 from ringway.backends.shm.link import (
     FDS_A_MESSAGE,
     ask,
@@ -56,8 +58,8 @@ Group = TypeVar("Group")
 
 @dataclass
 class SharedSegment:
-    """What a rank gets. Who attaches it owns the descriptor. `cpus` is the number of those that any rank of the group
-    may run on."""
+    """What a rank gets. Who attaches it owns the descriptor. `cpus` is the number of those that the ranks
+    of the group may use at the same time."""
 
     fd: int
     peers: list[_core.ShmPeer]
@@ -97,7 +99,8 @@ class _Meeting:
 
     def hello(self) -> dict[str, Any]:
         cpus = sorted(os.sched_getaffinity(0))
-        return {"rank": self.info.rank, "pid": os.getpid(), "name": self.known.own, "cpus": cpus}
+        quota = _core.cpu_quota()
+        return {"rank": self.info.rank, "pid": os.getpid(), "name": self.known.own, "cpus": cpus, "quota": quota}
 
     def check_alive(self, members: Iterable[int]) -> None:
         """Raises if one of the members has ended: the group can no longer form."""
@@ -129,6 +132,7 @@ class _Member:
     peer: _core.ShmPeer
     name: str
     cpus: list[int]
+    quota: tuple[int, float] | None
     link: socket.socket | None = None
 
 
@@ -139,7 +143,7 @@ class _Host(_Meeting):
         super().__init__(info)
         own = self.hello()
         peer = self.known.add(own["name"], own["pid"], own_pidfd())
-        self._members = {0: _Member(peer, own["name"], own["cpus"])}
+        self._members = {0: _Member(peer, own["name"], own["cpus"], own["quota"])}
         self._turned_away: set[int] = set()
 
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
@@ -246,13 +250,13 @@ class _Host(_Meeting):
             self._turned_away.add(rank)
             return
         peer = self.known.add(hello["name"], int(hello["pid"]), fds[0] if fds else -1)
-        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], link)
+        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], hello["quota"], link)
 
     def _hand_out(self, attach: Callable[[SharedSegment], Group]) -> Group:
         """Gives every member the segment, and the descriptors of the processes that it does not know yet."""
         members = [self._members[rank] for rank in range(self.info.size)]
         peers = [member.peer for member in members]
-        cpus = len({cpu for member in members for cpu in member.cpus})
+        cpus = _cpus_together(members)
         try:
             segment = SharedSegment(_core.shm_create_segment(self.info.size), peers, cpus)
         except MemoryError as error:
@@ -376,5 +380,13 @@ class _Joiner(_Meeting):
             raise
 
 
+def _cpus_together(members: list[_Member]) -> int:
+    """The CPUs that the members may use at the same time: all their affinities, and what their quotas allow."""
+    quotas = [member.quota for member in members if member.quota]
+    allowed = float(len(members) - len(quotas))
+    allowed += sum(min(count, dict(quotas)[cgroup]) for cgroup, count in Counter(quota[0] for quota in quotas).items())
+    return int(min(len({cpu for member in members for cpu in member.cpus}), allowed))
+
+
 def no_memory(error: MemoryError) -> BackendUnavailable:
-    return BackendUnavailable("shm", str(error), remedy="Raise the memory limit of the job or its container")
+    return BackendUnavailable("shm", str(error), remedy=RAISE_MEMORY)
