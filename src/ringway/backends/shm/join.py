@@ -89,6 +89,7 @@ class _Meeting:
         self.known = info.process.part(KnownPeers)
         self.presence = Presence(info.store)
         self.deadline = Deadline(min(info.timeout, _PATIENCE))
+        self.ended: set[int] = set()
 
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
         raise NotImplementedError
@@ -107,6 +108,7 @@ class _Meeting:
         for member in members:
             pid = self.known.pid_if_dead(self.info.ranks[member]) or self.presence.pid_if_dead(member)
             if pid is not None:
+                self.ended.add(member)
                 self.presence.withdraw(member)
                 raise RendezvousError(
                     f"{self.rank(member)} (pid {pid}) ended before the group {self.info.name} had met",
@@ -179,9 +181,13 @@ class _Host(_Meeting):
                 self._accept_all(listener, token)
             except BaseException as error:
                 # For the ranks that come later; those that are connected are told.
-                self.store.set(_KEY, json.dumps({**in_words(error), "absent": self._missing()}))
+                with contextlib.suppress(Exception):  # the store may be gone
+                    for rank in set(self._missing()) - self.ended:
+                        self.store.set(_given_up(rank), json.dumps(in_words(error)))
                 raise
-            self.store.delete_key(_KEY)  # a later group may meet in the same store under the same name
+            finally:
+                with contextlib.suppress(Exception):  # a later group may meet in the same store under the same name
+                    self.store.delete_key(_KEY)
 
     def _accept_all(self, listener: socket.socket, token: str) -> None:
         refusal = self._descriptor_shortage()
@@ -350,17 +356,24 @@ class _Joiner(_Meeting):
         def find_meeting() -> dict[str, str] | None:
             nonlocal asked
             said = read(self.store, _KEY)
-            meeting = {} if said is None else json.loads(said)
-            if self.info.rank in meeting.get("absent", ()):
-                raise error_in(meeting)
+            meeting: dict[str, str] = {} if said is None else json.loads(said)
             if meeting.get("name", "") not in {"", *gone}:
-                return dict(meeting)
+                return meeting
             asked += 1
             if asked % _ASKS_PER_CHECK == 0:
+                self._check_given_up()
                 self.check_alive([0])
             return None
 
         return find_meeting
+
+    def _check_given_up(self) -> None:
+        """Raises if rank 0 has given up because this rank, or another one, had not come."""
+        key = _given_up(self.info.rank)
+        said = read(self.store, key)
+        if said is not None:
+            self.store.delete_key(key)
+            raise error_in(json.loads(said))
 
     def _received(self, link: socket.socket) -> SharedSegment:
         facts, fds = self._next(link)
@@ -378,6 +391,10 @@ class _Joiner(_Meeting):
         except BaseException:
             close(fds)
             raise
+
+
+def _given_up(rank: int) -> str:
+    return f"shm/given up/{rank}"
 
 
 def _cpus_together(members: list[_Member]) -> int:
