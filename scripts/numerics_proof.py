@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import proofs
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 
 from ringway.testing import RankContext, RankPool
 
@@ -61,38 +59,22 @@ def meets(context: RankContext, backend: str, device: str) -> None:
     dist.destroy_process_group()
 
 
-def random_runs(backend: str, ranks: int, device: str, seconds: float, number: int) -> Row:
+def random_runs(backend: str, ranks: int, device: str, seconds: float, first_seed: int) -> Row:
     """Random programs until the time is up. A failure is reduced without a limit."""
     title = f"{backend}, {ranks} rank{'s' if ranks > 1 else ''}: random programs on {device} tensors"
-    state = {"ran": 0, "failed": 0}
-    end = time.monotonic() + seconds
     kernels = KERNELS if device == "cuda" else ("native", "reference")
+    programs = random_programs.programs((backend,), (ranks,), kernels)
     with RankPool(ranks) as pool:
         outcomes = pool.try_run(meets, backend, device, world_size=ranks, timeout=90, grace=10)
         if not all(outcome.ok for outcome in outcomes):
             return title, True, f"not available here: {outcomes[0].detail.strip().splitlines()[-1][:200]}"
-
-        @settings(max_examples=1_000_000, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-        @seed(number)
-        @given(program=random_programs.programs((backend,), (ranks,), kernels))
-        def check(program: random_programs.Program) -> None:
-            if state["ran"] and not state["failed"] and time.monotonic() > end:
-                return
-            state["ran"] += 1
-            try:
-                pool.run(random_programs.run, device, program, world_size=ranks, timeout=120, grace=10)
-            except BaseException:
-                state["failed"] += 1
-                raise
-
         try:
-            while not state["failed"] and time.monotonic() < end:
-                check()
+            ran = random_programs.run_for(seconds, first_seed, programs, pool, device)
         except BaseException as error:
             notes = "\n".join(getattr(error, "__notes__", []))
             print(error, notes, sep="\n", flush=True)
-            return title, False, f"{state['ran']} programs; {notes[:600]} {str(error)[-600:]}"
-    return title, True, f"{state['ran']} programs in {seconds:.0f} s, 0 differences"
+            return title, False, f"{notes[:600]} {str(error)[-600:]}"
+    return title, True, f"{ran} programs, 0 differences"
 
 
 def main() -> int:
@@ -104,7 +86,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cpu tries the script on a machine without a GPU")
     arguments = parser.parse_args()
     device = arguments.device
-    rows = list(compared_kernels(device))
+    rows = []
+    for row in compared_kernels(device):
+        rows.append(row)
+        print(*row, flush=True)
     for backend, ranks in (("gloo", 2), ("nccl" if device == "cuda" else "shm", 2), ("nccl", 1)):
         if backend == "nccl" and device == "cpu":
             continue

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import numpy as np
 import simulation
 import torch
@@ -34,7 +36,7 @@ from ringway.compress import ErrorFeedback, OneBitAdam, compressed_all_reduce, d
 from ringway.compress.windows import Sharding
 from ringway.errors import NotFinite
 from ringway.parallel import register_data_parallel_hooks
-from ringway.testing import RankContext
+from ringway.testing import RankContext, RankPool
 
 SPECS = (
     "onebit:64", "onebit", "onebit:tensor", "int8:64", "int8:tensor", "int4", "int4:tensor", "fp8:64", "fp8:tensor",
@@ -43,6 +45,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = ("normal", "wide", "sparse", "zeros", "small", "large", "equal")
 NUMELS = (0, 1, 7, 8, 100, 513, 2050)
 TINY = float(np.finfo(np.float32).tiny)
+SETTINGS = hypothesis.settings(
+    max_examples=200, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+"""For the programs of one seed. What is left of them when the time is up is drawn, but not run."""
 EXACT = 2.0**-17
 """fp32 rounding, relative to the largest value of a block: a few roundings, and a scale that is a sum."""
 
@@ -210,6 +216,33 @@ def programs(draw: Any, backends: tuple[str, ...], sizes: tuple[int, ...], kerne
     group = draw(st.none() | subsets)
     others = tuple(draw(st.lists(subsets, max_size=2)))
     return Program(draw(st.sampled_from(backends)), ranks, group, others, draw(bodies(kernels)))
+
+
+def run_for(seconds: float, first_seed: int, strategy: st.SearchStrategy[Program], pool: RankPool, device: str) -> int:
+    """Run random programs until the time is up, and return how many ran.
+
+    Hypothesis reduces a program that fails, without a limit of time, and reports the smallest one. Programs depend on
+    the seed only: the same seed draws the same ones again.
+    """
+    end, ran, failed = time.monotonic() + seconds, 0, False
+
+    def check(program: Program) -> None:
+        nonlocal ran, failed
+        if ran and not failed and time.monotonic() > end:
+            return
+        ran += 1
+        try:
+            pool.run(run, device, program, world_size=program.ranks, timeout=120, grace=5)
+        except BaseException:
+            failed = True
+            raise
+
+    rounds = 0
+    while not rounds or time.monotonic() < end:
+        drawn = hypothesis.given(program=strategy)(check)
+        hypothesis.seed(first_seed + rounds)(hypothesis.settings(SETTINGS)(drawn))()
+        rounds += 1
+    return ran
 
 
 # Ranks

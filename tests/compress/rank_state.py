@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -337,25 +336,3 @@ def calls_on_one_slot_follow_each_other(context: RankContext) -> None:
         for mine, right in zip(found, expected, strict=True):
             assert torch.equal(mine, right), step
     mixed.close()
-
-
-def buffers_have_one_owner() -> None:
-    """Threads that take buffers and give them back never share one."""
-    from ringway.compress.workspace import BufferPool
-
-    pool, shared = BufferPool(torch.device("cpu")), []
-
-    def use(number: int) -> None:
-        for turn in range(1500):
-            frames = pool.take(1, 64 + 16 * (turn % 3))
-            frames.fill_(number)
-            if not bool((frames == number).all()):
-                shared.append(number)
-            pool.give_back(frames)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert shared == []

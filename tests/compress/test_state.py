@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import rank_state
 import torch
 
+from ringway.compress.workspace import BufferPool
 from ringway.testing import RankPool
 
 
@@ -63,10 +66,30 @@ def test_calls_with_the_same_residuals_follow_each_other(pool: RankPool) -> None
     pool.run(rank_state.calls_on_one_slot_follow_each_other, world_size=2)
 
 
+class _Watched:
+    """A buffer in a pool. While its size is being read, another thread asks the pool for a buffer."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._other = threading.Thread(target=meanwhile)
+
+    def numel(self) -> int:
+        if self._other.ident is None:
+            self._other.start()
+            self._other.join(0.3)  # it has to wait for this thread, or it takes this buffer
+        return 64
+
+    def __getitem__(self, where: slice) -> _Watched:
+        return self
+
+    def view(self, *shape: int) -> _Watched:
+        return self
+
+
 def test_buffers_have_one_owner() -> None:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        rank_state.buffers_have_one_owner()
-    finally:
-        sys.setswitchinterval(before)
+    pool = BufferPool(torch.device("cpu"))
+    taken: list[Any] = []
+    watched: Any = _Watched(lambda: taken.append(pool.take(1, 64)))
+    pool._idle.append(watched)
+    taken.append(pool.take(1, 64))
+    watched._other.join()
+    assert [one is watched for one in taken].count(True) == 1
