@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.processes
 
+SOAK = bool(os.environ.get("RINGWAY_SOAK"))
+
 PROGRAM = Path(__file__).with_name("mpi_ranks.py")
 LAUNCH = {"mpich": ["mpiexec"], "openmpi": ["mpiexec", "--allow-run-as-root", "--oversubscribe"]}
 # mpi must need no other variable, and variables of other launchers must not mislead it.
@@ -50,10 +52,10 @@ def found(folder: Path, ranks: int, run: subprocess.CompletedProcess[str]) -> li
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("mpi", "scenario", "ranks"), [("mpich", "hierarchical", 4), ("openmpi", "conformance", 3)])
-def test_conformance_and_training(mpi: str, scenario: str, ranks: int, tmp_path: Path) -> None:
-    """One launch: the cases on the world and sub-groups; DDP and FSDP2; MPI between hosts, shared memory inside."""
-    run = launch(mpi, scenario, ranks, tmp_path)
+@pytest.mark.parametrize(("mpi", "ranks"), [("openmpi", 3), *([("mpich", 4), ("openmpi", 4)] if SOAK else [])])
+def test_conformance_and_training(mpi: str, ranks: int, tmp_path: Path) -> None:
+    """One launch: the cases on the world and on sub-groups; then DDP and FSDP2."""
+    run = launch(mpi, "conformance", ranks, tmp_path)
     results = found(tmp_path, ranks, run)
     assert [result["findings"] for result in results] == [[]] * ranks
     assert run.returncode == 0, run.stderr
@@ -62,9 +64,18 @@ def test_conformance_and_training(mpi: str, scenario: str, ranks: int, tmp_path:
         assert result["expected"][-1] < result["expected"][0]
         assert result["ddp"] == pytest.approx(result["expected"], rel=1e-4)
         assert result["fsdp2"] == pytest.approx(result["expected"], rel=1e-4)
-        if scenario == "hierarchical":
-            assert result["parts"] == ["shm", "mpi", "gloo"]
-            assert result["by hosts"] > 60
+
+
+@pytest.mark.timeout(300)
+def test_conformance_and_mpi_between_hosts_with_shared_memory_inside(tmp_path: Path) -> None:
+    """One launch: the cases on the world; then on hosts, whose groups between them are MPI's sub-groups."""
+    run = launch("mpich", "hierarchical", 4, tmp_path)
+    for result in found(tmp_path, 4, run):
+        assert result["findings"] == []
+        assert result["cases"] > 70
+        assert result["parts"] == ["shm", "mpi", "gloo"]
+        assert result["by hosts"] > 60
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("mpi", LAUNCH)
@@ -92,7 +103,7 @@ def test_errors_can_be_caught_and_other_groups_stay_usable(mpi: str, tmp_path: P
         assert waited < 30
 
 
-@pytest.mark.skipif(not os.environ.get("RINGWAY_SOAK"), reason="takes 10 GB of memory and minutes; make soak")
+@pytest.mark.skipif(not SOAK, reason="takes 10 GB of memory and minutes; make soak")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mpi", LAUNCH)
 def test_messages_beyond_two_to_the_31_elements(mpi: str, tmp_path: Path) -> None:
