@@ -6,6 +6,7 @@
 
 #include "pack/keyed_hash.h"
 #include "pack/pack.h"
+#include "python/gil.h"
 
 namespace nb = nanobind;
 using namespace ringway;
@@ -51,7 +52,7 @@ nb::bytes hash_buffer(nb::bytes key, nb::handle buffer) {
     if (hashes != nullptr) {
         const auto* secret = reinterpret_cast<const uint8_t*>(key.c_str());
         auto* into = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(hashes));
-        nb::gil_scoped_release release;
+        GilRelease release;
         keyed_hash(secret, static_cast<const uint8_t*>(view.buf), size, into);
     }
     PyBuffer_Release(&view);
@@ -59,7 +60,7 @@ nb::bytes hash_buffer(nb::bytes key, nb::handle buffer) {
     return nb::steal<nb::bytes>(hashes);
 }
 
-using Release = nb::call_guard<nb::gil_scoped_release>;
+using Release = nb::call_guard<GilRelease>;
 
 }  // namespace
 

@@ -3,17 +3,17 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "python/interpreter_exit.h"
+#include "python/gil.h"
 #include "record/responder.h"
 #include "record/stacks.h"
 
 namespace nb = nanobind;
 using namespace ringway;
-using Release = nb::call_guard<nb::gil_scoped_release>;
+using Release = nb::call_guard<GilRelease>;
 
 void bind_responder(nb::module_& m) {
     m.def("handle_terminate", &handle_terminate);
-    m.def("stand_still_at_the_end", &stand_still_at_the_end);
+    m.def("begin_exit", &begin_exit);
     m.def("leave_threads_behind", &leave_threads_behind, nb::arg("threads"));
     m.def("dumps_stacks", &dumps_stacks);
     m.def("stacks_of_a_copy", &stacks_of_a_copy, nb::arg("signal") = 0, nb::arg("fd") = -1, Release());

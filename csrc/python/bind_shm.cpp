@@ -11,7 +11,7 @@
 namespace nb = nanobind;
 using namespace ringway;
 using namespace ringway::shm;
-using Release = nb::call_guard<nb::gil_scoped_release>;
+using Release = nb::call_guard<GilRelease>;
 
 namespace {
 

@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include "python/gil.h"
 #include "shm/wait.h"
 
 namespace ringway::shm {
@@ -27,7 +28,7 @@ class GilHost final : public Host {
     // Takes the GIL back.
     void resume() {
         if (saved_ == nullptr) return;
-        PyEval_RestoreThread(saved_);
+        or_sleep([this] { PyEval_RestoreThread(saved_); });
         saved_ = nullptr;
     }
 

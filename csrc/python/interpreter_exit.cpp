@@ -14,19 +14,15 @@
 namespace ringway {
 namespace {
 
-thread_local bool stands_still = false;
-std::atomic<bool> threads_left_behind{false};
+std::atomic<bool> exits{false};
 pthread_t exiting_thread;
 std::atomic<std::terminate_handler> handler_before{nullptr};
 
-bool left_behind() {
-    return threads_left_behind.load(std::memory_order_acquire) && pthread_equal(pthread_self(), exiting_thread) == 0;
-}
+bool left_behind() { return interpreter_exits() && !this_thread_exits(); }
 
-// CPython's forced end of a thread arrives here from the first frame that lets no exception pass. There is a current
-// exception if the thread was handling one, such as the loss of a peer.
+// CPython's forced end of a thread arrives here from the first frame that lets no exception pass.
 void terminated() {
-    while (left_behind() || (stands_still && !std::current_exception())) pause();
+    if (left_behind()) sleep_forever();
     handler_before.load()();
 }
 
@@ -35,13 +31,13 @@ struct sigaction actions_before[3];
 
 // Between the interpreter's end and the process's, a thread may ask for the GIL of an interpreter whose memory is freed.
 void crashed(int number) {
-    while (left_behind()) pause();
+    if (left_behind()) sleep_forever();
     for (int i = 0; i < 3; ++i) sigaction(kCrashes[i], &actions_before[i], nullptr);
     raise(number);
 }
 
 void sleeps(int) {
-    while (left_behind()) pause();
+    if (left_behind()) sleep_forever();
 }
 
 void end_now(int status, void*) {
@@ -58,17 +54,27 @@ void handle_terminate() {
     if (before != terminated) handler_before.store(before);
 }
 
-void stand_still_at_the_end() {
+bool interpreter_exits() { return exits.load(std::memory_order_acquire); }
+
+bool this_thread_exits() { return pthread_equal(pthread_self(), exiting_thread) != 0; }
+
+void sleep_forever() {
+    for (;;) pause();
+}
+
+void begin_exit() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        exiting_thread = pthread_self();
+        exits.store(true, std::memory_order_release);
+    });
     handle_terminate();
-    stands_still = true;
 }
 
 void leave_threads_behind(const std::vector<int>& threads) {
     static std::once_flag once;
     std::call_once(once, [&] {
-        exiting_thread = pthread_self();
-        threads_left_behind.store(true, std::memory_order_release);
-        handle_terminate();
+        begin_exit();
         struct sigaction action {};
         action.sa_handler = crashed;
         for (int i = 0; i < 3; ++i) sigaction(kCrashes[i], &action, &actions_before[i]);

@@ -23,10 +23,19 @@ nb::dict described(const CallFacts& facts) {
     return d;
 }
 
-// Releases the GIL while the engine joins its threads: they may need it to end.
-void release(Engine* engine) {
-    nb::gil_scoped_release gil;
-    Engine::destroy(engine);
+// At the interpreter's exit a thread that still runs may sleep, and never end.
+void close_or_stop(Engine& engine) { interpreter_exits() ? engine.stop() : engine.close(); }
+
+// Drops the last reference but those of the engine's own threads. They may need the GIL to end.
+void release(std::shared_ptr<Engine> engine) {
+    if (engine->members.forked()) {
+        // A forked child does not have its parent's threads, which may have held the locks: never destroy the engine.
+        new std::shared_ptr<Engine>(std::move(engine));
+        return;
+    }
+    GilRelease gil;
+    close_or_stop(*engine);
+    engine.reset();
 }
 
 }  // namespace
@@ -70,12 +79,16 @@ PyGroup::PyGroup(int fd, int rank, const std::vector<PyPeer>& processes, int cpu
     Peers peers;
     for (const PyPeer& process : processes) peers.push_back(process.peer);
     auto mapping = std::make_shared<Mapping>(fd, static_cast<int>(peers.size()));
-    engine_ = std::shared_ptr<Engine>(new Engine(std::move(mapping), rank, std::move(peers), cpus), &release);
+    auto engine = std::make_shared<Engine>(std::move(mapping), rank, std::move(peers), cpus);
+    Engine* const address = engine.get();
+    engine_ = std::shared_ptr<Engine>(address, [engine](Engine*) mutable { release(std::move(engine)); });
 }
+
+void PyGroup::close() { close_or_stop(*engine_); }
 
 void PyGroup::abort() {
     if (!engine_->members.forked()) engine_->members.abort();
-    engine_->close();
+    close();
 }
 
 nb::object PyGroup::fault() const { return described(engine_->members.fault()); }
@@ -103,14 +116,15 @@ void PyGroup::run(const std::shared_ptr<PythonMessage>& message) {
 void PyGroup::check(Outcome outcome) const {
     if (outcome == Outcome::Done) return;
     if (outcome == Outcome::Interrupted && PyErr_Occurred() != nullptr) throw nb::python_error();
-    raise_(static_cast<int>(outcome), fault());
+    const nb::object reason = fault();
+    or_sleep([&] { raise_(static_cast<int>(outcome), reason); });
     throw std::logic_error("the fault was not raised");
 }
 
 PyTask PyGroup::submit(std::shared_ptr<PythonCollective> task) {
     PyTask handle{engine_, std::move(task), nullptr};
     engine_->progress.sweep();
-    nb::gil_scoped_release gil;
+    GilRelease gil;
     engine_->progress.submit(handle.collective);
     return handle;
 }
@@ -118,7 +132,7 @@ PyTask PyGroup::submit(std::shared_ptr<PythonCollective> task) {
 PyTask PyGroup::start(std::shared_ptr<PythonMessage> message, bool in_background) {
     PyTask handle{engine_, nullptr, std::move(message)};
     engine_->messages.sweep();
-    nb::gil_scoped_release gil;
+    GilRelease gil;
     engine_->messages.start(handle.message, in_background);
     return handle;
 }
@@ -132,7 +146,7 @@ Outcome PyGroup::run_in_turn(const Request& request, GilHost& host) {
     if (engine_->progress.wait(*task, kForever, host)) return task->outcome();
     engine_->members.report_interrupted();
     Host deaf;
-    nb::gil_scoped_release gil;  // callbacks of earlier calls may need it
+    GilRelease gil;  // callbacks of earlier calls may need it
     engine_->progress.wait(*task, kForever, deaf);
     return Outcome::Interrupted;
 }

@@ -41,7 +41,7 @@ class PyGroup {
     PyGroup(int fd, int rank, const std::vector<PyPeer>& peers, int cpus, double timeout_s, nb::object raise);
 
     // Without the GIL: ending threads may need it.
-    void close() { engine_->close(); }
+    void close();
     void abort();
 
     nb::object fault() const;

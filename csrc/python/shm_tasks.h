@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "python/gil.h"
 #include "shm/engine.h"
 
 namespace ringway::shm {
@@ -17,9 +18,10 @@ class Attachment {
   public:
     ~Attachment() {
         if (kept_.empty() && callbacks_.empty()) return;
-        nb::gil_scoped_acquire gil;
-        kept_.clear();
-        callbacks_.clear();
+        with_gil([this] {
+            kept_.clear();
+            callbacks_.clear();
+        });
     }
 
     void keep(nb::handle object) { kept_.push_back(nb::borrow(object)); }
@@ -45,16 +47,15 @@ class Attachment {
             if (callbacks_.empty()) return;
             callbacks.swap(callbacks_);
         }
-        nb::gil_scoped_acquire gil;
-        kept_.clear();
-        for (nb::object& callback : callbacks) {
-            try {
-                callback();
-            } catch (nb::python_error& error) {
-                error.discard_as_unraisable(callback);
+        with_gil([&] {
+            kept_.clear();
+            for (const nb::object& callback : callbacks) {
+                PyObject* const result = PyObject_CallNoArgs(callback.ptr());
+                if (result == nullptr) PyErr_WriteUnraisable(callback.ptr());
+                Py_XDECREF(result);
             }
-        }
-        callbacks.clear();
+            callbacks.clear();
+        });
     }
 
   private:

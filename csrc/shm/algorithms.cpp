@@ -64,11 +64,13 @@ void Collectives::alone(const Request& r) {
 }
 
 void Collectives::announce_with(const void* data, int64_t bytes) {
+    if (announced()) return;
     move_bytes(own_payload(), data, bytes);
     announce();
 }
 
 void Collectives::announce_with_blocks(const Request& r, int64_t block) {
+    if (announced()) return;
     for (int rank = 0; rank < size_; ++rank) move_bytes(own_payload() + block * rank, r.in.at(rank), block);
     announce();
 }
@@ -232,7 +234,8 @@ void Collectives::gather(const Request& r, int taker) {
     const int64_t bytes = r.count * r.element;
     const bool takes = taker == kEverybody || taker == rank_;
     if (takes && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
-        std::vector<std::byte> copy(r.in.at(0), r.in.at(0) + bytes);
+        std::vector<std::byte>& copy = frame_->apart;
+        if (copy.empty()) copy.assign(r.in.at(0), r.in.at(0) + bytes);
         Request apart = r;
         apart.in = Blocks{copy.data(), 0, nullptr};
         return gather(apart, taker);
@@ -281,7 +284,8 @@ void Collectives::scatter(const Request& r) {
 void Collectives::reduce_scatter(const Request& r) {
     const int64_t bytes = r.count * r.element;
     if (overlaps_askew(r.out.at(0), r.in, size_, bytes)) {
-        std::vector<std::byte> result(static_cast<size_t>(bytes));
+        std::vector<std::byte>& result = frame_->apart;
+        result.resize(static_cast<size_t>(bytes));
         Request apart = r;
         apart.out = Blocks{result.data(), 0, nullptr};
         reduce_scatter(apart);

@@ -26,6 +26,7 @@ struct Row {
 // Writes this rank's row, and its data if it fits. Returns whether it fits.
 bool Collectives::announce_row(const Request& r) {
     auto* row = reinterpret_cast<Row*>(own_payload());
+    if (announced()) return row->largest_streamed == 0;
     int64_t all = 0;
     int64_t largest = 0;
     for (int rank = 0; rank < size_; ++rank) {
@@ -82,12 +83,15 @@ bool Collectives::shares_memory(const Request& r) const {
 
 void Collectives::all_to_all(const Request& r) {
     if (!shares_memory(r)) return exchange(r);
-    std::vector<std::vector<std::byte>> apart(static_cast<size_t>(size_));
+    std::vector<std::byte>& copy = frame_->apart;
+    if (copy.empty())
+        for (int rank = 0; rank < size_; ++rank)
+            copy.insert(copy.end(), r.in.at(rank), r.in.at(rank) + r.bytes_to(rank));
     std::vector<std::byte*> blocks(static_cast<size_t>(size_));
+    std::byte* at = copy.data();
     for (int rank = 0; rank < size_; ++rank) {
-        auto& block = apart[static_cast<size_t>(rank)];
-        block.assign(r.in.at(rank), r.in.at(rank) + r.bytes_to(rank));
-        blocks[static_cast<size_t>(rank)] = block.data();
+        blocks[static_cast<size_t>(rank)] = at;
+        at += r.bytes_to(rank);
     }
     Request separate = r;
     separate.in = Blocks{nullptr, 0, blocks.data()};

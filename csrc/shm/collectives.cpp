@@ -20,13 +20,34 @@ Collectives::Collectives(Membership& members)
       factors_(static_cast<size_t>(size_)) {}
 
 Outcome Collectives::run(const Request& request, Host& host) {
-    Patience patience(request.timeout_s, host);
+    Frame frame{request};
+    frame_ = &frame;
+    return go_on(frame, host);
+}
+
+// Runs the call to its end, or continues one that was interrupted. Once the call has ended, this object may be running
+// another one, perhaps on another thread.
+Outcome Collectives::go_on(Frame& frame, Host& host) {
+    FrameHost frame_host(host, frame);
+    Patience patience(frame.request.timeout_s, frame_host);
+    patience.since_ns = frame.since_ns;
+    patience_ = &patience;
+    const Outcome outcome = begin_or_go_on(frame);
+    if (!frame.ended) frame.outcome = outcome;
+    frame.ended = true;
+    return outcome;
+}
+
+Outcome Collectives::begin_or_go_on(Frame& frame) {
+    const Request& request = frame.request;
     try {
         members_.check();
-        patience_ = &patience;
-        settle_previous();
-        ++sequence_;
-        describe(request);
+        if (!frame.begun) {
+            settle_previous();
+            ++sequence_;
+            describe(request);
+            frame.begun = true;
+        }
         dispatch(request);
         return Outcome::Done;
     } catch (const Unfinished& unfinished) {
@@ -61,6 +82,7 @@ void Collectives::describe(const Request& r) {
 
 // Posts that this rank has come. Small data is already in the entry.
 void Collectives::announce() {
+    if (announced()) return;
     Entry& entry = segment_.entry(rank_, sequence_);
     entry.signature = signature_;
     post(entry.sequence, sequence_);

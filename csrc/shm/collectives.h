@@ -11,6 +11,10 @@
 // Produce is one step ahead of combine, and combine one ahead of collect, so a rank that keeps pace with the others finds
 // what it needs already there. The counters only grow, over all calls: step k of a call is step base + k of the group, and
 // uses cell (base + k) % kCells.
+//
+// A call that waits may run a signal handler, which may make the next call of the group. That one must not begin before
+// this one ends, so it continues this one first. The rank's own entry and counters say how far the call has come: what
+// they cover is skipped.
 #pragma once
 
 #include <cstdint>
@@ -74,8 +78,13 @@ class Collectives final : public Guard {
   public:
     explicit Collectives(Membership& members);
 
-    // Runs one collective to its end. Not reentrant: one at a time.
+    // Runs one collective to its end. One at a time.
     Outcome run(const Request& request, Host& host);
+    // For a call that is made while `run` waits on this thread, by a signal handler: continues that `run` to its end.
+    Outcome finish_interrupted(Host& host) {
+        frame_->since_ns = patience_->since_ns;
+        return go_on(*frame_, host);
+    }
 
     bool stop(int peer, bool look_for_dead, const Look& ready) override {
         return members_.stop(peer, look_for_dead, *facts_, ready);
@@ -94,6 +103,33 @@ class Collectives final : public Guard {
         Part part(int64_t step, int rank) const;
     };
 
+    // A call in `run`.
+    struct Frame {
+        const Request& request;
+        int64_t since_ns = 0;  // when it first had to wait
+        bool begun = false;
+        bool ended = false;
+        Outcome outcome = Outcome::Done;
+        std::vector<std::byte> apart{};  // a copy of data that overlaps
+    };
+    // Ends a wait if a signal handler's call has ended the call that waits.
+    class FrameHost final : public Host {
+      public:
+        FrameHost(Host& host, const Frame& frame) : host_(host), frame_(frame) {}
+        void block() override { host_.block(); }
+        bool interrupted() override {
+            const bool raised = host_.interrupted();
+            if (frame_.ended) throw Unfinished{raised ? Outcome::Interrupted : frame_.outcome};
+            return raised;
+        }
+
+      private:
+        Host& host_;
+        const Frame& frame_;
+    };
+
+    Outcome go_on(Frame& frame, Host& host);
+    Outcome begin_or_go_on(Frame& frame);
     void dispatch(const Request& r);
     void alone(const Request& r);
     void broadcast(const Request& r);
@@ -115,6 +151,9 @@ class Collectives final : public Guard {
 
     void describe(const Request& r);
     void settle_previous();
+    bool announced() const {
+        return segment_.entry(rank_, sequence_).sequence.load(std::memory_order_relaxed) == sequence_;
+    }
     void announce();
     void announce_with(const void* data, int64_t bytes);
     void announce_with_blocks(const Request& r, int64_t block);
@@ -156,6 +195,7 @@ class Collectives final : public Guard {
     uint64_t sequence_ = 0;
     uint64_t base_ = 0;      // steps of all calls before this one
     uint64_t signature_ = 0;
+    Frame* frame_ = nullptr;
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;

@@ -7,28 +7,26 @@
 
 namespace ringway::shm {
 
-struct Engine {
+struct Engine : Shared {
     Engine(std::shared_ptr<Mapping> mapping, int rank, Peers peers, int cpus)
         : members(std::move(mapping), rank, std::move(peers), cpus),
           collectives(members),
-          messages(members),
-          progress(members, collectives) {}
+          messages(*this, members),
+          progress(*this, members, collectives) {}
 
     // Idempotent. Calls in flight end with Outcome::Closed, or with the group's fault.
-    void close() {
+    void stop() {
         if (members.forked()) return;
         members.leave();
         progress.stop();
         messages.stop();
+    }
+    // Also waits until the engine's threads have ended, see Worker::join. Several threads may call it at a time.
+    void close() {
+        if (members.forked()) return;
+        stop();
         progress.join();
         messages.join();
-    }
-
-    // A forked child does not have its parent's threads, which may have held the locks. So it leaks an inherited engine.
-    static void destroy(Engine* engine) {
-        if (engine->members.forked()) return;
-        engine->close();
-        delete engine;
     }
 
     Membership members;

@@ -23,6 +23,20 @@ uint32_t generation() {
     return forks.load(std::memory_order_relaxed);
 }
 
+// The pid of a process as this process sees it: a peer in another PID namespace knows itself by another one.
+int visible_pid(const Peer& peer) {
+    if (peer.pidfd < 0) return peer.pid;
+    char path[64];
+    std::snprintf(path, sizeof path, "/proc/self/fdinfo/%d", peer.pidfd);
+    std::FILE* file = std::fopen(path, "re");
+    if (file == nullptr) return peer.pid;
+    int pid = 0;
+    char line[128];
+    while (std::fgets(line, sizeof line, file) != nullptr && std::sscanf(line, "Pid: %d", &pid) != 1) {}
+    std::fclose(file);
+    return pid;
+}
+
 // A process that was killed and is not yet reaped has its exit code at the end of its stat line.
 int signal_of_zombie(int pid) {
     char path[64];
@@ -60,7 +74,7 @@ int signal_of_reaped(int pidfd) {
 // 0 if the kernel does not say, or if the process ended by itself.
 int signal_that_ended(const Peer& peer) {
     for (int tries = 0; tries < 5; ++tries) {
-        int number = signal_of_zombie(peer.pid);
+        int number = signal_of_zombie(visible_pid(peer));
         if (number == 0 && peer.pidfd >= 0) number = signal_of_reaped(peer.pidfd);
         if (number != 0) return number;
         usleep(1000);  // it may be between the two states
@@ -99,11 +113,11 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, 
 
 bool Membership::dead(int peer) {
     const Peer& other = *peers_[static_cast<size_t>(peer)];
-    if (other.pid == getpid()) return false;
     if (other.pidfd >= 0) {
         pollfd probe{other.pidfd, POLLIN, 0};
         return poll(&probe, 1, 0) == 1 && (probe.revents & POLLIN) != 0;
     }
+    if (other.pid == getpid()) return false;  // a rank of this process, whose lock this process cannot see
     if (segment_.header().joined[peer].load(std::memory_order_seq_cst) == 0) return false;
     struct flock lock = byte_of(peer);
     return fcntl(segment_.fd(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;

@@ -10,9 +10,21 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(20);
 
+// Ends a sleep at every occasion to look for signals, which the sleeper then does itself: a signal handler may wait for
+// another message, and no thread could move it while this one holds the place of the thread that does.
+class Brief final : public Host {
+  public:
+    explicit Brief(Host& host) : host_(host) {}
+    void block() override { host_.block(); }
+    bool interrupted() override { return true; }
+
+  private:
+    Host& host_;
+};
+
 }  // namespace
 
-PointToPoint::PointToPoint(Membership& members)
+PointToPoint::PointToPoint(Shared& owner, Membership& members)
     : members_(members),
       segment_(members.segment()),
       rank_(members.rank()),
@@ -22,17 +34,8 @@ PointToPoint::PointToPoint(Membership& members)
       outbox_(static_cast<size_t>(size_)),
       ring_reserved_(static_cast<size_t>(size_)),
       inbox_(static_cast<size_t>(size_)),
-      seen_(2 * static_cast<size_t>(size_)) {}
-
-PointToPoint::~PointToPoint() {
-    stop();
-    join();
-    if (thread_.joinable()) thread_.detach();
-}
-
-void PointToPoint::join() {
-    if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
-}
+      seen_(2 * static_cast<size_t>(size_)),
+      worker_(owner) {}
 
 // A forked child must not take the lock: a thread of the parent may have held it.
 void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_background) {
@@ -56,7 +59,7 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
             end(message, Outcome::Faulted, finished);
         }
         const bool needs_thread = in_background && !idle() && !stopping_;
-        if (needs_thread && !thread_.joinable()) start_thread(*message, finished);
+        if (needs_thread && !worker_.started()) start_thread(*message, finished);
         if (needs_thread) wanted_.notify_one();
     }
     tell(finished);
@@ -79,7 +82,7 @@ void PointToPoint::tell(const Messages& finished) {
 
 void PointToPoint::start_thread(const Message& message, Messages& finished) {
     try {
-        thread_ = std::thread([this] { work(); });
+        worker_.start([this] { work(); });
     } catch (const std::system_error&) {
         members_.report_memory(message.facts, 0);
         end_all(Outcome::Faulted, finished);
@@ -95,20 +98,23 @@ void PointToPoint::look_again() {
 
 bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     if (members_.forked()) return message.done();
+    if (!Interruptible::let_go_on(host)) return message.done();
     const int64_t start = now_ns();
     std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
     if (!guard.owns_lock()) {
         host.block();
         guard.lock();
     }
-    ++waiters_;
+    Waiting waiting(*this, message);
+    waiters_ += 1;
     awaited_sends_ += message.sends ? 1 : 0;
     bool in_time = true;
     while (!message.done() && in_time) {
         const double left = timeout_s - static_cast<double>(now_ns() - start) / 1e9;
         in_time = left > 0 && step(guard, &message, left, host);
+        waiters_ += waiting.come_back();
     }
-    --waiters_;
+    waiters_ -= 1;
     awaited_sends_ -= message.sends ? 1 : 0;
     const bool rest = !idle();
     guard.unlock();
@@ -117,6 +123,21 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
         wanted_.notify_one();
     }
     return message.done();
+}
+
+// Leaves the messages to the background thread, while this one runs a signal handler.
+bool PointToPoint::Waiting::go_on(Host&) {
+    if (away_) return true;
+    away_ = true;
+    Messages finished;
+    {
+        std::lock_guard<std::mutex> guard(messages_.lock_);
+        messages_.waiters_ -= 1;
+        if (!messages_.stopping_ && !messages_.worker_.started()) messages_.start_thread(message_, finished);
+    }
+    messages_.tell(finished);
+    messages_.wanted_.notify_one();
+    return true;
 }
 
 bool PointToPoint::withdraw(const Message& message) {
@@ -148,10 +169,11 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awai
     snapshot();
     if (!advance(finished) && finished.empty()) {
         driving_ = true;
-        thread_drives_ = thread_.get_id() == std::this_thread::get_id();
+        thread_drives_ = worker_.is_this_thread();
         nudged_.store(false, std::memory_order_seq_cst);
         const double until_deadline = static_cast<double>(next_deadline() - now_ns()) / 1e9;
-        Patience patience(std::max(0.0, std::min(limit_s, until_deadline)), host);
+        Brief brief(host);
+        Patience patience(std::max(0.0, std::min(limit_s, until_deadline)), brief);
         guard.unlock();
         waking = waiter_.until(kAnyone, patience,
                                [&] { return changed() || (awaited != nullptr && awaited->done()); });
@@ -164,8 +186,9 @@ bool PointToPoint::step(std::unique_lock<std::mutex>& guard, const Message* awai
     tell(finished);
     if (awaited == nullptr) changed_.notify_all();  // this is the background thread, which gives way
     finished.clear();  // releasing a message may need the GIL, whose holder may need the lock
+    const bool go_on = waking != Waking::Interrupted || !host.interrupted();
     guard.lock();
-    return waking != Waking::Interrupted;
+    return go_on;
 }
 
 // Another thread moves all messages. If that is the background thread, it gives way to one that waits.
@@ -279,7 +302,7 @@ void PointToPoint::stop() {
     {
         std::lock_guard<std::mutex> guard(lock_);
         stopping_ = true;
-        if (!driving_) end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
+        end_all(members_.faulted() ? Outcome::Faulted : Outcome::Closed, finished);
     }
     tell(finished);
     look_again();

@@ -13,10 +13,11 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "shm/task.h"
+#include "shm/worker.h"
 
 namespace ringway::shm {
 
@@ -45,8 +46,7 @@ class Message : public Task {
 
 class PointToPoint final : public Guard {
   public:
-    explicit PointToPoint(Membership& members);
-    ~PointToPoint() override;
+    PointToPoint(Shared& owner, Membership& members);
 
     // Sends the message if all of it can leave now: none waits before it, and the ring has room. Otherwise sends nothing
     // and returns false. Never blocks.
@@ -60,8 +60,8 @@ class PointToPoint final : public Guard {
     bool withdraw(const Message& message);
     // Ends all messages. The rank must have left the membership.
     void stop();
-    // After `stop`: waits for the thread to end, unless this is that thread.
-    void join();
+    // After `stop`: waits for the thread to end, see Worker::join.
+    void join() { worker_.join(); }
     // Drops the messages that are done, like Progress::sweep.
     void sweep();
 
@@ -92,6 +92,20 @@ class PointToPoint final : public Guard {
         Frame frame{};
         int64_t left = 0;
         std::list<Aside> waiting;
+    };
+
+    // A thread in `wait`.
+    class Waiting final : public Interruptible {
+      public:
+        Waiting(PointToPoint& messages, const Message& message) : messages_(messages), message_(message) {}
+        bool go_on(Host& host) override;
+        // By how many waiting threads there are more again.
+        int come_back() { return std::exchange(away_, false) ? 1 : 0; }
+
+      private:
+        PointToPoint& messages_;
+        const Message& message_;
+        bool away_ = false;
     };
 
     bool advance(Messages& finished);
@@ -149,7 +163,7 @@ class PointToPoint final : public Guard {
     bool thread_drives_ = false;
     int waiters_ = 0;
     bool stopping_ = false;
-    std::thread thread_;
+    Worker worker_;
 };
 
 }  // namespace ringway::shm

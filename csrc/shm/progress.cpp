@@ -10,26 +10,18 @@ constexpr auto kSlice = std::chrono::milliseconds(20);  // between two checks fo
 
 }  // namespace
 
-Progress::Progress(Membership& members, Collectives& collectives) : members_(members), collectives_(collectives) {}
-
-Progress::~Progress() {
-    stop();
-    join();
-    if (thread_.joinable()) thread_.detach();
-}
-
-void Progress::join() {
-    if (thread_.joinable() && worker_.load() != std::this_thread::get_id()) thread_.join();
-}
-
 // A forked child must not take the lock: a thread of the parent may have held it.
 bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
     if (members_.forked()) {
         outcome = Outcome::Forked;
         return true;
     }
-    if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    if (worker_.is_this_thread()) {
         outcome = collectives_.run(request, host);
+        return true;
+    }
+    if (!Interruptible::let_go_on(host)) {
+        outcome = Outcome::Interrupted;
         return true;
     }
     {
@@ -37,22 +29,36 @@ bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
         if (busy_ || !queue_.empty()) return false;
         busy_ = true;
     }
+    Turn turn(*this);
     outcome = collectives_.run(request, host);
+    turn.end();
+    return true;
+}
+
+bool Progress::Turn::go_on(Host& host) {
+    if (ended_) return true;
+    const bool interrupted = progress_.collectives_.finish_interrupted(host) == Outcome::Interrupted;
+    end();
+    return !interrupted;
+}
+
+// A signal handler's call may have ended it already, and others run by now.
+void Progress::Turn::end() {
+    if (ended_) return;
+    ended_ = true;
     bool more;
     {
-        std::lock_guard<std::mutex> guard(lock_);
-        busy_ = false;
-        more = !queue_.empty();
+        std::lock_guard<std::mutex> guard(progress_.lock_);
+        progress_.busy_ = false;
+        more = !progress_.queue_.empty();
     }
-    if (more) changed_.notify_all();
-    return true;
+    if (more) progress_.changed_.notify_all();
 }
 
 void Progress::submit(std::shared_ptr<Collective> task) {
     if (members_.forked()) return task->finish(Outcome::Forked);
     Host host;
-    if (worker_.load(std::memory_order_relaxed) == std::this_thread::get_id())
-        return task->finish(collectives_.run(task->request, host));
+    if (worker_.is_this_thread()) return task->finish(collectives_.run(task->request, host));
     bool ends;
     {
         std::lock_guard<std::mutex> guard(lock_);
@@ -65,18 +71,20 @@ void Progress::submit(std::shared_ptr<Collective> task) {
 
 // Starts the thread if there is none. If that fails, the group ends: the other ranks would wait forever.
 bool Progress::has_thread() {
-    if (thread_.joinable()) return true;
+    if (worker_.started()) return true;
     try {
-        thread_ = std::thread([this] { work(); });
+        worker_.start([this] { work(); });
     } catch (const std::system_error&) {
         members_.report_memory(CallFacts{}, 0);
     }
-    return thread_.joinable();
+    return worker_.started();
 }
 
 bool Progress::wait(const Task& task, double timeout_s, Host& host) {
     if (task.done()) return true;
+    if (members_.forked()) return false;
     host.block();
+    if (!Interruptible::let_go_on(host)) return false;
     const int64_t start = now_ns();
     std::unique_lock<std::mutex> guard(lock_);
     while (!task.done()) {
@@ -91,7 +99,6 @@ bool Progress::wait(const Task& task, double timeout_s, Host& host) {
 }
 
 void Progress::work() {
-    worker_.store(std::this_thread::get_id());
     Host host;
     std::unique_lock<std::mutex> guard(lock_);
     for (;;) {

@@ -3,6 +3,9 @@
 // A synchronous call runs on its caller's thread if no call is before it. Else it queues behind the earlier ones. A
 // collective that is issued on the progress thread itself, by a task's callback, runs there at once, before the next one
 // in the queue.
+//
+// A synchronous call that is interrupted by a signal handler which waits for another call ends first, from within the
+// handler's (see Interruptible).
 #pragma once
 
 #include <condition_variable>
@@ -14,6 +17,7 @@
 
 #include "shm/collectives.h"
 #include "shm/task.h"
+#include "shm/worker.h"
 
 namespace ringway::shm {
 
@@ -24,8 +28,8 @@ class Collective : public Task {
 
 class Progress {
   public:
-    Progress(Membership& members, Collectives& collectives);
-    ~Progress();
+    Progress(Shared& owner, Membership& members, Collectives& collectives)
+        : members_(members), collectives_(collectives), worker_(owner) {}
 
     // Runs the request on this thread if no call is before it; else returns false and does nothing.
     bool run_now(const Request& request, Host& host, Outcome& outcome);
@@ -39,12 +43,23 @@ class Progress {
     void sweep();
     // Ends all queued tasks. The rank must have left the membership.
     void stop();
-    // After `stop`: waits for the thread to end, unless this is that thread.
-    void join();
+    // After `stop`: waits for the thread to end, see Worker::join.
+    void join() { worker_.join(); }
 
   private:
     bool has_thread();
     void work();
+    // A call in `run_now`. No other one runs before it ends.
+    class Turn final : public Interruptible {
+      public:
+        explicit Turn(Progress& progress) : progress_(progress) {}
+        bool go_on(Host& host) override;
+        void end();
+
+      private:
+        Progress& progress_;
+        bool ended_ = false;
+    };
 
     Membership& members_;
     Collectives& collectives_;
@@ -54,8 +69,7 @@ class Progress {
     std::vector<std::shared_ptr<Collective>> spent_;
     bool busy_ = false;
     bool stopping_ = false;
-    std::thread thread_;
-    std::atomic<std::thread::id> worker_{};
+    Worker worker_;
 };
 
 }  // namespace ringway::shm

@@ -38,6 +38,10 @@ void Collectives::stream(int64_t steps, int producer, int combiner, int collecto
     const uint64_t end = base_ + static_cast<uint64_t>(steps);
     const auto plays = [this](int role) { return role == kEverybody || role == rank_; };
     const bool produces = plays(producer), combines = plays(combiner), collects = plays(collector);
+    // False for a step that was done before a signal handler interrupted the call.
+    const auto still_to_do = [](const Counter& counter, uint64_t step) {
+        return counter.load(std::memory_order_relaxed) <= step;
+    };
     // A rank that does not play a role posts all of its steps at once. The first use of a cell in this call still waits
     // for everybody: an earlier call, in which other ranks had that role, may have used it.
     const auto wait_for_free = [&](int64_t turn, int role, Counter RankControl::*counter) {
@@ -49,17 +53,17 @@ void Collectives::stream(int64_t steps, int producer, int combiner, int collecto
 
     for (int64_t turn = 0; turn < steps + 2; ++turn) {
         const uint64_t step = base_ + static_cast<uint64_t>(turn);
-        if (produces && turn < steps) {
+        if (produces && turn < steps && still_to_do(control.produced, step)) {
             wait_for_free(turn, combiner, &RankControl::combined);
             produce(turn, step);
             post(control.produced, step + 1);
         }
-        if (combines && turn >= 1 && turn - 1 < steps) {
+        if (combines && turn >= 1 && turn - 1 < steps && still_to_do(control.combined, step - 1)) {
             wait_for_free(turn - 1, collector, &RankControl::collected);
             combine(turn - 1, step - 1);
             post(control.combined, step);
         }
-        if (collects && turn >= 2) {
+        if (collects && turn >= 2 && still_to_do(control.collected, step - 2)) {
             collect(turn - 2, step - 2);
             post(control.collected, step - 1);
         }

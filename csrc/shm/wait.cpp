@@ -39,6 +39,8 @@ int64_t now_ns() {
     return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
+thread_local Interruptible* Interruptible::latest_ = nullptr;
+
 Waiter::Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guard& guard)
     : words_(words),
       rank_(rank),
@@ -83,21 +85,21 @@ bool Waiter::spin(Patience& patience, const Look& ready) {
 
 Waking Waiter::sleep(int peer, Patience& patience, const Look& ready) {
     const uint32_t announced = peer == kAnyone ? kForAnyone : static_cast<uint32_t>(peer) + 1;
-    bool look_for_dead = false;
+    bool look_for_dead = false, look_for_signals = false;
     for (;;) {
         words_[rank_].store(announced, std::memory_order_seq_cst);
         if (ready()) return Waking::Ready;
         dawdle();
         if (guard_.stop(peer, look_for_dead, ready)) return ready() ? Waking::Ready : Waking::Stopped;
+        if (look_for_signals && patience.host.interrupted()) return Waking::Interrupted;
         const int64_t now = now_ns();
         const int64_t left = patience.deadline_ns(now) - now;
         if (left <= 0) return Waking::TimedOut;
         const int64_t slice = std::min(left, kSleepSlice);
         const timespec timeout{slice / 1'000'000'000, slice % 1'000'000'000};
         const long rc = futex(&words_[rank_], FUTEX_WAIT, announced, &timeout);
-        const bool slept_out = rc != 0 && errno == ETIMEDOUT;
-        if (rc != 0 && errno != EAGAIN && patience.host.interrupted()) return Waking::Interrupted;
-        look_for_dead = slept_out;
+        look_for_dead = rc != 0 && errno == ETIMEDOUT;
+        look_for_signals = rc != 0 && errno != EAGAIN;
     }
 }
 

@@ -30,6 +30,32 @@ class Host {
     virtual bool interrupted() { return false; }  // whether the user pressed Ctrl-C
 };
 
+// A call that waits on this thread, where it may run a signal handler. The handler may wait for another call. The other
+// ranks may need the interrupted call before they come to that one, and its frame cannot continue before the handler
+// returns. So whoever waits first lets the interrupted calls of its thread, in all groups, go on some other way.
+class Interruptible {
+  public:
+    Interruptible() : below_(latest_) { latest_ = this; }
+    Interruptible(const Interruptible&) = delete;
+    Interruptible& operator=(const Interruptible&) = delete;
+
+    // False if the host was interrupted meanwhile.
+    static bool let_go_on(Host& host) {
+        for (Interruptible* call = latest_; call != nullptr; call = call->below_)
+            if (!call->go_on(host)) return false;
+        return true;
+    }
+
+  protected:
+    ~Interruptible() { latest_ = below_; }
+    virtual bool go_on(Host& host) = 0;
+
+  private:
+    // Every call reads it. This model needs no function call for that, unlike the default one of shared libraries.
+    __attribute__((tls_model("initial-exec"))) static thread_local Interruptible* latest_;
+    Interruptible* const below_;
+};
+
 enum class Waking { Ready, TimedOut, Interrupted, Stopped };
 
 // Whether the wait is over. A reference to a callable.

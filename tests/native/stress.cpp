@@ -4,11 +4,14 @@
 //
 // Each program is a random series of collectives and messages, the same on every rank, on data that every rank
 // can work out for itself. Exits with 1 at the first wrong result.
+#include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -41,7 +44,7 @@ struct Planned {
 
 class Rank {
   public:
-    Rank(Engine& engine, int rank, int size) : engine_(engine), rank_(rank), size_(size) {}
+    Rank(Engine& engine, int rank, int size, Host& host) : engine_(engine), rank_(rank), size_(size), host_(host) {}
 
     void collective(const Planned& plan, int call) {
         auto task = std::make_shared<Collective>();
@@ -84,9 +87,8 @@ class Rank {
                 all.push_back(message(false, peer, tag, block));
                 engine_.messages.start(all.back(), true);
             }
-        Host host;
         for (const auto& m : all)
-            if (!engine_.messages.wait(*m, kPatience, host) || m->outcome() != Outcome::Done)
+            if (!engine_.messages.wait(*m, kPatience, host_) || m->outcome() != Outcome::Done)
                 fail("message", rank_, call, static_cast<int64_t>(m->outcome()));
         engine_.messages.sweep();
         for (int tag = 0; tag < 2; ++tag)
@@ -119,11 +121,10 @@ class Rank {
     }
 
     void run(const std::shared_ptr<Collective>& task, bool queued) {
-        Host host;
         Outcome outcome = Outcome::Done;
-        if (queued || !engine_.progress.run_now(task->request, host, outcome)) {
+        if (queued || !engine_.progress.run_now(task->request, host_, outcome)) {
             engine_.progress.submit(task);
-            if (!engine_.progress.wait(*task, kPatience, host)) fail("waiting", rank_, 0, 0);
+            if (!engine_.progress.wait(*task, kPatience, host_)) fail("waiting", rank_, 0, 0);
             outcome = task->outcome();
             engine_.progress.sweep();
         }
@@ -157,45 +158,198 @@ class Rank {
     Engine& engine_;
     const int rank_;
     const int size_;
+    Host& host_;
 };
 
-void program(Engine& engine, int rank, int size, unsigned seed) {
-    static const Op ops[] = {Op::Broadcast, Op::AllReduce, Op::Reduce,          Op::AllGatherSingle,
-                             Op::Gather,    Op::Scatter,   Op::ReduceScatterSingle, Op::AllToAllSingle,
-                             Op::Barrier};
-    std::mt19937 random(seed);
-    Rank self(engine, rank, size);
-    for (int call = 0; call < 20; ++call) {
-        const Op op = ops[random() % (sizeof ops / sizeof *ops)];
-        const int64_t count = kCounts[random() % (sizeof kCounts / sizeof *kCounts)];
-        const int root = static_cast<int>(random() % static_cast<unsigned>(size));
-        const bool queued = random() % 2 == 0;
-        const bool rooted = op == Op::Broadcast || op == Op::Reduce || op == Op::Gather || op == Op::Scatter;
-        if (random() % 8 == 0)
-            self.messages(std::min<int64_t>(count, 100000), call);
-        else
-            self.collective({op, op == Op::Barrier ? 0 : count, rooted ? root : -1, queued}, call);
+// Random calls, in the same order on every rank. A signal handler may make the next one while it interrupts the latest.
+class Program final : public Host {
+  public:
+    Program(Engine& engine, int rank, int size, unsigned seed, bool interrupts)
+        : self_(engine, rank, size, *this), size_(static_cast<unsigned>(size)), random_(seed), interrupts_(interrupts) {}
+
+    void run() {
+        while (calls_ < kCalls) next();
     }
-}
+
+    bool interrupted() override {
+        // Not inside itself: it could make a call before the one that the handler is about to make.
+        if (!interrupts_ || in_handler_ || calls_ == kCalls) return false;
+        in_handler_ = true;
+        next();
+        in_handler_ = false;
+        return false;
+    }
+
+  private:
+    static constexpr int kCalls = 20;
+
+    void next() {
+        static const Op ops[] = {Op::Broadcast, Op::AllReduce, Op::Reduce,          Op::AllGatherSingle,
+                                 Op::Gather,    Op::Scatter,   Op::ReduceScatterSingle, Op::AllToAllSingle,
+                                 Op::Barrier};
+        const int call = calls_++;
+        const Op op = ops[random_() % (sizeof ops / sizeof *ops)];
+        const int64_t count = kCounts[random_() % (sizeof kCounts / sizeof *kCounts)];
+        const int root = static_cast<int>(random_() % size_);
+        const bool queued = random_() % 2 == 0;
+        const bool rooted = op == Op::Broadcast || op == Op::Reduce || op == Op::Gather || op == Op::Scatter;
+        if (random_() % 8 == 0)
+            self_.messages(std::min<int64_t>(count, 100000), call);
+        else
+            self_.collective({op, op == Op::Barrier ? 0 : count, rooted ? root : -1, queued}, call);
+    }
+
+    Rank self_;
+    const unsigned size_;
+    std::mt19937 random_;
+    const bool interrupts_;
+    int calls_ = 0;
+    bool in_handler_ = false;
+};
+
+using Engines = std::vector<std::shared_ptr<Engine>>;
 
 // The ranks of a new group, as engines over one mapping.
-std::vector<std::unique_ptr<Engine>> new_group(int size) {
+Engines new_group(int size) {
     const auto mapping = std::make_shared<Mapping>(Segment::create(size), size);
     const auto cpus = static_cast<int>(std::thread::hardware_concurrency());
-    std::vector<std::unique_ptr<Engine>> engines;
+    Engines engines;
     for (int rank = 0; rank < size; ++rank) {
         const Peers peers(static_cast<size_t>(size), std::make_shared<Peer>(getpid(), -1));
-        engines.push_back(std::make_unique<Engine>(mapping, rank, peers, cpus));
+        engines.push_back(std::make_shared<Engine>(mapping, rank, peers, cpus));
     }
     return engines;
 }
 
 template <class Work>
-void on_all_ranks(const std::vector<std::unique_ptr<Engine>>& engines, const Work& work) {
+void on_all_ranks(const Engines& engines, const Work& work) {
     std::vector<std::thread> threads;
     for (size_t rank = 0; rank < engines.size(); ++rank)
         threads.emplace_back([&, rank] { work(*engines[rank], static_cast<int>(rank)); });
     for (auto& thread : threads) thread.join();
+}
+
+// Sends signals to threads, which interrupt their sleeps.
+class Signals {
+  public:
+    Signals() {
+        struct sigaction action {};
+        action.sa_handler = [](int) {};
+        sigaction(SIGUSR1, &action, nullptr);
+        thread_ = std::thread([this] { send(); });
+    }
+    ~Signals() {
+        ended_ = true;
+        thread_.join();
+    }
+    // The calling thread gets signals while it works.
+    template <class Work>
+    void interrupt(const Work& work) {
+        change([](auto& targets) { targets.push_back(pthread_self()); });
+        work();
+        change([](auto& targets) { targets.erase(std::find(targets.begin(), targets.end(), pthread_self())); });
+    }
+
+  private:
+    template <class Change>
+    void change(const Change& change) {
+        std::lock_guard<std::mutex> guard(lock_);
+        change(targets_);
+    }
+    void send() {
+        while (!ended_) {
+            change([](const auto& targets) {
+                for (const pthread_t target : targets) pthread_kill(target, SIGUSR1);
+            });
+            usleep(200);
+        }
+    }
+
+    std::mutex lock_;
+    std::vector<pthread_t> targets_;
+    std::atomic<bool> ended_{false};
+    std::thread thread_;
+};
+
+// A collective and a message that do something when they are done, as Python's callbacks do.
+template <class Base>
+class Calling final : public Base {
+  public:
+    std::function<void()> callback;
+
+  protected:
+    void finished() override { callback(); }
+};
+
+std::shared_ptr<Calling<Message>> unanswered(int peer, int32_t& data) {
+    auto message = std::make_shared<Calling<Message>>();
+    message->peer = peer;
+    message->data = reinterpret_cast<std::byte*>(&data);
+    message->bytes = sizeof data;
+    message->timeout_s = kPatience;
+    return message;
+}
+
+void fail_unless(bool right, const char* what, int round) {
+    if (!right) fail(what, 0, round, 0);
+}
+
+// Waits for what other threads do at their end.
+template <class Ready>
+void await(const char* what, int round, const Ready& ready) {
+    for (int tries = 0; !ready(); ++tries) {
+        fail_unless(tries < 100'000, what, round);
+        usleep(1000);
+    }
+}
+
+// The last reference to a group goes in the callbacks of its own threads, while other threads close it too.
+void end_on_own_threads(int rounds) {
+    for (int round = 0; round < rounds; ++round) {
+        Engines engines = new_group(2);
+        std::vector<std::weak_ptr<Engine>> engines_left(engines.begin(), engines.end());
+        std::atomic<int> called{0};
+        int32_t data[2] = {};
+        for (size_t rank = 0; rank < 2; ++rank) {
+            Engine& engine = *engines[rank];
+            // Like Python's reference, which closes the group when it goes.
+            auto owner = std::make_shared<std::shared_ptr<Engine>>(engines[rank]);
+            const auto drop = [owner, &called]() mutable {
+                (*owner)->close();
+                owner.reset();
+                called.fetch_add(1);
+            };
+            auto message = unanswered(static_cast<int>(1 - rank), data[rank]);
+            auto barrier = std::make_shared<Calling<Collective>>();
+            message->callback = drop;
+            barrier->callback = drop;
+            barrier->request.timeout_s = kPatience;
+            engine.messages.start(message, true);
+            engine.progress.submit(barrier);
+        }
+        engines.clear();
+        await("callback", round, [&] { return called == 4; });
+        for (const auto& engine : engines_left) await("engine", round, [&] { return engine.expired(); });
+    }
+}
+
+// Several threads close a group in which messages are pending. Every message ends, once.
+void close_with_messages(int rounds) {
+    for (int round = 0; round < rounds; ++round) {
+        const Engines engines = new_group(2);
+        std::atomic<int> called{0};
+        int32_t data[2] = {};
+        for (size_t rank = 0; rank < 2; ++rank) {
+            auto message = unanswered(static_cast<int>(1 - rank), data[rank]);
+            message->callback = [&called] { called.fetch_add(1); };
+            engines[rank]->messages.start(message, true);
+        }
+        if (round % 2 == 0) usleep(1000);  // the threads are asleep by then
+        std::vector<std::thread> threads;
+        for (int i = 0; i < 4; ++i) threads.emplace_back([&, i] { engines[static_cast<size_t>(i % 2)]->close(); });
+        for (auto& thread : threads) thread.join();
+        fail_unless(called == 2, "a message that did not end", round);
+    }
 }
 
 // A root that has sent may go, before others have seen that it came, and before some have come themselves.
@@ -254,10 +408,19 @@ int main(int argc, char** argv) {
     const int programs = std::atoi(argv[2]);
     const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
     const auto engines = new_group(size);
-    on_all_ranks(engines, [&](Engine& engine, int rank) {
-        for (int p = 0; p < programs; ++p) program(engine, rank, size, seed + static_cast<unsigned>(p));
-    });
+    const auto run_programs = [&](Engine& engine, int rank, bool interrupts) {
+        for (int p = 0; p < programs; ++p) Program(engine, rank, size, seed + static_cast<unsigned>(p), interrupts).run();
+    };
+    on_all_ranks(engines, [&](Engine& engine, int rank) { run_programs(engine, rank, false); });
+    {
+        Signals signals;
+        on_all_ranks(engines, [&](Engine& engine, int rank) {
+            signals.interrupt([&] { run_programs(engine, rank, true); });
+        });
+    }
     for (const auto& engine : engines) engine->close();
+    end_on_own_threads(20 * programs);
+    close_with_messages(20 * programs);
     leave_after_the_last_call(size, 50 * programs);
     refuse_what_cannot_be();
     std::printf("ok: %d ranks, %d programs, seed %u\n", size, programs, seed);

@@ -144,14 +144,19 @@ def _outside(group: Any) -> bool:
 
 
 def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
-    """Destroy a group, or all of them if None. Takes bounded time, and is safe to call more than once."""
+    """Destroy a group, or all of them if None. Takes bounded time. Safe to call more than once, on any thread."""
     if not c10d.is_initialized() or _outside(group):
         return
     if group is not None and group not in c10d.distributed_c10d._world.pg_map:
         return
     for communicator in world.adopted(group):
         communicator.close()
-    c10d.destroy_process_group(group)
+    try:
+        c10d.destroy_process_group(group)
+    except (AssertionError, KeyError, ValueError):
+        # torch's way to say that there is no such group: another thread has destroyed it meanwhile.
+        if c10d.is_initialized() if group is None else group in c10d.distributed_c10d._world.pg_map:
+            raise
     if not c10d.is_initialized():
         world.forget_default()
 

@@ -39,6 +39,7 @@ def leave_at_exit() -> None:
         c10d_module._world.pg_group_ranks.clear()
         c10d_module._unregister_all_process_groups()
         c10d_module._update_default_pg(None)
+    _core.begin_exit()
 
 
 def _gloo_threads() -> list[int]:

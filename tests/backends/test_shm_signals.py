@@ -1,0 +1,203 @@
+"""Signal handlers that make calls on the group whose call they interrupt: a checkpoint agreed on at SIGUSR1, say."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import ringway as dist
+from ringway.errors import CommTimeout, PeerLost
+from ringway.groups.world import world
+from ringway.testing import RankContext, RankPool
+
+LARGE = 300_000
+"""Elements that take several steps through shared memory."""
+
+
+def _numbers(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) % 97 + dist.get_rank()
+
+
+def _all_reduce(count: int) -> torch.Tensor:
+    tensor = _numbers(count)
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def _gather_askew(count: int) -> torch.Tensor:
+    """The input overlaps blocks of the output, so the engine copies it."""
+    whole = torch.zeros(2 * count + 1)
+    share = whole[count // 2 : count // 2 + count]
+    share.copy_(_numbers(count))
+    dist.all_gather_into_tensor(whole[: 2 * count], share)
+    return whole[: 2 * count].clone()
+
+
+def _reduce_scatter_askew(count: int) -> torch.Tensor:
+    whole = _numbers(2 * count)
+    share = whole[count // 2 : count // 2 + count]
+    dist.reduce_scatter_tensor(share, whole)
+    return share.clone()
+
+
+def _all_to_all_in_place(count: int) -> torch.Tensor:
+    whole = _numbers(2 * count)
+    dist.all_to_all_single(whole, whole)
+    return whole
+
+
+def _broadcast(count: int) -> torch.Tensor:
+    tensor = _numbers(count)
+    dist.broadcast(tensor, 1)
+    return tensor
+
+
+def _queued(count: int) -> torch.Tensor:
+    """The call waits behind an asynchronous one."""
+    first, second = _numbers(count), _numbers(3)
+    dist.all_reduce(first, async_op=True)
+    dist.all_reduce(second)
+    return first
+
+
+def _exchange(count: int) -> torch.Tensor:
+    tensor = _numbers(count)
+    if dist.get_rank() == 0:
+        dist.recv(tensor, 1)
+        dist.send(tensor, 1)
+    else:
+        dist.send(tensor, 0)
+        dist.recv(tensor, 0)
+    return tensor
+
+
+def _receive(count: int) -> torch.Tensor:
+    tensor = _numbers(count)
+    if dist.get_rank() == 0:
+        dist.recv(tensor, 1)
+    else:
+        dist.send(tensor, 0)
+    return tensor
+
+
+INTERRUPTED: list[Callable[[int], torch.Tensor]] = [
+    _all_reduce, _gather_askew, _reduce_scatter_askew, _all_to_all_in_place, _broadcast, _queued, _receive,
+]  # fmt: skip
+
+
+def _agree() -> torch.Tensor:
+    return _all_reduce(5)
+
+
+def _agree_later() -> torch.Tensor:
+    tensor = _numbers(7)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    return tensor
+
+
+def _agree_on_much() -> torch.Tensor:
+    return _gather_askew(LARGE)
+
+
+def _agree_by_messages() -> torch.Tensor:
+    return _exchange(9)
+
+
+AGREEMENTS = [_agree, _agree_later, _agree_on_much, _agree_by_messages]
+
+
+def _interrupt_after(calls: int) -> threading.Thread:
+    """Sends SIGUSR1 to the main thread once it waits in the last of so many calls."""
+    last, main = world.recorder.total + calls, threading.main_thread().ident or 0
+
+    def interrupt() -> None:
+        while world.recorder.total < last:  # the main thread has released the GIL inside that call
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+def _handled(context: RankContext, what: int, count: int, agreement: int) -> str | None:
+    """Rank 0 handles a signal inside a call for which rank 1 is late. Rank 1 makes the same calls in order."""
+    key = f"{what} {count} {agreement}"
+    call, agree = INTERRUPTED[what], AGREEMENTS[agreement]
+    agreed: list[torch.Tensor] = []
+    if context.rank == 1:
+        context.store.wait([key])  # set inside the handler
+        got = call(count)
+        agreed.append(agree())
+    else:
+
+        def handle(*_: Any) -> None:
+            context.store.set(key, "")
+            agreed.append(agree())
+
+        signal.signal(signal.SIGUSR1, handle)
+        thread = _interrupt_after(2 if call is _queued else 1)
+        got = call(count)
+        thread.join()
+    right = torch.equal(got, call(count)) and torch.equal(agreed[0], agree())
+    return None if right else f"{call.__name__} of {count}, {agree.__name__}"
+
+
+def _all_handled(context: RankContext) -> list[str | None]:
+    context.start("shm", timeout=timedelta(seconds=60))
+    dist.barrier()
+    cases = itertools.product(range(len(INTERRUPTED)), (6, LARGE), range(len(AGREEMENTS)))
+    return [_handled(context, *case) for case in cases]
+
+
+def test_a_handler_may_call_while_it_interrupts_a_call(pool: RankPool) -> None:
+    for wrong in pool.run(_all_handled, world_size=2, timeout=100):
+        assert set(wrong) == {None}, wrong
+
+
+def _handled_without_peer(context: RankContext, how: str) -> str:
+    """Rank 1 makes neither the interrupted call nor the handler's."""
+    context.start("shm")
+    dist.barrier()
+    if context.rank == 1:
+        context.store.wait(["waits"])
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        context.store.wait(["told"])
+        return ""
+    c10d.distributed_c10d._set_pg_timeout(timedelta(seconds=60 if how == "killed" else 1), None)
+
+    def handle(*_: Any) -> None:
+        context.store.set("waits", "")
+        dist.all_reduce(torch.ones(3))
+
+    signal.signal(signal.SIGUSR1, handle)
+    thread = _interrupt_after(1)
+    began = time.monotonic()
+    with pytest.raises((CommTimeout, PeerLost)) as caught:
+        dist.barrier()
+    assert time.monotonic() - began < 30
+    thread.join()
+    with pytest.raises(type(caught.value)):
+        dist.barrier()
+    context.store.set("told", "")
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize(("how", "error"), [("killed", "PeerLost"), ("late", "CommTimeout")])
+def test_a_handlers_call_hears_of_timeouts_and_dead_peers(pool: RankPool, how: str, error: str) -> None:
+    ended = pool.try_run(_handled_without_peer, how, world_size=2, timeout=60)
+    pool.replace()
+    assert ended[0].value == error, ended[0]
