@@ -6,6 +6,7 @@ The same programs run on each backend of BACKENDS; a later backend adds one line
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -329,3 +330,34 @@ def test_device_mesh(pool: RankPool, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_distributed_checkpoint(pool: RankPool, backend: str, tmp_path: Path) -> None:
     pool.run(_checkpoint, backend, str(tmp_path / "checkpoint"), world_size=2)
+
+
+def _wrong_ranks(context: RankContext, backend: str) -> list[str]:
+    """Ranks outside the group, through torch's own functions, which pass them on."""
+    context.start(backend)
+    tensor, tensors = torch.ones(2), [torch.ones(2)] * 2
+    calls: list[Callable[[], Any]] = [
+        lambda: c10d.broadcast(tensor, group_src=-1),
+        lambda: c10d.broadcast(tensor, group_src=7, async_op=True),
+        lambda: c10d.reduce(tensor, group_dst=-1),
+        lambda: c10d.gather(tensor, None, group_dst=7),
+        lambda: c10d.scatter(tensor, None, group_src=7),
+        lambda: c10d.isend(tensor, group_dst=7),
+        lambda: c10d.irecv(tensor, group_src=7),
+        lambda: c10d.send(tensor, group_dst=-3),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(ValueError, match="rank") as refused:
+            call()
+        said.append(str(refused.value))
+    dist.all_gather(tensors, tensor)  # the group is unharmed
+    return said
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_outside_the_group_are_refused(pool: RankPool, backend: str) -> None:
+    for said in pool.run(_wrong_ranks, backend, world_size=2):
+        assert "the root is rank -1 of the group" in said[0]
+        assert "whose ranks are 0 to 1" in said[0]
+        assert "the destination is rank 7 of the group" in said[5]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from ringway import call as ops
-from ringway.call import Call, Op, reduces
+from ringway.call import ANY_SOURCE, Call, Op, reduces
 from ringway.errors import UsageError
 
 T = TypeVar("T")
@@ -75,6 +75,8 @@ def listed(op: Op, name: str, tensors: Iterable[T]) -> list[T]:
 
 def check(call: Call, rank: int) -> None:
     """Raises a UsageError if the call is invalid on this rank of its group."""
+    if "root" in call.op.agree or not call.op.collective:
+        _check_peer(call, rank)
     _check_tensors(call)
     if "reduce" in call.op.agree and call.inputs:
         for dtype in {t.dtype for t in call.inputs}:
@@ -83,6 +85,20 @@ def check(call: Call, rank: int) -> None:
     rule = _RULES.get(call.op.name)
     if rule is not None:
         rule(call, rank)
+
+
+def _check_peer(call: Call, rank: int) -> None:
+    """Calls that come from torch's own functions carry whatever rank their caller wrote."""
+    if call.op is ops.RECV and call.peer == ANY_SOURCE:
+        return
+    what = "the root" if call.op.collective else "the destination" if call.op is ops.SEND else "the source"
+    if not 0 <= call.peer < call.size:
+        raise UsageError(
+            f"{call.op.name}: {what} is rank {call.peer} of the group {call.group}, "
+            f"whose ranks are 0 to {call.size - 1}"
+        )
+    if call.peer == rank and not call.op.collective:
+        raise UsageError(f"{call.op.name}: {what} is this rank itself")
 
 
 def _check_tensors(call: Call) -> None:
