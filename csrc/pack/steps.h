@@ -5,6 +5,7 @@
 // between the two passes, so memory is read once; a larger one is read twice.
 #include <algorithm>
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -34,7 +35,12 @@ void in_tiles(int64_t count, int64_t block, int threads, Work work) {
         for (int64_t i = next++; i < tiles; i = next++) work(i * tile, std::min(count, (i + 1) * tile));
     };
     std::vector<std::thread> helpers;
-    for (int i = 1; i < useful; ++i) helpers.emplace_back(take);
+    helpers.reserve(static_cast<size_t>(useful));
+    try {
+        for (int i = 1; i < useful; ++i) helpers.emplace_back(take);
+    } catch (const std::system_error&) {
+        // There are no more threads. Those that are there do all the work.
+    }
     take();
     for (std::thread& helper : helpers) helper.join();
 }

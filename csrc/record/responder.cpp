@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 
 #include "record/stacks.h"
@@ -123,7 +124,13 @@ Responder::Responder(std::shared_ptr<Recorder> recorder, const std::string& addr
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread([this] { run(); }).detach();
+    try {
+        std::thread([this] { run(); }).detach();
+    } catch (const std::system_error& error) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        close_sockets();
+        throw std::runtime_error(std::string("the responder cannot start its thread: ") + error.what());
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
