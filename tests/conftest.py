@@ -32,6 +32,8 @@ TIMING = (
     "backends/test_mixed.py",
     "backends/test_queue.py",
     "backends/test_shm_faults.py",
+    "backends/test_shm_kills.py",
+    "backends/test_shm_signals.py",
     "compare/test_across_hosts.py",
     "compare/test_mismatch.py",
     "groups/test_teardown.py",

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
+import ringway._core as _core
 from interrupts import interrupt_inside
+from ringway.call import DTYPE_CODE
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
 
@@ -300,6 +302,38 @@ def test_no_thread_for_asynchronous_calls_is_an_error_everywhere(pool: RankPool,
     pool.replace()
     for text in reported:
         assert "rank 0 could not start the thread" in text
+
+
+def _few_threads(context: RankContext) -> tuple[list[float], set[int], str]:
+    """One more thread can be started, on the stack of one that has ended; then none."""
+    values, threads = torch.arange(1 << 20, dtype=torch.float32), []
+    array, none = (values.data_ptr(), DTYPE_CODE[torch.float32]), (0, DTYPE_CODE[torch.float32])
+    asleep, last = threading.Event(), threading.Event()
+    refused, recorder = "", _core.Recorder(16)
+    with _little_memory():
+        ending = threading.Thread(target=last.wait, daemon=True)
+        with suppress(RuntimeError):
+            ending.start()
+        _use_up_old_stacks(asleep)
+        last.set()
+        threads.append(_core.pack_measure((0, 0), array, none, values.numel(), 4))
+        _use_up_old_stacks(asleep)
+        try:
+            _core.Responder(recorder, "127.0.0.1", "x" * 32, "{}")
+        except RuntimeError as error:
+            refused = str(error)
+    asleep.set()
+    threads.append(_core.pack_measure((0, 0), array, none, values.numel(), 1))
+    return threads, signal.pthread_sigmask(signal.SIG_BLOCK, []), refused
+
+
+def test_threads_that_cannot_be_started_are_done_without(pool: RankPool) -> None:
+    pool.replace()
+    measured, blocked, refused = pool.run(_few_threads, world_size=1, timeout=60)[0]
+    pool.replace()
+    assert measured[0] == measured[1]
+    assert blocked == set()
+    assert "the responder cannot start its thread" in refused
 
 
 def _tiny_dev_shm(context: RankContext) -> float:
