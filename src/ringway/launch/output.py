@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import fcntl
 import io
 import os
+import select
 import sys
+import termios
 import threading
-import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import IO, TextIO
 
@@ -16,7 +19,7 @@ from ringway.threads import start
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 16
 """A longer line is shown in pieces."""
-_PATIENCE = 5.0
+_POLL = 0.05
 
 
 class Output:
@@ -25,17 +28,25 @@ class Output:
     def __init__(self) -> None:
         self._streams = _Shared(sys.stdout), _Shared(sys.stderr)
         self._threads: list[threading.Thread] = []
+        self._ended = os.eventfd(0)
+        """Readable once the ranks have ended."""
 
     def show(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Show what a rank writes to these pipes until they end."""
         for pipe, stream in zip((stdout, stderr), self._streams, strict=True):
-            self._threads.append(start(f"ringway-output-{rank}", _pass_on, pipe, f"[rank {rank}] ", stream))
+            arguments = pipe, self._ended, f"[rank {rank}] ", stream
+            self._threads.append(start(f"ringway-output-{rank}", _pass_on, *arguments))
 
-    def close(self) -> None:
-        """Wait for the rest of the output. A process that escaped its run may hold a pipe open: do not wait for it."""
-        end = time.monotonic() + _PATIENCE
+    def close(self, give_up: Callable[[], bool]) -> None:
+        """The ranks have ended: show the rest of their output. The reader of the launcher's own output, such as a
+        pager, may take its time, until `give_up` returns True."""
+        os.eventfd_write(self._ended, 1)
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            while thread.is_alive():
+                if give_up():
+                    return
+                thread.join(_POLL)
+        os.close(self._ended)
 
 
 class _Shared:
@@ -54,12 +65,30 @@ class _Shared:
             self._stream.write(text)
 
 
-def _pass_on(pipe: IO[bytes], prefix: str, stream: _Shared) -> None:
+def _read(pipe: int, ended: int) -> Iterator[bytes]:
+    """What is written to the pipe until it ends, or until the ranks have ended. A process that escaped its run may hold
+    the pipe open, and even write to it: what the pipe holds at that time is the rest."""
+    watched = select.poll()
+    watched.register(pipe, select.POLLIN)
+    watched.register(ended, select.POLLIN)
+    while ended not in dict(watched.poll()):
+        data = os.read(pipe, _CHUNK)
+        if not data:
+            return
+        yield data
+    rest = int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+    while rest:
+        data = os.read(pipe, min(rest, _CHUNK))
+        rest -= len(data)
+        yield data
+
+
+def _pass_on(pipe: IO[bytes], ended: int, prefix: str, stream: _Shared) -> None:
     # A read may end in the middle of a character, or between \r and \n. A lone \r ends a line too (progress bars).
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     begun = ""
     with pipe:
-        while data := os.read(pipe.fileno(), _CHUNK):
+        for data in _read(pipe.fileno(), ended):
             *lines, begun = (begun + decoder.decode(data)).split("\n")
             if len(begun) >= _LONGEST_LINE:
                 lines.append(begun)

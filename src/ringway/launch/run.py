@@ -86,7 +86,8 @@ def _run(command: Sequence[str], ranks: int, variables: dict[str, str], on_death
             processes.end(ended_by or signal.SIGTERM, grace, signals)
         finally:
             processes.close()
-            output.close()
+            known = signals.count
+            output.close(lambda: signals.count > known)
     if ended_by is not None:
         return Outcome(128 + ended_by, f"ended by {_signal_name(ended_by)} after {_seconds(started)}")
     return _outcome(processes, failed, stopped, started)
