@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
+from ringway.compress import OneBitAdam, ddp_hook
 from ringway.errors import UsageError
 from ringway.parallel import (
     GradScaler,
@@ -134,10 +136,21 @@ def refused(context: RankContext) -> None:
         register_data_parallel_hooks(copy.deepcopy(model))
     with pytest.raises(UsageError, match="is split over the ranks"):
         register_data_parallel_hooks(nn.ParameterList(model.parameters()))
+    with pytest.raises(UsageError, match="is split over the ranks"):
+        DistributedDataParallel(model)
+    hooked = DistributedDataParallel(model, init_sync=False)
+    hooked.register_comm_hook(None, ddp_hook("int8"))
+    with pytest.raises(UsageError, match="is split over the ranks"):
+        hooked(_batch(0, torch.float64)).sum().backward()
+    optimizer = OneBitAdam(model.parameters(), freeze_step=1)
+    with pytest.raises(UsageError, match="is split over the ranks"):
+        optimizer.step()
     for own, theirs in zip(_whole(split), before, strict=True):
         assert torch.equal(own, theirs)
     alone = [dist.new_group([rank]) for rank in range(2)][context.rank]
     register_data_parallel_hooks(model, alone).remove()
+    DistributedDataParallel(model, process_group=alone)
+    OneBitAdam(model.parameters(), freeze_step=1, group=alone).step()
     split.remove()
     register_data_parallel_hooks(model).remove()
 

@@ -16,6 +16,7 @@ from ringway.compress.collectives import compressed_all_reduce, plain_all_reduce
 from ringway.compress.feedback import ErrorFeedback, Slot
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
+from ringway.groups.split import refuse_split_parameters
 from ringway.groups.world import world
 from ringway.work import Work
 
@@ -66,6 +67,7 @@ class DDPHook:
 
     def __call__(self, state: Any, bucket: c10d.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, parameters, index = bucket.buffer(), bucket.parameters(), bucket.index()
+        refuse_split_parameters(parameters, world.communicator(self.group))
         self.feedback.model.serve(parameters, index, bucket.is_last())
         self._watch(parameters)
         if self.steps >= self.warmup_steps:

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 from ringway.call import ReduceOp
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
+from ringway.groups.split import is_split
 from ringway.parallel import sparse
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
 from ringway.parallel.compression import Compression, codec_name
-from ringway.parallel.guards import ModelSnapshot, is_split, refuse_gradient, refuse_split
+from ringway.parallel.guards import ModelSnapshot, refuse_gradient, refuse_split
 
 _registered: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 _current_task = torch._C._current_graph_task_id

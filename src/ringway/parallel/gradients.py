@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
+from torch.nn.parallel import distributed as ddp
 from torch.nn.utils import clip_grad, clip_grads_with_norm_
 
 from ringway.call import ReduceOp
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
+from ringway.groups.split import refuse_split_parameters, split_over
 from ringway.groups.world import world
-from ringway.parallel.guards import split_over
 
 _INSTEAD = "use ringway.parallel.{} instead, which agrees over the ranks"
 _watching = False
@@ -135,10 +136,11 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def watch_torch() -> None:
-    """Warn from now on if torch's own clip_grad_norm_ or GradScaler is used on split parameters.
+    """From now on, warn if torch's own clip_grad_norm_ or GradScaler is used on split parameters, and raise if
+    DistributedDataParallel would give all ranks the part of rank 0.
 
-    Both call a function of their module, and those are wrapped here: so a program is warned however it has imported
-    them. If a version of torch lacks them, there is no warning.
+    All of them call a function of their module, and those are wrapped here: so a program is warned however it has
+    imported them. If a version of torch lacks them, there is no warning.
     """
     global _watching
     if _watching:
@@ -173,3 +175,13 @@ def watch_torch() -> None:
             return unscale(self, optimizer, *arguments, **options)
 
         torch.amp.GradScaler._unscale_grads_ = unscale_and_warn  # type: ignore[method-assign]
+    verify: Any = getattr(ddp, "_verify_param_shape_across_processes", None)
+    if verify is not None:
+
+        @functools.wraps(verify)
+        def refuse_and_verify(process_group: Any, tensors: Any, *arguments: Any, **options: Any) -> Any:
+            if _groups_of(tensors):
+                refuse_split_parameters(tensors, world.communicator(process_group))
+            return verify(process_group, tensors, *arguments, **options)
+
+        ddp._verify_param_shape_across_processes = refuse_and_verify

@@ -1,4 +1,4 @@
-"""Knows which parameters are split, and detects a model or gradient that does not match its hooks."""
+"""Detects a model or gradient that does not match its hooks."""
 
 from __future__ import annotations
 
@@ -7,50 +7,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
+from ringway.groups.split import refuse_parts, split_over
 from ringway.parallel.buckets import Slot
 from ringway.parallel.styles import PARALLEL, Settings
 
 REGISTER_AGAIN = "remove() the hooks and register them again, on every rank"
 
-_split_over: Any = WeakTensorKeyDictionary()
-"""The communicator over whose ranks each split parameter is split."""
-
-
-def mark_split(parameter: nn.Parameter, over: Communicator | None) -> None:
-    """Mark that the ranks of a group hold different parts of the parameter; with None, that it is whole."""
-    if over is None:
-        _split_over.pop(parameter, None)
-    else:
-        _split_over[parameter] = over
-
-
-def split_over(parameter: Tensor) -> Communicator | None:
-    """The group whose ranks hold different parts of the parameter; None if it is whole."""
-    found: Communicator | None = _split_over.get(parameter)
-    return found
-
-
-def is_split(parameter: Tensor) -> bool:
-    return split_over(parameter) is not None
-
 
 def refuse_split(model: nn.Module, communicator: Communicator) -> None:
     """Raise if ranks of this group hold different parts of a parameter: the group's rank 0 would overwrite them, and
     their gradients must not be averaged. A copy of a split model is found by its modules."""
-    layers = [(name, vars(module).get(PARALLEL)) for name, module in model.named_modules()]
-    split = [(name, over.communicator) for name, over in layers if isinstance(over, Settings) and over.sizes]
-    split += [(name, over) for name, p in model.named_parameters() if (over := split_over(p)) is not None]
-    for name, over in split:
-        if len(set(over.ranks) & set(communicator.ranks)) > 1:
-            raise UsageError(
-                f"'{name}' is split over the ranks {over.ranks}, so it cannot be averaged over the ranks "
-                f"{communicator.ranks}; pass the group of the ranks that hold the same part, as in "
-                'mesh.get_group("data"), or use ringway.initialize, which makes the groups'
-            )
+    for name, module in model.named_modules():
+        settings = vars(module).get(PARALLEL)
+        if isinstance(settings, Settings) and settings.sizes:
+            refuse_parts(f"'{name}'", settings.communicator, communicator)
+    for name, parameter in model.named_parameters():
+        refuse_parts(f"'{name}'", split_over(parameter), communicator)
 
 
 class ModelSnapshot:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ringway.errors import UsageError, nearest
 from ringway.groups.communicator import Communicator
+from ringway.groups.split import mark_split
 from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.data import has_data_parallel_hooks
 from ringway.parallel.functions import even_shares, gathered
 from ringway.parallel.gradients import watch_torch
-from ringway.parallel.guards import mark_split
 from ringway.parallel.styles import PARALLEL, STYLES, Attached, Settings, Style
 
 

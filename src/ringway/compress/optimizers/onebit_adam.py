@@ -30,6 +30,7 @@ from ringway.compress.codecs.codec import Codec, get_codec
 from ringway.compress.collectives import compressed_all_reduce
 from ringway.compress.feedback import ErrorFeedback, Slot
 from ringway.errors import NotFinite, UsageError
+from ringway.groups.split import refuse_split_parameters
 from ringway.groups.world import world
 
 
@@ -155,6 +156,7 @@ class OneBitAdam(Optimizer):
         """
         communicator = world.communicator(self.group)
         parameters = [p for group in self.param_groups for p in group["params"] if p.numel()]
+        refuse_split_parameters(parameters, communicator)
         mine = communicator.size - communicator.rank  # of several culprits, the maximum is the lowest rank's
         found_inf = getattr(self, "found_inf", None)
         skip = found_inf is not None and bool(found_inf)
