@@ -565,7 +565,7 @@ def trainer(place: Place, body: Training, state: Any) -> Trainer:
         return Trainer(model, model, handle.no_sync, feedback, buckets, handle.state_dict, handle.remove)
     ddp = DistributedDataParallel(
         model, process_group=place.group, find_unused_parameters=True, bucket_cap_mb=0.001,
-        gradient_as_bucket_view=body.views, init_sync=False, device_ids=[0] if place.device.type == "cuda" else None,
+        gradient_as_bucket_view=body.views, device_ids=[0] if place.device.type == "cuda" else None,
     )  # fmt: skip
     layout: dict[Any, list[str]] = {}
     if body.spec is None:

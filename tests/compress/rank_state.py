@@ -135,6 +135,40 @@ def failed_step_changes_nothing(context: RankContext) -> None:
             optimizer.step()
 
 
+def failed_exchange_is_taken_back(context: RankContext) -> None:
+    """The second group's exchange fails, after the first one's has moved residuals. What all ranks' residuals hold
+    together is then as before, and a scale that GradScaler left behind is not used again."""
+    context.start("shm")
+    for fresh in (False, True):
+        first, second = (nn.Parameter(torch.ones(NUMEL)) for _ in range(2))
+        optimizer = OneBitAdam([{"params": [first]}], lr=1e-2, freeze_step=2, codec="onebit:64")
+        if not fresh:
+            optimizer.add_param_group({"params": [second]})
+        for step in range(4):
+            first.grad, second.grad = values_of(context.rank, 2 * step), values_of(context.rank, 2 * step + 1)
+            optimizer.step()
+        if fresh:  # it is in stage 1
+            optimizer.add_param_group({"params": [second]})
+        before, moments = _held(context, optimizer), optimizer.state[first]["exp_avg"].clone()
+        assert float(before.abs().max()) > 0.01
+        first.grad, second.grad = values_of(context.rank, 8), torch.full((NUMEL,), 3e38)
+        optimizer.grad_scale = torch.tensor(0.1)  # the unscaled gradient overflows
+        with pytest.raises(NotFinite):
+            optimizer.step()
+        assert not hasattr(optimizer, "grad_scale")
+        torch.testing.assert_close(_held(context, optimizer), before, rtol=0, atol=1e-5)
+        assert torch.equal(optimizer.state[first]["exp_avg"], moments)
+        assert optimizer.state[first]["step"] == 4
+
+
+def _held(context: RankContext, optimizer: OneBitAdam) -> Tensor:
+    """What the residuals of the first group hold on all ranks together."""
+    states: list[Any] = [None] * context.world_size
+    torch.distributed.all_gather_object(states, optimizer.feedback.state_dict()["slots"]["group0.0"])
+    workers = torch.stack([state["worker"] for state in states]).mean(dim=0)
+    return workers + torch.cat([state["server"] for state in states])
+
+
 def _snapshot(parameters: list[nn.Parameter], optimizer: OneBitAdam) -> list[Tensor]:
     found = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:

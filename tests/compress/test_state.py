@@ -30,6 +30,10 @@ def test_a_failed_step_changes_nothing(pool: RankPool) -> None:
     pool.run(rank_state.failed_step_changes_nothing, world_size=2)
 
 
+def test_a_failed_exchange_is_taken_back(pool: RankPool) -> None:
+    pool.run(rank_state.failed_exchange_is_taken_back, world_size=2)
+
+
 def test_checkpoints_of_the_first_release_load(pool: RankPool) -> None:
     pool.run(rank_state.old_checkpoints_load, world_size=2)
 

@@ -136,13 +136,17 @@ class OneBitAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        used = self._agreed_parameters()
-        if used is None:
-            return loss
-        self._assign_buckets()
-        batches = self._batches(used)
-        for batch in batches:
-            self._exchange(batch)
+        try:
+            used = self._agreed_parameters()
+            if used is None:
+                return loss
+            self._assign_buckets()
+            batches = self._batches(used)
+            self._exchange_all(batches)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):  # GradScaler removes them after a step that succeeds only
+                vars(self).pop(name, None)
+            raise
         for batch in batches:  # only now, so that a failed exchange leaves parameters and moments as they were
             self._apply(batch)
         return loss
@@ -213,21 +217,43 @@ class OneBitAdam(Optimizer):
                     batches.append(_Batch(group, parameters, taking_part, slot, flat))
         return batches
 
+    def _exchange_all(self, batches: list[_Batch]) -> None:
+        """Average all batches. If one fails, the residuals take back what the others have exchanged."""
+        exchanged = []
+        try:
+            for batch in sorted(batches, key=lambda batch: batch.slot is not None):  # those without residuals first
+                self._exchange(batch)
+                exchanged.append(batch)
+        except BaseException:
+            for batch in exchanged:
+                if batch.slot is not None:
+                    result = batch.flat.clone()
+                    self._fill(batch)
+                    batch.slot.put_back(slice(None), result.sub_(batch.flat))
+            raise
+
     def _exchange(self, batch: _Batch) -> None:
         """Average the batch's gradients, or momenta, into its flat tensor. Only residuals change."""
-        beta1, scale = batch.group["betas"][0], getattr(self, "grad_scale", None)
-        for parameter, view in batch.views():
-            if parameter.grad is not None:  # another rank may be the one that has a gradient
-                view.copy_(parameter.grad)
-        if scale is not None:
-            batch.flat.mul_(1.0 / float(scale))
+        self._fill(batch)
         if batch.slot is None:
             self._average_gradient(batch)
-            return
-        for parameter, view in batch.views():
-            torch.lerp(self.state[parameter]["exp_avg"], view, 1 - beta1, out=view)
-        compressed_all_reduce(batch.flat, batch.slot, self.codec)
-        batch.put_unused_back()
+        else:
+            compressed_all_reduce(batch.flat, batch.slot, self.codec)
+            batch.put_unused_back()
+
+    def _fill(self, batch: _Batch) -> None:
+        """Write this rank's gradients, or its momenta, to the places of the parameters that take part."""
+        beta1, scale, views = batch.group["betas"][0], getattr(self, "grad_scale", None), batch.views()
+        for parameter, view in views:
+            if parameter.grad is None:  # another rank may be the one that has a gradient
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+        if scale is not None:
+            torch._foreach_mul_([view for _, view in views], 1.0 / float(scale))
+        if batch.slot is not None:
+            for parameter, view in views:
+                torch.lerp(self.state[parameter]["exp_avg"], view, 1 - beta1, out=view)
 
     def _average_gradient(self, batch: _Batch) -> None:
         communicator = world.communicator(self.group)
