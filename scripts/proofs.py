@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "proofs"
 MADE_BY = {
+    "attack": "make attack",
     "browser": "make browser",
     "ccl": "make ccl-proof",
     "nccl": "python scripts/nccl_proof.py",

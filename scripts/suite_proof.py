@@ -2,6 +2,7 @@
 
     python scripts/suite_proof.py sanitizers        the tests marked `sanitizers`
     python scripts/suite_proof.py browser           the tests marked `browser`
+    python scripts/suite_proof.py attack            the attackers of tests/security, 10,000 times
     python scripts/suite_proof.py torch 2.15.0      the whole suite on another torch, in a separate environment
 
 If the part fails, its page is not written, so it stays older than the code it proves.
@@ -17,7 +18,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -32,6 +34,7 @@ class Part:
     title: str
     proves: tuple[str, ...]
     selection: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 PARTS = {
@@ -42,6 +45,12 @@ PARTS = {
     ),
     "browser": Part(
         "The report in a browser", ("src/ringway/observe/report", "tests/observe/browser.py"), ("-m", "browser")
+    ),
+    "attack": Part(
+        "10,000 attacks on jobs with a secret",
+        ("src/ringway/keys.py", "src/ringway/store.py", "src/ringway/launch", "tests/security"),
+        ("tests/security",),
+        {"RINGWAY_ATTACK": "10000"},
     ),
 }
 
@@ -71,7 +80,7 @@ def prove(name: str, part: Part, python: str) -> int:
         report = Path(folder, "report.xml")
         command = [python, "-m", "pytest", "-q", *part.selection, f"--junitxml={report}"]
         began = time.monotonic()
-        ended = subprocess.run(command, cwd=proofs.ROOT, check=False)
+        ended = subprocess.run(command, cwd=proofs.ROOT, check=False, env={**os.environ, **part.variables})
         seconds = time.monotonic() - began
         if ended.returncode != 0:
             return ended.returncode
@@ -81,7 +90,7 @@ def prove(name: str, part: Part, python: str) -> int:
         return 1
     versions = subprocess.run([python, "-c", _VERSIONS], check=True, capture_output=True, text=True).stdout.strip()
     lines = [
-        f"    {' '.join(['pytest', '-q', *part.selection])}",
+        "    " + " ".join([*(f"{k}={v}" for k, v in part.variables.items()), "pytest -q", *part.selection]),
         "",
         f"{len(cases)} tests passed in {seconds:.0f} s: {versions}, {platform.machine()}, {os.cpu_count()} cores.",
     ]

@@ -154,9 +154,8 @@ def beneath_prefixes(store: Store) -> Store:
 
 
 def key_of(store: Store) -> Key:
-    """The key of the job that the store belongs to; an open key if its values are not sealed."""
-    keyed = beneath_prefixes(store)
-    return keyed.key if isinstance(keyed, KeyedStore) else Key()
+    """The key of the job that the store belongs to; an open key if the store has none."""
+    return getattr(beneath_prefixes(store), "key", None) or Key()
 
 
 def unwrapped(store: Store) -> Any:

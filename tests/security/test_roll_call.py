@@ -247,3 +247,30 @@ def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, how: str) 
         assert [outcome.value for outcome in outcomes] == [(text is not None and how != "gloo", backend)] * 2, outcomes
         said = "this job is open: it has no secret" in outcomes[0].output
         assert said == (text is None and how == "init_distributed")
+
+
+# Several users
+
+
+def _as_two_users(context: RankContext, port: int) -> str:
+    os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if context.rank == 1:
+        os.seteuid(65534)
+    try:
+        dist.init_distributed(timeout=PATIENT)
+        assert dist.allgather_object(context.rank) == [0, 1]
+        return dist.get_backend()
+    finally:
+        dist.destroy_process_group()
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_ranks_of_two_users_run_on_gloo_and_that_is_said(pool: RankPool) -> None:
+    environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
+    outcomes = pool.try_run(_as_two_users, free_port(), world_size=2, environment=environment)
+    assert [outcome.value for outcome in outcomes] == ["gloo", "gloo"], outcomes
+    assert "rank 1 runs as uid 65534 and rank 0 as uid 0, on the same host: shared memory needs one user" in (
+        outcomes[0].output
+    )
+    pool.replace()

@@ -106,17 +106,16 @@ class Frames:
         total = sum(piece.nbytes for piece in pieces)
         if total > limit:
             return Header(TOO_LARGE, total, limit), nothing, None
-        body = bytearray(total)
-        place = 0
+        body = torch.empty(total, dtype=torch.uint8)
+        view, place = _bytes_of(body), 0
         for piece in pieces:
-            body[place : place + piece.nbytes] = piece
+            view[place : place + piece.nbytes] = piece
             place += piece.nbytes
-        header = Header(SAVED if weights_only else PICKLED, total, limit, self._body_tag(body, total))
-        return header, torch.frombuffer(body, dtype=torch.uint8) if total else nothing, None
+        return Header(SAVED if weights_only else PICKLED, total, limit, self._body_tag(view, total)), body, None
 
     def decode(self, header: Header, body: Tensor, sender: int, weights_only: bool) -> Any:
         """The object in a verified body. `sender` is a global rank."""
-        view = memoryview(body.numpy())  # type: ignore[arg-type]
+        view = _bytes_of(body)
         if self._body_tag(view, header.nbytes) != header.body_tag:
             raise ObjectError(
                 f"the object of rank {sender} arrived damaged: its checksum does not match{self._who}", sender=sender
@@ -134,6 +133,10 @@ class Frames:
             raise ObjectError(
                 f"the object of rank {sender} cannot be unpickled here: {type(error).__name__}: {error}", sender=sender
             ) from error
+
+
+def _bytes_of(body: Tensor) -> memoryview:
+    return memoryview(body.numpy())  # type: ignore[arg-type]
 
 
 def _saved(obj: Any) -> list[memoryview]:

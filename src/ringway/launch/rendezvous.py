@@ -169,8 +169,9 @@ def _host_of_store(info: LaunchInfo) -> str:
 # --- connect
 
 _hosted: list[Store] = []
-"""The store that this process opened last. It outlives its groups, because ranks that leave later still use it, and the
-next start on the same port joins it again."""
+"""The store that this process opened last, or its client of the store of `ringway run`. It outlives its groups, because
+ranks that leave later still use it, and the next start on the same port joins it again. torch's C++ code holds only the
+C++ half of a store written in Python."""
 
 
 _Met = tuple[Store, Place, str]
@@ -181,6 +182,7 @@ def _join_run(info: LaunchInfo, path: str, job: _Job, deadline: Deadline) -> _Me
     """The private store of `ringway run`."""
     place = Place(path)
     store = RunStore(path, job.key, deadline.seconds)
+    _hosted[:] = [store]
     return store, place, _recognize(store, info, job, place)
 
 

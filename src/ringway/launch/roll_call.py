@@ -27,8 +27,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ringway.errors import RendezvousError, Tampered
 from ringway.keys import TAG_BYTES, Key
 from ringway.launch.info import LaunchInfo
+from ringway.launch.run_store import RunStore
 from ringway.launch.secret import REMEDY
-from ringway.store import Deadline, KeyedStore, absent, read
+from ringway.store import Deadline, KeyedStore, absent, beneath_prefixes, read
 from ringway.version import VERSION
 
 FAREWELL = 5.0
@@ -108,7 +109,8 @@ class _Roll:
 
     def __init__(self, door: Store, info: LaunchInfo, deadline: Deadline, place: Place, key: Key) -> None:
         self._door = door
-        self._here = door if key.open else KeyedStore(door, key)
+        trusted = key.open or isinstance(beneath_prefixes(door), RunStore)
+        self._here = door if trusted else KeyedStore(door, key)
         self._info = info
         self._deadline = deadline
         self._place = place
@@ -130,8 +132,12 @@ class _Roll:
             raise self._failed(f"the sign-in of {_ranges(gone)} at {self._place} was replaced by a stranger", gone)
         self._require_one_version()
         self._confirm()
-        job = PrefixStore("job", self._door)
-        return job if self._key.open else KeyedStore(job, self._key.derive("job", self._transcript))
+        job, key = PrefixStore("job", self._door), self._key.derive("job", self._transcript)
+        private = beneath_prefixes(self._door)
+        if isinstance(private, RunStore):
+            private.key = key
+            return job
+        return job if key.open else KeyedStore(job, key)
 
     # Signing in
 

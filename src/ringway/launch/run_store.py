@@ -7,13 +7,14 @@ and both sides of every connection prove that they have the secret:
     client -> server    nonce (32), tag over both nonces
     server -> client    tag over both nonces
 
-Then requests and replies alternate, in frames: length (4 bytes), tag (32), body. A tag covers the direction, the
-frame's number and its body. A connection that says anything else is closed. The body of a request is an op's name, a
-time limit in ms, and the op's arguments; a reply is a list of values, or empty for a wait that timed out.
+Then requests and replies alternate, in frames: length (4 bytes), body. The kernel keeps the connection private. One
+that says anything else is closed. The body of a request is an op's name, a time limit in ms, and the op's arguments; a
+reply is a list of values, or empty for a wait that timed out.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import selectors
 import socket
@@ -54,28 +55,13 @@ def _unpack(body: bytes) -> list[bytes]:
     return fields
 
 
-class _Session:
-    """The keys of one connection, and the numbers of its frames."""
+def _proof(key: Key, side: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return key.tag("store connection", side, server_nonce, client_nonce)
 
-    def __init__(self, key: Key, server_nonce: bytes, client_nonce: bytes) -> None:
-        self._key = key.derive("store connection", server_nonce, client_nonce)
-        self._numbers = {"request": 0, "reply": 0}
 
-    def proof(self, side: str) -> bytes:
-        return self._key.tag(side)
-
-    def _tag(self, kind: str, body: bytes) -> bytes:
-        self._numbers[kind] += 1
-        return self._key.tag(kind, str(self._numbers[kind]), body)
-
-    def frame(self, kind: str, body: bytes) -> bytes:
-        return _LENGTH.pack(len(body)) + self._tag(kind, body) + body
-
-    def body(self, kind: str, tag: bytes, body: bytes) -> bytes:
-        if not self._key.proves(tag, kind, str(self._numbers[kind] + 1), body):
-            raise ConnectionError("a frame of the store's connection was forged")
-        self._numbers[kind] += 1
-        return body
+def _frame(fields: Sequence[bytes]) -> bytes:
+    body = _pack(fields)
+    return _LENGTH.pack(len(body)) + body
 
 
 class StoreServer:
@@ -118,12 +104,12 @@ class StoreServer:
 
     def _patience(self) -> float | None:
         moments = [waiting.until for waiting in self._waiting]
-        moments += [peer.hello_until for peer in self._peers if peer.session is None]
+        moments += [peer.hello_until for peer in self._peers if not peer.proved]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
-        for peer in [peer for peer in self._peers if peer.session is None and peer.hello_until <= now]:
+        for peer in [peer for peer in self._peers if not peer.proved and peer.hello_until <= now]:
             self._drop(peer)
         for waiting in [waiting for waiting in self._waiting if waiting.until <= now]:
             self._waiting.remove(waiting)
@@ -154,12 +140,13 @@ class StoreServer:
             if not data:
                 raise ConnectionError("it closed the connection")
             peer.received += data
-            while (body := peer.next_body(self._key)) is not None:
-                if body:
-                    self._answer(peer, _unpack(body))
-                else:
-                    assert peer.session is not None
-                    self._send(peer, peer.session.proof("server"))
+            if not peer.proved:
+                proof = peer.prove(self._key)
+                if proof is None:
+                    return
+                self._send(peer, proof)
+            while (body := peer.next_body()) is not None:
+                self._answer(peer, _unpack(body))
         except BlockingIOError:
             pass
         except (OSError, ValueError, KeyError, IndexError, struct.error):  # it does not speak the protocol
@@ -176,8 +163,7 @@ class StoreServer:
             peer.connection.setblocking(False)
 
     def _reply(self, peer: _Peer, values: Sequence[bytes]) -> None:
-        assert peer.session is not None
-        self._send(peer, peer.session.frame("reply", _pack(values)))
+        self._send(peer, _frame(values))
 
     def _answer(self, peer: _Peer, request: list[bytes]) -> None:
         op, limit, *arguments = request
@@ -228,29 +214,29 @@ class _Peer:
         self.connection = connection
         self.nonce = os.urandom(_NONCE_BYTES)
         self.received = bytearray()
-        self.session: _Session | None = None
+        self.proved = False
         self.hello_until = time.monotonic() + _HELLO_SECONDS
 
-    def next_body(self, key: Key) -> bytes | None:
-        """The next request; empty for the handshake, None if not all of it is here. Raises if it proves nothing."""
-        if self.session is None:
-            if len(self.received) < _NONCE_BYTES + TAG_BYTES:
-                return None
-            session = _Session(key, self.nonce, bytes(self.received[:_NONCE_BYTES]))
-            if self._take(_NONCE_BYTES + TAG_BYTES)[_NONCE_BYTES:] != session.proof("client"):
-                raise ConnectionError("the client does not have the job's secret")
-            self.session = session
-            return b""
-        head = _LENGTH.size + TAG_BYTES
-        if len(self.received) < head:
+    def prove(self, key: Key) -> bytes | None:
+        """The server's answer to the client's proof; None if not all of that is here. Raises if it proves nothing."""
+        if len(self.received) < _NONCE_BYTES + TAG_BYTES:
+            return None
+        nonce, proof = self._take(_NONCE_BYTES), self._take(TAG_BYTES)
+        if not hmac.compare_digest(proof, _proof(key, "client", self.nonce, nonce)):
+            raise ConnectionError("the client does not have the job's secret")
+        self.proved = True
+        return _proof(key, "server", self.nonce, nonce)
+
+    def next_body(self) -> bytes | None:
+        """The next request, or None if not all of it is here."""
+        if len(self.received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self.received)
         if not 0 < length <= _FRAME_LIMIT:
             raise ConnectionError("a frame has an impossible length")
-        if len(self.received) < head + length:
+        if len(self.received) < _LENGTH.size + length:
             return None
-        frame = self._take(head + length)
-        return self.session.body("request", frame[_LENGTH.size : head], frame[head:])
+        return self._take(_LENGTH.size + length)[_LENGTH.size :]
 
     def _take(self, count: int) -> bytes:
         taken = bytes(self.received[:count])
@@ -268,6 +254,8 @@ class _Waiting:
 class RunStore(Store):
     """A client of the store. Any number of threads may use it: a wait blocks only its own caller."""
 
+    key: Key
+    """The key of everything else between the ranks, once they have held their roll call."""
     host = "127.0.0.1"
     """All ranks are on this host, so they reach each other here."""
     timeout: timedelta  # torch's property
@@ -275,7 +263,8 @@ class RunStore(Store):
     def __init__(self, path: str, key: Key, timeout: float) -> None:
         super().__init__()
         self._path = path
-        self._key = key
+        self._secret = key
+        self.key = key
         self._idle: list[_Link] = []
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -288,7 +277,7 @@ class RunStore(Store):
         request = [op.encode(), b"%d" % min(_FOREVER, int(seconds * 1000)), *fields]
         try:
             with self._link() as link:
-                values = link.ask(_pack(request), seconds + _MARGIN)
+                values = link.ask(request, seconds + _MARGIN)
         except OSError as error:
             raise DistNetworkError(f"the store of ringway run does not answer: {error}") from error
         if not values and op == "get" and fields:
@@ -303,7 +292,7 @@ class RunStore(Store):
             if self._pid != os.getpid():  # in a forked child, these are its parent's
                 self._idle, self._pid = [], os.getpid()
             link = self._idle.pop() if self._idle else None
-        link = link or _Link(self._path, self._key)
+        link = link or _Link(self._path, self._secret)
         try:
             yield link
         except BaseException:
@@ -364,20 +353,18 @@ class _Link:
             self._socket.settimeout(_HELLO_SECONDS)
             self._socket.connect(path)
             server_nonce, client_nonce = self._receive(_NONCE_BYTES), os.urandom(_NONCE_BYTES)
-            self._session = _Session(key, server_nonce, client_nonce)
-            self._socket.sendall(client_nonce + self._session.proof("client"))
-            if self._receive(TAG_BYTES) != self._session.proof("server"):
+            self._socket.sendall(client_nonce + _proof(key, "client", server_nonce, client_nonce))
+            if not hmac.compare_digest(self._receive(TAG_BYTES), _proof(key, "server", server_nonce, client_nonce)):
                 raise ConnectionError("it does not have the job's secret")
         except BaseException:
             self._socket.close()
             raise
 
-    def ask(self, body: bytes, seconds: float) -> list[bytes]:
+    def ask(self, request: Sequence[bytes], seconds: float) -> list[bytes]:
         self._socket.settimeout(seconds)
-        self._socket.sendall(self._session.frame("request", body))
+        self._socket.sendall(_frame(request))
         (length,) = _LENGTH.unpack(self._receive(_LENGTH.size))
-        tag = self._receive(TAG_BYTES)
-        return _unpack(self._session.body("reply", tag, self._receive(length)))
+        return _unpack(self._receive(length))
 
     def _receive(self, count: int) -> bytes:
         parts = bytearray()

@@ -1,0 +1,122 @@
+"""The cost of the job's secret: the start of a job, an object message, a small collective.
+
+    python benchmarks/door_cost.py [--ranks 8] [--rounds 15] [--check]
+
+Each is measured without a secret, with a secret on rank 0's TCP store, and with the private store of `ringway run`, in
+turns on the same ranks. The time of a round is that of the slowest rank; the table has the best rounds, which other
+load on the machine disturbs least; a quiet machine is needed all the same. With `--check`, it fails if a start takes
+100 ms longer, an object message of 1 MB is 5 % slower, or an 8-byte all_reduce is 5 % slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import ringway as dist
+from ringway.launch.rendezvous import job_key
+from ringway.launch.run_store import PrivateSocket, StoreServer
+from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret
+from ringway.testing import RankContext, RankPool
+
+OPEN, KEYED, PRIVATE = "no secret", "a secret", "ringway run"
+MOST_START, MOST_RATIO = 0.1, 1.05
+OBJECT = 1 << 20
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _round(context: RankContext, variables: dict[str, str], backend: str) -> dict[str, float]:
+    """One job: how long it took to start, and what its calls cost."""
+    place = {"RANK": context.rank, "WORLD_SIZE": context.world_size, "LOCAL_WORLD_SIZE": context.world_size}
+    os.environ.update(variables | {name: str(value) for name, value in place.items()})
+    context.store.add(variables["MASTER_PORT"], 1)
+    while context.store.add(variables["MASTER_PORT"], 0) < context.world_size:
+        time.sleep(0.001)
+    began = time.perf_counter()
+    dist.init_distributed(dist_backend=backend, verbose=False, timeout=120)
+    costs = {f"start, {backend}": time.perf_counter() - began}
+    pair = dist.new_group([0, 1], backend=backend)
+    if context.rank < 2:
+        array, small = np.zeros(OBJECT, dtype=np.uint8), torch.zeros(2)
+        costs[f"object of 1 MB, {backend}"] = _timed_in(pair, lambda: dist.broadcast_object(array, 0, pair), 30)
+        costs[f"all_reduce of 8 bytes, {backend}"] = _timed_in(pair, lambda: dist.all_reduce(small, group=pair), 500)
+    dist.barrier()
+    dist.destroy_process_group()
+    for name in (*variables, *place):
+        os.environ.pop(name, None)
+    return costs
+
+
+def _timed_in(group: Any, call: Any, times: int) -> float:
+    for _ in range(max(1, times // 10)):
+        call()
+    dist.barrier(group)
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times
+
+
+def _measure(pool: RankPool, ranks: int, kind: str, backend: str) -> dict[str, float]:
+    port = _free_port()
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if kind == KEYED:
+        variables[SECRET] = secrets.token_hex(32)
+    if kind != PRIVATE:
+        costs = pool.run(_round, variables, backend, world_size=ranks)
+    else:
+        with PrivateSecret() as secret, PrivateSocket() as listening:
+            server = StoreServer(listening.listener, job_key(secret.key, str(port), ""))
+            variables |= {"RINGWAY_RUN_ID": str(port), "RINGWAY_RUN_STORE": listening.path, SECRET_FILE: secret.path}
+            costs = pool.run(_round, variables, backend, world_size=ranks)
+            server.close()
+    return {what: max(cost.get(what, 0.0) for cost in costs) for cost in costs for what in cost}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    samples: dict[str, dict[str, list[float]]] = {}
+    with RankPool(arguments.ranks) as pool:
+        for turn in range(arguments.rounds):
+            kinds = [OPEN, KEYED, PRIVATE]
+            for kind in kinds if turn % 2 == 0 else reversed(kinds):
+                for backend in ("shm", "gloo"):
+                    for what, seconds in _measure(pool, arguments.ranks, kind, backend).items():
+                        samples.setdefault(what, {}).setdefault(kind, []).append(seconds)
+    too_slow = []
+    print(f"| µs, the best of {arguments.rounds}, {arguments.ranks} ranks | {OPEN} | {KEYED} | {PRIVATE} |")
+    print("|---|---|---|---|")
+    for what, by_kind in samples.items():
+        best = {kind: min(seconds) for kind, seconds in by_kind.items()}
+        cells = []
+        for kind, seconds in best.items():
+            more, ratio = seconds - best[OPEN], seconds / best[OPEN]
+            start = what.startswith("start")
+            cells.append(f"{seconds * 1e6:.1f} (" + (f"{more * 1e3:+.0f} ms)" if start else f"{ratio:.3f})"))
+            if (start and more > MOST_START) or (not start and ratio > MOST_RATIO):
+                too_slow.append(f"{what}, {kind}")
+        print(f"| {what} | {' | '.join(cells)} |", flush=True)
+    if too_slow:
+        print(f"too slow: {'; '.join(too_slow)}", file=sys.stderr)
+    return 1 if too_slow and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
