@@ -113,7 +113,7 @@ def _start_under_attack(context: RankContext, port: int, seed: int, attacked: bo
     if context.rank == 0 and attacked:
         stranger.start()
     try:
-        dist.init_distributed(dist_backend=random.Random(seed).choice([None, "gloo"]), timeout=6, verbose=False)
+        dist.init_distributed(dist_backend=random.Random(seed).choice([None, "gloo"]), timeout=20, verbose=False)
         tensor = torch.ones(4)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [2.0] * 4
@@ -147,11 +147,11 @@ def test_tampering_with_a_tcp_store_is_named_and_runs_nothing(pool: RankPool, tm
     told: list[str] = []
     for seed in range(max(6, ATTEMPTS // 100)):
         outcomes = pool.try_run(
-            _start_under_attack, free_port(), seed, True, world_size=2, timeout=60, environment=environment
+            _start_under_attack, free_port(), seed, True, world_size=2, timeout=120, environment=environment
         )
         assert all(outcome.ok for outcome in outcomes), f"seed {seed}: {[str(outcome) for outcome in outcomes]}"
-        texts = [outcome.value for outcome in outcomes]
-        # One rank may only see that the other has gone.
+        texts = [f"{outcome.value} {outcome.output}" for outcome in outcomes]
+        # One rank may only see that the other has gone, or print what it found and go on.
         assert all(text.startswith("fine") for text in texts) or any(map(_names_tampering, texts)), f"{seed}: {texts}"
         told += texts
     assert not mark.exists()
