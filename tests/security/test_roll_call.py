@@ -24,6 +24,7 @@ from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
 from ringway.store import beneath_prefixes, key_of
 from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
 
 SECRET = "0123456789abcdef" * 4
 OTHER = "fedcba9876543210" * 4
@@ -211,6 +212,7 @@ def test_require_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(context: RankContext, how: str, port: int) -> tuple[bool, str]:
+    leave()  # the group of an earlier test
     os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         if how == "init_distributed":
@@ -253,6 +255,7 @@ def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, how: str) 
 
 
 def _as_two_users(context: RankContext, port: int) -> str:
+    leave()
     os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if context.rank == 1:
         os.seteuid(65534)
