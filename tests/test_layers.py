@@ -97,6 +97,12 @@ def test_imports_have_no_cycle() -> None:
         visit(module, ())
 
 
+def test_native_code_uses_no_streams() -> None:
+    """They crashed in a process with torch's CUDA libraries (x86_64, torch 2.11)."""
+    for path in (SOURCE.parent.parent / "csrc").rglob("*.*"):
+        assert not re.search(r"#include <(fstream|sstream|iostream|iomanip)>", path.read_text()), path
+
+
 def test_files_stay_small() -> None:
     """A file longer than this holds more than one thing."""
     native = SOURCE.parent.parent / "csrc"
