@@ -127,18 +127,19 @@ class Gloo(_TorchsGloo):  # type: ignore[misc]
 
 
 def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
-    """torch's gloo for the group. With `loopback` it uses the loopback interface: all ranks share a host."""
+    """torch's gloo for the group. With `loopback` it uses the loopback interface and one thread: all ranks share a host,
+    and another backend runs their calls."""
     if not c10d.is_gloo_available():
         raise BackendUnavailable("gloo", "this build of torch has none", remedy="Install a torch wheel with gloo")
     timeout = timedelta(seconds=info.timeout)
-    loopback = loopback or info.size == 1
-    device = info.process.part(_Loopback).device() if loopback else _gloo_device(info)
+    alone = loopback or info.size == 1
+    device = info.process.part(_Loopback).device() if alone else _gloo_device(info)
     if device is None:
         return Gloo(info.store, info.rank, info.size, timeout)
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timeout
-    if loopback:
+    if loopback:  # with one thread, a callback that issues a collective would wait for itself
         options._threads = 1
     group = Gloo(info.store, info.rank, info.size, options)
     group.device = device
