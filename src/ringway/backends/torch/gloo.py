@@ -127,8 +127,8 @@ class Gloo(_TorchsGloo):  # type: ignore[misc]
 
 
 def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
-    """torch's gloo for the group. With `loopback` it uses the loopback interface and one thread: all ranks share a host,
-    and another backend runs their calls."""
+    """torch's gloo for the group. With `loopback` it uses the loopback interface and one thread: all ranks share a
+    host, and another backend runs their calls."""
     if not c10d.is_gloo_available():
         raise BackendUnavailable("gloo", "this build of torch has none", remedy="Install a torch wheel with gloo")
     timeout = timedelta(seconds=info.timeout)
