@@ -234,7 +234,7 @@ void Collectives::gather(const Request& r, int taker) {
     const int64_t bytes = r.count * r.element;
     const bool takes = taker == kEverybody || taker == rank_;
     if (takes && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
-        std::vector<std::byte>& copy = frame_->apart;
+        std::vector<std::byte>& copy = apart_;
         if (copy.empty()) copy.assign(r.in.at(0), r.in.at(0) + bytes);
         Request apart = r;
         apart.in = Blocks{copy.data(), 0, nullptr};
@@ -284,7 +284,7 @@ void Collectives::scatter(const Request& r) {
 void Collectives::reduce_scatter(const Request& r) {
     const int64_t bytes = r.count * r.element;
     if (overlaps_askew(r.out.at(0), r.in, size_, bytes)) {
-        std::vector<std::byte>& result = frame_->apart;
+        std::vector<std::byte>& result = apart_;
         result.resize(static_cast<size_t>(bytes));
         Request apart = r;
         apart.out = Blocks{result.data(), 0, nullptr};

@@ -83,7 +83,7 @@ bool Collectives::shares_memory(const Request& r) const {
 
 void Collectives::all_to_all(const Request& r) {
     if (!shares_memory(r)) return exchange(r);
-    std::vector<std::byte>& copy = frame_->apart;
+    std::vector<std::byte>& copy = apart_;
     if (copy.empty())
         for (int rank = 0; rank < size_; ++rank)
             copy.insert(copy.end(), r.in.at(rank), r.in.at(rank) + r.bytes_to(rank));

@@ -32,33 +32,31 @@ Outcome Collectives::go_on(Frame& frame, Host& host) {
     Patience patience(frame.request.timeout_s, frame_host);
     patience.since_ns = frame.since_ns;
     patience_ = &patience;
-    const Outcome outcome = begin_or_go_on(frame);
+    Outcome outcome = Outcome::Done;
+    try {
+        members_.check();
+        if (!frame.begun) begin(frame.request);
+        frame.begun = true;
+        dispatch(frame.request);
+    } catch (const Unfinished& unfinished) {
+        outcome = unfinished.outcome;
+    } catch (const OutOfMemory& error) {
+        members_.report_memory(*facts_, error.bytes, error.what());
+        outcome = Outcome::Faulted;
+    } catch (const std::bad_alloc&) {
+        members_.report_memory(*facts_, frame.request.count * frame.request.element);
+        outcome = Outcome::Faulted;
+    }
     if (!frame.ended) frame.outcome = outcome;
     frame.ended = true;
     return outcome;
 }
 
-Outcome Collectives::begin_or_go_on(Frame& frame) {
-    const Request& request = frame.request;
-    try {
-        members_.check();
-        if (!frame.begun) {
-            settle_previous();
-            ++sequence_;
-            describe(request);
-            frame.begun = true;
-        }
-        dispatch(request);
-        return Outcome::Done;
-    } catch (const Unfinished& unfinished) {
-        return unfinished.outcome;
-    } catch (const OutOfMemory& error) {
-        members_.report_memory(*facts_, error.bytes, error.what());
-        return Outcome::Faulted;
-    } catch (const std::bad_alloc&) {
-        members_.report_memory(*facts_, request.count * request.element);
-        return Outcome::Faulted;
-    }
+void Collectives::begin(const Request& request) {
+    settle_previous();
+    ++sequence_;
+    if (!apart_.empty()) std::vector<std::byte>().swap(apart_);
+    describe(request);
 }
 
 // Before a rank posts a call, it checks that every rank has come to the previous one and called the same. So a call in

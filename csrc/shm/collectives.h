@@ -110,7 +110,6 @@ class Collectives final : public Guard {
         bool begun = false;
         bool ended = false;
         Outcome outcome = Outcome::Done;
-        std::vector<std::byte> apart{};  // a copy of data that overlaps
     };
     // Ends a wait if a signal handler's call has ended the call that waits.
     class FrameHost final : public Host {
@@ -129,7 +128,7 @@ class Collectives final : public Guard {
     };
 
     Outcome go_on(Frame& frame, Host& host);
-    Outcome begin_or_go_on(Frame& frame);
+    void begin(const Request& request);
     void dispatch(const Request& r);
     void alone(const Request& r);
     void broadcast(const Request& r);
@@ -196,6 +195,7 @@ class Collectives final : public Guard {
     uint64_t base_ = 0;      // steps of all calls before this one
     uint64_t signature_ = 0;
     Frame* frame_ = nullptr;
+    std::vector<std::byte> apart_;  // a copy of data of the current call that overlaps other data
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;

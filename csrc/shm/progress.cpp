@@ -24,11 +24,7 @@ bool Progress::run_now(const Request& request, Host& host, Outcome& outcome) {
         outcome = Outcome::Interrupted;
         return true;
     }
-    {
-        std::lock_guard<std::mutex> guard(lock_);
-        if (busy_ || !queue_.empty()) return false;
-        busy_ = true;
-    }
+    if (queued_.load() != 0 || busy_.exchange(true)) return false;
     Turn turn(*this);
     outcome = collectives_.run(request, host);
     turn.end();
@@ -46,13 +42,10 @@ bool Progress::Turn::go_on(Host& host) {
 void Progress::Turn::end() {
     if (ended_) return;
     ended_ = true;
-    bool more;
-    {
-        std::lock_guard<std::mutex> guard(progress_.lock_);
-        progress_.busy_ = false;
-        more = !progress_.queue_.empty();
-    }
-    if (more) progress_.changed_.notify_all();
+    progress_.busy_.store(false);
+    if (progress_.queued_.load() == 0) return;
+    { std::lock_guard<std::mutex> guard(progress_.lock_); }  // a thread that waits for this sleeps by now
+    progress_.changed_.notify_all();
 }
 
 void Progress::submit(std::shared_ptr<Collective> task) {
@@ -63,7 +56,10 @@ void Progress::submit(std::shared_ptr<Collective> task) {
     {
         std::lock_guard<std::mutex> guard(lock_);
         ends = stopping_ || !has_thread();
-        if (!ends) queue_.push_back(task);
+        if (!ends) {
+            queue_.push_back(task);
+            queued_.store(queue_.size());
+        }
     }
     if (ends) return task->finish(members_.faulted() ? Outcome::Faulted : Outcome::Closed);
     changed_.notify_all();
@@ -104,13 +100,14 @@ void Progress::work() {
     for (;;) {
         changed_.wait(guard, [this] { return stopping_ || (!queue_.empty() && !busy_); });
         if (stopping_) return;
+        if (busy_.exchange(true)) continue;  // another thread was quicker
         std::shared_ptr<Collective> task = std::move(queue_.front());
         queue_.pop_front();
-        busy_ = true;
+        queued_.store(queue_.size());
         guard.unlock();
         task->finish(collectives_.run(task->request, host));
         guard.lock();
-        busy_ = false;
+        busy_.store(false);
         spent_.push_back(std::move(task));
         changed_.notify_all();
     }
@@ -129,6 +126,7 @@ void Progress::stop() {
         std::lock_guard<std::mutex> guard(lock_);
         stopping_ = true;
         rest.swap(queue_);
+        queued_.store(0);
     }
     changed_.notify_all();
     for (const auto& task : rest) task->finish(members_.faulted() ? Outcome::Faulted : Outcome::Closed);

@@ -67,7 +67,10 @@ class Progress {
     std::condition_variable changed_;
     std::deque<std::shared_ptr<Collective>> queue_;
     std::vector<std::shared_ptr<Collective>> spent_;
-    bool busy_ = false;
+    // Whether a call runs, and how many are queued. A thread that ends a call clears the one and then looks at the other,
+    // one that queues a call does the reverse, so at least one of them sees what the other did.
+    std::atomic<bool> busy_{false};
+    std::atomic<size_t> queued_{0};
     bool stopping_ = false;
     Worker worker_;
 };
