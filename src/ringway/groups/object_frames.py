@@ -19,6 +19,7 @@ import pickle
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from hmac import compare_digest
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Frames:
         """The header, once it is verified. `name` is the sender's global rank."""
         raw = tensor.numpy().tobytes()
         fields, tag = raw[: _FIELDS.size], raw[_FIELDS.size :]
-        if tag != self._header_tag(fields, call, sender):
+        if not compare_digest(tag, self._header_tag(fields, call, sender)):
             raise ObjectError(
                 f"the object message of rank {name} is corrupt: its header is invalid{self._who}", sender=name
             )
@@ -116,7 +117,7 @@ class Frames:
     def decode(self, header: Header, body: Tensor, sender: int, weights_only: bool) -> Any:
         """The object in a verified body. `sender` is a global rank."""
         view = _bytes_of(body)
-        if self._body_tag(view, header.nbytes) != header.body_tag:
+        if not compare_digest(self._body_tag(view, header.nbytes), header.body_tag):
             raise ObjectError(
                 f"the object of rank {sender} arrived damaged: its checksum does not match{self._who}", sender=sender
             )
