@@ -182,6 +182,7 @@ def _send_fds(link: socket.socket, count: int) -> None:
 
 def _crowded() -> None:
     """In a process without privileges, which may have no more descriptors in flight than it may have open."""
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.setresuid(65534, 65534, 65534)
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
     full, drain = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

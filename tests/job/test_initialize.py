@@ -38,6 +38,7 @@ def trained(context: RankContext, *arguments: str) -> list[float]:
 def one_object(context: RankContext) -> dict[str, Any]:
     dist = context.start("gloo")
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    nn.init.zeros_(model[0].bias)  # so that the same neurons are active for all inputs below
     whole = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     config = {"comms_logger": {"enabled": True, "prof_all": True}, "ringway": {"timeout": 77}}
     plan = {"0": "column", "2": "row"}
