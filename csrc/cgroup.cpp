@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kNoLimit = int64_t{1} << 60;
 
-// The text of a file; empty if it cannot be read. (C++ streams crash in a process that has loaded torch's CUDA libraries.)
+// The text of a file; empty if it cannot be read. (With C++ streams, processes with torch's CUDA libraries crashed here.)
 std::string text_of(const std::string& path) {
     std::string text;
     const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from ringway.testing import RankContext, RankPool
@@ -44,3 +47,17 @@ def run_together(pool: RankPool, code: str, backend: str, world_size: int) -> li
     """The results of a program on several ranks."""
     start = "import torch, ringway as dist\n"
     return pool.try_run(_to_the_end, start + code, backend, world_size=world_size)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The wait status of a forked child that does this and ends within a minute: 0 if nothing was raised."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(60)
+            work()
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, f"{error!r}\n".encode())
+            os._exit(1)
+    return os.waitpid(child, 0)[1]

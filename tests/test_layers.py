@@ -98,7 +98,7 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_native_code_uses_no_streams() -> None:
-    """They crashed in a process with torch's CUDA libraries (x86_64, torch 2.11)."""
+    """Processes with torch's CUDA libraries crashed where they were used (docs/proofs/suite_gpu.md)."""
     for path in (SOURCE.parent.parent / "csrc").rglob("*.*"):
         assert not re.search(r"#include <(fstream|sstream|iostream|iomanip)>", path.read_text()), path
 

@@ -2,7 +2,7 @@
 //
 // It compresses 1024 bytes to 24. Without the key, nobody can find two different blocks with the same hash, except with a
 // probability of 2^-96. That is not a MAC yet: the caller authenticates the hashes, together with the exact length, by
-// HMAC (groups/objects.py). Both together cost a fifth of HMAC over the whole message.
+// HMAC (groups/object_frames.py). That is quicker than HMAC over the whole message.
 #pragma once
 
 #include <cstddef>

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as c10d
 
 import ringway._core as _core
+from exits import in_child
 from ringway.backends.base import GroupInfo
 from ringway.backends.process import Process
 from ringway.backends.shm.backend import ShmBackend
@@ -136,19 +136,6 @@ def limited() -> Iterator[_Limited]:
     pytest.skip("no cgroup for memory can be made here")
 
 
-def _in_child(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            work()
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
 def test_a_group_that_does_not_fit_its_cgroup_is_refused(limited: _Limited) -> None:
     """The kernel would kill the process."""
 
@@ -159,7 +146,7 @@ def test_a_group_that_does_not_fit_its_cgroup_is_refused(limited: _Limited) -> N
             _core.shm_create_segment(512)
         os.close(_core.shm_create_segment(16))
 
-    assert _in_child(work) == 0
+    assert in_child(work) == 0
 
 
 def test_a_large_call_that_does_not_fit_its_cgroup_ends_with_the_limit_by_name(limited: _Limited) -> None:
@@ -189,4 +176,4 @@ def test_a_large_call_that_does_not_fit_its_cgroup_ends_with_the_limit_by_name(l
             assert "bytes are left in the cgroup" in text, text
             assert "docker's --memory" in text, text
 
-    assert _in_child(work) == 0
+    assert in_child(work) == 0

@@ -17,6 +17,7 @@ import torch.distributed as c10d
 
 import ringway as dist
 import ringway._core as _core
+from exits import in_child
 from ringway.backends.base import GroupInfo
 from ringway.backends.process import Process
 from ringway.backends.several.hosts import host_identity
@@ -198,16 +199,7 @@ def _crowded() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes the user of a process")
 def test_a_rank_waits_while_too_many_descriptors_are_in_flight() -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            _crowded()
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_child(_crowded) == 0
 
 
 # Ranks that die, and stores that are used again

@@ -10,6 +10,7 @@ segment. Nothing has a name in a file system, so nothing is left behind, however
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hmac
 import json
@@ -80,7 +81,7 @@ def share_segment(info: GroupInfo, attach: Callable[[SharedSegment], Group]) -> 
             meeting.presence.withdraw(info.rank)
 
 
-class _Meeting:
+class _Meeting(abc.ABC):
     """One rank's side of joining a group."""
 
     def __init__(self, info: GroupInfo) -> None:
@@ -91,8 +92,9 @@ class _Meeting:
         self.deadline = Deadline(min(info.timeout, _PATIENCE))
         self.ended: set[int] = set()
 
+    @abc.abstractmethod
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
-        raise NotImplementedError
+        """What `attach` makes of the segment."""
 
     def rank(self, member: int) -> str:
         """A member by its global rank, the one users know."""
