@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/preflight.sh
 	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.9.0  # its interpreter tests the CUDA kernels
 	@touch $@
 
-SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
 $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 	@flock $(VENV)/.ready $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'

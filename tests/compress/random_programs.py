@@ -549,8 +549,11 @@ class Trainer:
 
 
 def trainer(place: Place, body: Training, state: Any) -> Trainer:
-    model = Weights(body.parameters, place.device)
-    if not body.ddp:
+    if body.ddp:
+        # DDP's own broadcast refuses a transposed row or column that has a bucket to itself, on torch's groups too.
+        model = Weights(tuple((r, c, dtype, t and min(r, c) > 1) for r, c, dtype, t in body.parameters), place.device)
+    else:
+        model = Weights(body.parameters, place.device)
         handle = register_data_parallel_hooks(
             model, place.group, bucket_mb=0.001, codec=body.spec, gradient_as_bucket_view=body.views
         )
