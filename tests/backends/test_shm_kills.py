@@ -252,7 +252,7 @@ def test_survivors_are_told_who_died_and_nothing_is_left(pool: RankPool) -> None
     pool.replace()  # ranks are forked from these, which must have no threads
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    at_once = 2
+    at_once = max(2, (os.cpu_count() or 2) // 2)
     reported = pool.run(_kill_many, seed, KILLS // at_once, world_size=at_once, timeout=50 + 3 * KILLS)
     pool.replace()
     found = list(itertools.chain(*reported))
@@ -264,8 +264,7 @@ def test_survivors_are_told_who_died_and_nothing_is_left(pool: RankPool) -> None
           f" an observer saw the deaths within {slowest_look:.3f} s")  # fmt: skip
     assert not wrong
     assert not left
-    assert seconds[int(0.9 * len(seconds))] < 1.0 + 10 * slowest_look
-    assert seconds[-1] < SECONDS / 2  # by the death itself, not by a timeout
+    assert seconds[-1] < min(1.0 + 10 * slowest_look, SECONDS / 2)
 
 
 def test_a_dead_peer_with_the_same_pid_is_noticed() -> None:

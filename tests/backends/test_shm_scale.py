@@ -28,7 +28,7 @@ from ringway.backends.shm.peers import KnownPeers
 from ringway.call import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE, Call
 from ringway.errors import BackendUnavailable, RendezvousError
 from ringway.groups.world import world
-from ringway.store import Deadline, read
+from ringway.store import Deadline, key_of, read
 from ringway.testing import RankContext, RankPool
 
 SOAK = bool(os.environ.get("RINGWAY_SOAK"))
@@ -251,6 +251,31 @@ def test_a_rank_that_dies_on_its_way_to_the_first_group_is_named() -> None:
             ShmBackend(_group(store, rank, 3))
         assert caught.value.missing == [1]
     _join_both(store)  # what that meeting left behind does not disturb the next one
+
+
+@pytest.mark.timeout(45)
+def test_a_rank_that_dies_between_its_first_message_and_the_segment_is_named() -> None:
+    store = c10d.HashStore()
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            ShmBackend(_group(store, rank, 3)).close()
+        except RendezvousError as error:
+            errors[rank] = error
+
+    host = threading.Thread(target=run, args=(0,), daemon=True)
+    host.start()
+    meeting = json.loads(Deadline(30.0).poll(lambda: read(store, join._KEY)) or "")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
+        dying.connect("\0" + meeting["name"])
+        token = key_of(store).reveal(meeting["name"], meeting["token"])
+        hello = {"rank": 1, "pid": os.getpid(), "name": "dying", "cpus": [0], "quota": None, "token": token}
+        links.send(dying, hello)
+    run(2)
+    host.join(30)
+    assert errors.keys() == {0, 2}
+    assert all("rank 1 ended while the group met" in str(error) for error in errors.values()), errors
 
 
 @pytest.mark.timeout(45)

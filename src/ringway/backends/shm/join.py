@@ -117,6 +117,11 @@ class _Meeting(abc.ABC):
                     missing=[self.info.ranks[member]],
                 )
 
+    def say(self, link: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """If the other end has given up or ended, the next receive from it says so."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(link, message, fds, self.deadline)
+
     def attached(self, segment: SharedSegment, attach: Callable[[SharedSegment], Group]) -> Group:
         try:
             group = attach(segment)
@@ -240,7 +245,7 @@ class _Host(_Meeting):
         try:
             hello, fds = receive(link, self.deadline, "a process that connected")
         except BackendUnavailable as error:
-            send(link, in_words(error))
+            self.say(link, in_words(error))
             link.close()
             raise
         except (RendezvousError, ValueError):  # it has left, or is not one of us
@@ -253,7 +258,7 @@ class _Host(_Meeting):
             return
         if refusal is not None:  # keeps no descriptor
             close(fds)
-            send(link, in_words(refusal))
+            self.say(link, in_words(refusal))
             link.close()
             self._turned_away.add(rank)
             return
@@ -274,16 +279,16 @@ class _Host(_Meeting):
             names = [member.name for member in members]
             facts = {"names": names, "pids": [peer.pid for peer in peers], "cpus": cpus}
             for link in links.values():
-                send(link, facts, [segment.fd], self.deadline)
+                self.say(link, facts, [segment.fd])
             for rank, link in links.items():
                 lacks = ask(link, self.deadline, self.rank(rank))["lacks"]
                 lacks = [other for other in lacks if peers[other].pidfd >= 0]
                 for at in range(0, len(lacks), FDS_A_MESSAGE):
                     part = lacks[at : at + FDS_A_MESSAGE]
                     fds = [peers[other].pidfd for other in part]
-                    send(link, {"ranks": part, "descriptors": len(lacks) - at}, fds, self.deadline)
+                    self.say(link, {"ranks": part, "descriptors": len(lacks) - at}, fds)
                     ask(link, self.deadline, self.rank(rank))
-                send(link, {"ranks": []})
+                self.say(link, {"ranks": []})
             for rank, link in links.items():
                 ask(link, self.deadline, self.rank(rank))
         except BaseException:
@@ -291,7 +296,7 @@ class _Host(_Meeting):
             raise
         group = self.attached(segment, attach)
         for link in links.values():
-            send(link, {"go": True})
+            self.say(link, {"go": True})  # the group itself finds out if this rank is dead by now
         return group
 
 
@@ -305,22 +310,17 @@ class _Joiner(_Meeting):
                 raise BackendUnavailable("shm", f"{self.rank(0)} runs as another user")
             own = own_pidfd()
             try:
-                self._say(link, {**self.hello(), "token": token}, [own] if own >= 0 else [])
+                self.say(link, {**self.hello(), "token": token}, [own] if own >= 0 else [])
             finally:
                 close([own])
             try:
                 group = self.attached(self._received(link), attach)
             except BaseException as error:
-                self._say(link, in_words(error))
+                self.say(link, in_words(error))
                 raise
-            self._say(link, {"ok": True})
+            self.say(link, {"ok": True})
             self._next(link)
             return group
-
-    def _say(self, link: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """If rank 0 has given up, its next message says why."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(link, message, fds, self.deadline)
 
     def _next(self, link: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """The next message of rank 0. Raises the error that it may report instead."""
@@ -381,11 +381,11 @@ class _Joiner(_Meeting):
         facts, fds = self._next(link)
         try:
             known = {rank: self.known.get(name) for rank, name in enumerate(facts["names"])}
-            self._say(link, {"lacks": [rank for rank, peer in known.items() if peer is None]})
+            self.say(link, {"lacks": [rank for rank, peer in known.items() if peer is None]})
             while (part := self._next(link))[0]["ranks"]:
                 for rank, pidfd in zip(part[0]["ranks"], part[1], strict=True):
                     known[rank] = self.known.add(facts["names"][rank], facts["pids"][rank], pidfd)
-                self._say(link, {"ok": True})
+                self.say(link, {"ok": True})
             peers = [
                 peer or self.known.add(facts["names"][rank], facts["pids"][rank], -1) for rank, peer in known.items()
             ]
