@@ -79,7 +79,7 @@ def random_runs(backend: str, ranks: int, device: str, seconds: float, first_see
 
 
 def _loaded_nccl() -> int:
-    """As NCCL itself says: torch names the version it was built with, and LD_PRELOAD may have put another in its place."""
+    """The version that is loaded. torch names the one it was built with."""
     version = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     return version.value
