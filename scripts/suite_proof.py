@@ -48,7 +48,14 @@ PARTS = {
     ),
     "attack": Part(
         "10,000 attacks on jobs with a secret",
-        ("src/ringway/keys.py", "src/ringway/store.py", "src/ringway/launch", "tests/security"),
+        (
+            "csrc/record/responder.cpp",
+            "src/ringway/keys.py",
+            "src/ringway/launch",
+            "src/ringway/observe/stall/peers.py",
+            "src/ringway/store.py",
+            "tests/security",
+        ),
         ("tests/security",),
         {"RINGWAY_ATTACK": "10000"},
     ),

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -22,8 +23,9 @@
 #include <system_error>
 #include <thread>
 
-#include "record/stacks.h"
+#include "record/hmac.h"
 #include "record/json.h"
+#include "record/stacks.h"
 
 namespace ringway {
 namespace {
@@ -33,7 +35,8 @@ constexpr size_t kOfGroup = 64, kOfAll = 64;
 constexpr auto kPatience = std::chrono::milliseconds(1000);  // for the GIL
 constexpr int64_t kStacksStayTrue = 2000000000;  // ns for which stacks are reused
 constexpr int kMaxSignals = 65;
-constexpr size_t kHead = kTokenBytes + 3;  // token, kind, length of the group's name
+constexpr size_t kTagBytes = 32, kNonceBytes = 16;
+constexpr size_t kMaxRequest = 4096;
 constexpr size_t kListeners = 3;           // descriptors that are watched besides the callers
 constexpr size_t kMaxCallers = 64;
 constexpr int64_t kPatienceWithCaller = 2'000'000'000;  // ns for a request, and for a reply
@@ -103,12 +106,6 @@ bool same_user(int connection) {
     ucred who{};
     socklen_t length = sizeof(who);
     return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
-}
-
-bool same_secret(const char* given, const std::string& token) {
-    unsigned char differ = token.size() == kTokenBytes ? 0 : 1;
-    for (size_t i = 0; i < std::min(kTokenBytes, token.size()); ++i) differ |= given[i] ^ token[i];
-    return differ == 0;
 }
 
 }  // namespace
@@ -209,25 +206,45 @@ bool Responder::accept_from(int listener) {
         ::close(callers_.front().fd);
         callers_.erase(callers_.begin());
     }
-    callers_.push_back({fd, local, monotonic_ns() + kPatienceWithCaller, {}});
+    Caller caller{fd, local, monotonic_ns() + kPatienceWithCaller, {}, {}};
+    if (!local) {
+        char challenge[kNonceBytes];
+        const bool random = getrandom(challenge, sizeof(challenge), 0) == sizeof(challenge);
+        if (!random || send(fd, challenge, sizeof(challenge), MSG_NOSIGNAL) != sizeof(challenge)) {
+            ::close(fd);
+            return true;
+        }
+        caller.challenge.assign(challenge, sizeof(challenge));
+    }
+    callers_.push_back(std::move(caller));
     return true;
 }
 
-// Reads what has come, and replies to a whole request. False if this connection is done.
+// Reads what has come, and answers a whole request. False if this connection is done.
 bool Responder::read_request(Caller& caller) {
-    char part[kHead + 65535];
+    char part[kMaxRequest + 1];
     const ssize_t got = recv(caller.fd, part, sizeof(part), 0);
     if (got < 0) return errno == EAGAIN || errno == EINTR;
-    if (got == 0) return false;
     caller.request.append(part, static_cast<size_t>(got));
-    if (caller.request.size() < kHead) return true;
-    if (!caller.vouched_for && !same_secret(caller.request.data(), token_)) return false;
-    const auto* bytes = reinterpret_cast<const unsigned char*>(caller.request.data() + kTokenBytes);
-    const size_t group_bytes = static_cast<size_t>(bytes[1] | bytes[2] << 8);
-    if (caller.request.size() < kHead + group_bytes) return true;
-    const std::string group = caller.request.substr(kHead, group_bytes);
-    send_all(caller.fd, reply(static_cast<char>(bytes[0]), group));
+    if (got > 0) return caller.request.size() <= kMaxRequest;
+    answer_request(caller);
     return false;
+}
+
+void Responder::answer_request(const Caller& caller) {
+    std::string question = caller.request;
+    size_t kind_at = 0;
+    if (!caller.vouched_for) {
+        kind_at = kNonceBytes;
+        if (question.size() <= kTagBytes + kNonceBytes) return;
+        question.erase(0, kTagBytes);
+        if (!same_tag(hmac_sha256(token_, "ask" + caller.challenge + question), caller.request.data())) return;
+    }
+    if (question.size() <= kind_at) return;
+    const std::string text = reply(question[kind_at], question.substr(kind_at + 1));
+    if (caller.vouched_for) return send_all(caller.fd, text);
+    const Tag tag = hmac_sha256(token_, "answer" + caller.challenge + question + text);
+    send_all(caller.fd, std::string(tag.begin(), tag.end()) + text);
 }
 
 void Responder::send_all(int connection, const std::string& text) {

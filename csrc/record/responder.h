@@ -1,12 +1,17 @@
 // A thread of each rank that tells others where the rank is, whatever the rank itself is doing.
 //
 // It needs neither the GIL nor the rank's help: a rank that is stuck in C code with the GIL held answers too. It
-// listens on TCP for the ranks of the job, which send the job's token, and on an abstract unix socket for the user's own
-// tools on the host (`ringway top`), whose user the kernel confirms. It sleeps until it gets a request.
+// listens on TCP for the ranks of the job, which prove that they have this rank's token, and on an abstract unix socket
+// for the user's own tools on the host (`ringway top`), whose user the kernel confirms. It sleeps until it gets a request.
 //
-//   request   token (32 bytes), kind (1), length of a group's name (2, little endian), the name
-//   kinds     'C' calls; 'S' calls and the Python stacks, asked for when others wait for this rank
-//   reply     one JSON object, to the end of the connection
+//   challenge  16 random bytes, from the responder
+//   request    tag (32 bytes); nonce (16), kind (1), a group's name, to the end of the caller's stream
+//   reply      tag (32 bytes); one JSON object, to the end of the connection
+//   kinds      'C' calls; 'S' calls and the Python stacks, asked for when others wait for this rank
+//
+// The tags are HMAC-SHA256 with the token as key: the request's over "ask", the challenge and what follows the tag; the
+// reply's over "answer", the challenge, what followed the request's tag, and the JSON object. So neither can be replayed,
+// and nothing is parsed before it is verified. On the unix socket there are no challenge, no tags and no nonce.
 #pragma once
 
 #include <sys/types.h>
@@ -60,11 +65,13 @@ class Responder {
         int fd;
         bool vouched_for;     // by the kernel: the same user on the same host
         int64_t deadline_ns;  // for the whole request, not for each part of it
+        std::string challenge;
         std::string request;
     };
 
     bool accept_from(int listener);
     bool read_request(Caller& caller);
+    void answer_request(const Caller& caller);
     void send_all(int connection, const std::string& text);
     std::string reply(char kind, const std::string& group);
     std::string report(const std::string& extra, const std::string& group, size_t of_group, size_t of_all);

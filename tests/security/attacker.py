@@ -29,6 +29,7 @@ from pathlib import Path
 
 NOBODY = 65534
 RANKS = 2
+CHALLENGE = 16  # bytes that a responder sends to everyone who connects
 
 
 class Attacker:
@@ -97,30 +98,38 @@ class Attacker:
         link.connect("\0" + place if isinstance(place, str) else place)
         return link
 
+    def _greeting(self, link: socket.socket) -> tuple[bytes, bytes]:
+        """A responder's challenge, which anyone may have, and what else the other side says unasked."""
+        with suppress(TimeoutError):
+            said = link.recv(4096)
+            return (said, b"") if len(said) == CHALLENGE else (b"", said)
+        return b"", b""
+
     def _exchange(self, noise: bytes) -> bytes:
         with self._open() as link:
+            _, taken = self._greeting(link)
             link.sendall(noise)
+            link.shutdown(socket.SHUT_WR)
             with suppress(TimeoutError):
-                return link.recv(4096)
-        return b""
+                taken += link.recv(4096)
+            return taken
 
     # Attempts
 
     def _connection(self) -> bytes:
-        with self._open() as link, suppress(TimeoutError):
-            return link.recv(4096)
-        return b""
+        with self._open() as link:
+            return self._greeting(link)[1]
 
     def _request(self) -> bytes:
-        """A well-formed question to a responder, with a token that is not the job's."""
-        return self._random.randbytes(16).hex().encode() + self._random.choice((b"S", b"C")) + b"\0\0"
+        """A well-formed question to a responder, with a tag that proves nothing."""
+        return self._random.randbytes(32 + CHALLENGE) + self._random.choice((b"S", b"C")) + b"group"
 
     def _truncated(self) -> bytes:
         request = self._request()
         return self._exchange(request[: self._random.randrange(len(request))])
 
     def _fuzzed(self) -> bytes:
-        noise = self._random.choice((self._request(), b"-" * 32 + b"S\xff\xff", self._random.randbytes(300)))
+        noise = self._random.choice((self._request(), bytes(32 + CHALLENGE) + b"S", self._random.randbytes(300)))
         damaged = bytearray(noise)
         damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
         return self._exchange(bytes(damaged))

@@ -22,8 +22,8 @@ from ringway.launch.locality import same_user
 from ringway.observe.log.summary import printable, size_text
 from ringway.observe.recorder import RecordedCall, recorded
 from ringway.observe.stall.peers import request
+from ringway.store import Deadline
 
-_NO_TOKEN = "-" * 32
 _SECONDS = 2.0
 
 
@@ -71,8 +71,7 @@ def ask_pid(pid: int) -> RankStatus | None:
             connection.connect(f"\0ringway/{pid}")
             if not same_user(connection):  # anyone can listen under this name
                 return None
-            reply = request(connection, _NO_TOKEN, "C", "")
-            return None if reply is None else _status(reply)
+            return _status(request(connection, "", "C", "", Deadline(_SECONDS)))
     except (OSError, ValueError, KeyError, TypeError, IndexError):  # or another version of ringway answers differently
         return None
 

@@ -1,27 +1,35 @@
 """Asks other ranks what they are doing.
 
 Each rank has a responder (csrc/record/responder.h) and publishes its address in the job's store. Asking takes one short
-connection. The responder needs neither the GIL nor the rank's own threads.
+connection, on which both sides prove that they have the rank's token. The responder needs neither the GIL nor the
+rank's own threads.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ringway.keys import TAG_BYTES
 from ringway.observe.recorder import RecordedCall, recorded
+from ringway.store import Deadline
 
 ASK_SECONDS = 3.0
 """A rank that holds the GIL answers after one second."""
 
 _MAX_REPLY = 4 << 20
+_MAX_NAME = 2048
+_NONCE_BYTES = 16
 
 
 def _namespace() -> str:
@@ -90,39 +98,76 @@ class Answer:
         return [call for call in self.calls if call.state == "issued"]
 
 
-def request(connection: socket.socket, token: str, kind: str, group: str) -> dict[str, Any] | None:
-    """Sends one request and returns the reply; None if the other side closed the connection without one."""
-    name = group.encode()[:65535]
-    connection.sendall(token.encode() + kind.encode() + len(name).to_bytes(2, "little") + name)
-    parts: list[bytes] = []
-    total = 0
-    while part := connection.recv(1 << 16):
-        parts.append(part)
-        total += len(part)
-        if total > _MAX_REPLY:
-            raise ConnectionError("the reply is too long")
-    if not parts:
-        return None
-    reply: dict[str, Any] = json.loads(b"".join(parts).decode("utf-8", "replace"))
-    return reply
+class _NoAnswer(ConnectionError):
+    """The other side closed the connection without an answer."""
+
+
+def request(connection: socket.socket, token: str, kind: str, group: str, deadline: Deadline) -> dict[str, Any]:
+    """Sends one request and returns the answer. With an empty token, the connection is a unix socket, and the caller
+    has checked whose it is. Raises OSError, or ValueError for an answer that is not JSON."""
+    question = kind.encode() + group.encode()[:_MAX_NAME]
+    if not token:
+        connection.sendall(question)
+        return _parsed(_received(connection, deadline))
+    challenge = _received(connection, deadline, _NONCE_BYTES)
+    question = secrets.token_bytes(_NONCE_BYTES) + question
+    connection.sendall(_tag(token, b"ask", challenge, question) + question)
+    answer = _received(connection, deadline)
+    tag, text = answer[:TAG_BYTES], answer[TAG_BYTES:]
+    if not hmac.compare_digest(tag, _tag(token, b"answer", challenge, question, text)):
+        raise ConnectionError("the answer does not come from this rank, or was changed on its way, and was not used")
+    return _parsed(text)
+
+
+def _tag(token: str, *parts: bytes) -> bytes:
+    return hmac.digest(token.encode(), b"".join(parts), "sha256")
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(text.decode("utf-8", "replace"))
+    return answer
+
+
+def _received(connection: socket.socket, deadline: Deadline, size: int | None = None) -> bytes:
+    """`size` bytes; without a size, all that comes after the request."""
+    if size is None:
+        with suppress(OSError):  # the other side has closed already, as `recv` will say
+            connection.shutdown(socket.SHUT_WR)  # the request is complete
+    received = bytearray()
+    while size is None or len(received) < size:
+        connection.settimeout(_left(deadline))
+        part = connection.recv(1 << 16 if size is None else size - len(received))
+        received += part
+        if not part and (size is not None or not received):
+            raise _NoAnswer("it closed the connection without an answer")
+        if not part:
+            break
+        if len(received) > _MAX_REPLY:
+            raise ConnectionError("the answer is too long")
+        if deadline.left() == 0:
+            raise TimeoutError("the answer did not come in time")
+    return bytes(received)
 
 
 def ask(address: Address, group: str = "", *, stacks: bool = True, timeout: float = ASK_SECONDS) -> Answer:
-    """Asks the rank at `address` where it is. Never raises, and returns within about twice `timeout`."""
-    for attempt in range(2):
+    """Asks the rank at `address` where it is. Never raises, and returns within about `timeout`."""
+    deadline = Deadline(timeout)
+    failed: OSError = TimeoutError("timed out")
+    for pause in (0, 0.1, 0.1):  # a process that is being torn down loses its sockets one by one
+        time.sleep(pause)
         try:
-            with socket.create_connection((address.ip, address.port), timeout) as connection:
-                connection.settimeout(timeout)
-                reply = request(connection, address.token, "S" if stacks else "C", group)
-        except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-            reply = None
+            with socket.create_connection((address.ip, address.port), _left(deadline)) as connection:
+                return _answer(address, request(connection, address.token, "S" if stacks else "C", group, deadline))
+        except (_NoAnswer, ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
+            failed = error
         except (OSError, ValueError) as error:
             return _silent(address, str(error) or type(error).__name__)
-        if reply is not None:
-            return _answer(address, reply)
-        if attempt == 0:  # a process that is being torn down loses its sockets one by one
-            time.sleep(0.1)
-    return _gone(address)
+    # Only a closed port proves that the process is gone: a stranger can have open connections dropped.
+    return _gone(address) if isinstance(failed, ConnectionRefusedError) else _silent(address, str(failed))
+
+
+def _left(deadline: Deadline) -> float:
+    return max(deadline.left(), 0.001)  # a socket with a timeout of 0 does not wait at all
 
 
 def _answer(address: Address, reply: Mapping[str, Any]) -> Answer:
