@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import struct
 import tempfile
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -199,6 +201,38 @@ def test_stores_behave_like_torchs(private: str) -> None:
     assert both[0].num_keys() == both[1].num_keys() > 5
     assert key_of(PrefixStore("group", keyed[0])) is KEY
     assert key_of(PrefixStore("group", clients[0])).open
+
+
+class _SlowList(list[Any]):
+    """A list whose `pop` another thread is inside of."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__(items)
+        self.inside, self.leave = threading.Event(), threading.Event()
+
+    def pop(self, *arguments: Any) -> Any:
+        self.inside.set()
+        self.leave.wait()
+        return super().pop(*arguments)
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_may_use_the_private_store(private: str) -> None:
+    """Another thread takes a connection at the moment of the fork, as a rank's stall watch may."""
+    store = RunStore(private, KEY, 30)
+    slow = store._idle = _SlowList(store._idle)
+    thread = threading.Thread(target=store.check, args=(["key"],))
+    thread.start()
+    slow.inside.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that hangs must not outlive the test
+        store.set("child", "here")
+        os._exit(0)
+    slow.leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.get("child") == b"here"
 
 
 def test_what_a_stranger_writes_is_named_and_not_used() -> None:

@@ -72,7 +72,7 @@ def rendezvous(
             return met
         except DistError as error:
             again = _opened_again(info, job, deadline)
-            if again is None:
+            if again is None or again[2] == opened:  # the others are in the round that this rank has left
                 raise RendezvousError(
                     f"rank {info.rank}: the store at {place} disappeared during the rendezvous: its host, "
                     f"{_host_of_store(info)}, died or closed it",
@@ -237,10 +237,10 @@ def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job.name)
     obstacles: dict[int, str] = {}
-    # An earlier job may still be closing its store on the port that this job was given.
-    grace = Deadline(min(_GRACE, deadline.seconds))
+    grace: Deadline | None = None
 
     def attempt() -> _Met | None:
+        nonlocal grace
         for port in offered:
             try:
                 return _open(info, job, port, deadline)
@@ -248,6 +248,9 @@ def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
                 obstacles[port] = str(error)
             except RendezvousError as error:
                 obstacles[port] = str(error)
+                # An earlier job may still be closing its store on the port that this job was given. One attempt may
+                # take as long as the grace, so that begins with the first answer.
+                grace = grace or Deadline(min(_GRACE, deadline.left()))
                 if info.port is not None and grace.left() == 0:
                     raise
             except DistError as error:  # it disappeared while being queried
@@ -294,7 +297,8 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
     """A client of the store, or None if the service is not a store.
 
     With a service that stays silent, TCPStore waits forever, whatever its timeout. On a separate thread, that costs
-    only the thread.
+    only the thread. A store may be slow too: both its ends ask the DNS for each other's names, and a lost reply costs
+    them 5 s, a second one another 5 s.
     """
     result: list[Store | BaseException] = []
 
@@ -304,7 +308,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
         except BaseException as error:
             result.append(error)
 
-    start("ringway-connect", connect).join(_PROBE)
+    start("ringway-connect", connect).join(3 * _PROBE)
     if not result:
         return None
     if isinstance(result[0], DistError):

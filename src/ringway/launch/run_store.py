@@ -20,7 +20,6 @@ import selectors
 import socket
 import struct
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -111,8 +110,9 @@ class StoreServer:
         now = time.monotonic()
         for peer in [peer for peer in self._peers if not peer.proved and peer.hello_until <= now]:
             self._drop(peer)
-        for waiting in [waiting for waiting in self._waiting if waiting.until <= now]:
-            self._waiting.remove(waiting)
+        late = [waiting for waiting in self._waiting if waiting.until <= now]
+        self._waiting = [waiting for waiting in self._waiting if waiting.until > now]
+        for waiting in late:
             self._reply(waiting.peer, [])
 
     def _accept(self) -> None:
@@ -154,8 +154,8 @@ class StoreServer:
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         """Sends all of it. A peer that does not read its replies for so long is dropped."""
-        peer.connection.settimeout(_HELLO_SECONDS)
         try:
+            peer.connection.settimeout(_HELLO_SECONDS)
             peer.connection.sendall(data)
         except OSError:
             self._drop(peer)
@@ -267,7 +267,6 @@ class RunStore(Store):
         self.key = key
         self._idle: list[_Link] = []
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self.set_timeout(timedelta(seconds=timeout))
         self.check([])
 
@@ -287,19 +286,23 @@ class RunStore(Store):
 
     @contextmanager
     def _link(self) -> Iterator[_Link]:
-        """A connection that no other thread uses. One whose exchange failed is not used again."""
-        with self._lock:
-            if self._pid != os.getpid():  # in a forked child, these are its parent's
-                self._idle, self._pid = [], os.getpid()
-            link = self._idle.pop() if self._idle else None
-        link = link or _Link(self._path, self._secret)
+        """A connection that no other thread uses. One whose exchange failed is not used again.
+
+        There is no lock that a forked child could inherit locked: a list's `pop` and `append` are atomic.
+        """
+        if self._pid != os.getpid():  # in a forked child, these are its parent's
+            self._idle, self._pid = [], os.getpid()
+        idle = self._idle
+        try:
+            link = idle.pop()
+        except IndexError:
+            link = _Link(self._path, self._secret)
         try:
             yield link
         except BaseException:
             link.close()
             raise
-        with self._lock:
-            self._idle.append(link)
+        idle.append(link)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
