@@ -4,15 +4,22 @@ importing torch takes."""
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import runpy
+import select
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+import handover
 from free_ports import free_port
 from ringway.launch import run as launcher
 from ringway.testing import RankContext, RankPool
@@ -22,9 +29,13 @@ from ringway.testing.pool import Outcome
 def _run(
     context: RankContext, program: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
 ) -> NoReturn:
+    os.environ.update(environments[context.rank])
+    _to_the_end(program, arguments)
+
+
+def _to_the_end(program: str, arguments: Sequence[str], under_launcher: bool = False) -> NoReturn:
     folder = str(Path(program).parent)
     os.chdir(folder)
-    os.environ.update(environments[context.rank])
     sys.argv, sys.path[0] = [program, *arguments], folder
     code = 0
     try:
@@ -40,6 +51,12 @@ def _run(
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    sys.stderr.flush()
+    if under_launcher:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()  # as mpi4py does when the interpreter ends
+        ctypes.PyDLL(None).exit(code)  # MPICH says goodbye to its launcher in a C exit handler
     os._exit(code)
 
 
@@ -55,6 +72,55 @@ def run_program(
     pool.replace()
     given = [dict(variables) for variables in environments]
     return pool.try_run(_run, str(program), arguments, given, world_size=len(given), timeout=timeout)
+
+
+def _run_for_launcher(context: RankContext, folder: str, prefix: str, program: str, arguments: Sequence[str]) -> None:
+    launched = handover.Launched.accept(folder, context.rank)
+    child = os.fork()
+    if child == 0:
+        launched.replace_this_process()
+        sys.prefix = sys.exec_prefix = prefix  # where mpi4py looks for MPI's library
+        sys.path += [str(packages) for packages in Path(prefix).glob("lib/python*/site-packages")]
+        _to_the_end(program, arguments, under_launcher=True)
+    launched.close()
+    ended = os.pidfd_open(child)
+    waiting = select.poll()
+    for descriptor in (ended, launched.connection.fileno()):
+        waiting.register(descriptor, select.POLLIN)
+    if ended not in dict(waiting.poll()):
+        os.kill(child, signal.SIGKILL)  # the launcher has killed the process that it started
+    launched.end(os.waitpid(child, 0)[1])
+
+
+def run_launched(
+    pool: RankPool,
+    launcher: Sequence[str | Path],
+    program: Path,
+    *arguments: str,
+    ranks: int,
+    environment: Mapping[str, str],
+    prefix: Path = Path(sys.prefix),
+    timeout: float = 240.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on `ranks` ranks under a launcher, and return how the launcher ended. What it starts are stand-ins,
+    each of which hands over to a forked rank. `prefix` is the environment whose packages are added to the ranks'."""
+    pool.replace()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
+        started = thread.submit(
+            subprocess.run,
+            [*launcher, sys.executable, "-I", "-S", handover.__file__, folder],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        ended = pool.try_run(
+            _run_for_launcher, folder, str(prefix), str(program), arguments, world_size=ranks, timeout=timeout
+        )
+        run = started.result()
+    assert all(rank.ok for rank in ended), "\n".join([*map(str, ended), run.stdout, run.stderr])
+    return run
 
 
 def run_command(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from mpi_homes import mpi_home
+from programs import run_launched
+from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,22 +27,28 @@ CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_
 
 
 def launch(
-    mpi: str, scenario: str, ranks: int, folder: Path, *, python: str | None = None, timeout: float = 240
+    pool: RankPool,
+    mpi: str,
+    scenario: str,
+    ranks: int,
+    folder: Path,
+    *,
+    python: str | None = None,
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a scenario under one MPI's mpiexec, with the Python of the same environment or of the other one."""
+    """Run a scenario under one MPI's mpiexec, with the mpi4py of the same environment or of the other one."""
     launcher, *flags = LAUNCH[mpi]
-    home = mpi_home(mpi)
-    interpreter = mpi_home(python or mpi) / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    environment["PYTHONWARNINGS"] = "ignore"
-    command = [str(home / "bin" / launcher), *flags, "-n", str(ranks), str(interpreter), str(PROGRAM)]
-    return subprocess.run(
-        [*command, scenario, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
+    return run_launched(
+        pool,
+        [mpi_home(mpi) / "bin" / launcher, *flags, "-n", str(ranks)],
+        PROGRAM,
+        scenario,
+        str(folder),
+        ranks=ranks,
+        environment=environment,
+        prefix=mpi_home(python or mpi),
         timeout=timeout,
-        check=False,
     )
 
 
@@ -53,9 +61,9 @@ def found(folder: Path, ranks: int, run: subprocess.CompletedProcess[str]) -> li
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mpi", "ranks"), [("openmpi", 3), *([("mpich", 4), ("openmpi", 4)] if SOAK else [])])
-def test_conformance_and_training(mpi: str, ranks: int, tmp_path: Path) -> None:
+def test_conformance_and_training(pool: RankPool, mpi: str, ranks: int, tmp_path: Path) -> None:
     """One launch: the cases on the world and on sub-groups; then DDP and FSDP2."""
-    run = launch(mpi, "conformance", ranks, tmp_path)
+    run = launch(pool, mpi, "conformance", ranks, tmp_path)
     results = found(tmp_path, ranks, run)
     assert [result["findings"] for result in results] == [[]] * ranks
     assert run.returncode == 0, run.stderr
@@ -67,9 +75,9 @@ def test_conformance_and_training(mpi: str, ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_conformance_and_mpi_between_hosts_with_shared_memory_inside(tmp_path: Path) -> None:
+def test_conformance_and_mpi_between_hosts_with_shared_memory_inside(pool: RankPool, tmp_path: Path) -> None:
     """One launch: the cases on the world; then on hosts, whose groups between them are MPI's sub-groups."""
-    run = launch("mpich", "hierarchical", 4, tmp_path)
+    run = launch(pool, "mpich", "hierarchical", 4, tmp_path)
     for result in found(tmp_path, 4, run):
         assert result["findings"] == []
         assert result["cases"] > 70
@@ -79,8 +87,8 @@ def test_conformance_and_mpi_between_hosts_with_shared_memory_inside(tmp_path: P
 
 
 @pytest.mark.parametrize("mpi", LAUNCH)
-def test_errors_can_be_caught_and_other_groups_stay_usable(mpi: str, tmp_path: Path) -> None:
-    results = found(tmp_path, 3, launch(mpi, "misuse", 3, tmp_path))
+def test_errors_can_be_caught_and_other_groups_stay_usable(pool: RankPool, mpi: str, tmp_path: Path) -> None:
+    results = found(tmp_path, 3, launch(pool, mpi, "misuse", 3, tmp_path))
     assert "rank 0 sends 12 bytes to rank 1, which expects 20" in results[1]["short message"]
     text, sides = results[2]["short message"]
     assert "rank 1 sends 12 bytes to rank 2, which expects 20" in text
@@ -106,15 +114,15 @@ def test_errors_can_be_caught_and_other_groups_stay_usable(mpi: str, tmp_path: P
 @pytest.mark.skipif(not SOAK, reason="takes 10 GB of memory and minutes; make soak")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mpi", LAUNCH)
-def test_messages_beyond_two_to_the_31_elements(mpi: str, tmp_path: Path) -> None:
-    for result in found(tmp_path, 2, launch(mpi, "large", 2, tmp_path, timeout=800)):
+def test_messages_beyond_two_to_the_31_elements(pool: RankPool, mpi: str, tmp_path: Path) -> None:
+    for result in found(tmp_path, 2, launch(pool, mpi, "large", 2, tmp_path, timeout=800)):
         assert result["broadcast"] == [1, 2, 3, 4, 5]
         assert result["all_reduce"] == result["received"] == [2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("mpi", LAUNCH)
-def test_a_rank_that_fails_ends_the_job(mpi: str, tmp_path: Path) -> None:
-    run = launch(mpi, "crash", 2, tmp_path)
+def test_a_rank_that_fails_ends_the_job(pool: RankPool, mpi: str, tmp_path: Path) -> None:
+    run = launch(pool, mpi, "crash", 2, tmp_path)
     assert run.returncode != 0
     said = run.stdout + run.stderr
     assert "rank 1 ends by an uncaught ValueError: this rank has had enough; ending the MPI job" in said
@@ -122,9 +130,9 @@ def test_a_rank_that_fails_ends_the_job(mpi: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mpi", LAUNCH)
-def test_a_rank_that_leaves_is_named_and_the_job_ends(mpi: str, tmp_path: Path) -> None:
+def test_a_rank_that_leaves_is_named_and_the_job_ends(pool: RankPool, mpi: str, tmp_path: Path) -> None:
     """The error comes long before the timeout, and a rank that catches it can continue with the remaining ranks."""
-    run = launch(mpi, "leave", 3, tmp_path, timeout=150)
+    run = launch(pool, mpi, "leave", 3, tmp_path, timeout=150)
     assert run.returncode != 0
     for rank in (0, 2):
         result = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -133,20 +141,22 @@ def test_a_rank_that_leaves_is_named_and_the_job_ends(mpi: str, tmp_path: Path) 
     assert "ends by an uncaught PeerLost" in run.stdout + run.stderr
 
 
-def test_a_world_size_that_differs_from_mpis_is_refused_and_a_program_written_for_torch_runs(tmp_path: Path) -> None:
-    for result in found(tmp_path, 2, launch("mpich", "torch_only", 2, tmp_path)):
+def test_a_world_size_that_differs_from_mpis_is_refused_and_a_program_written_for_torch_runs(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for result in found(tmp_path, 2, launch(pool, "mpich", "torch_only", 2, tmp_path)):
         assert "the MPI world has 2 ranks, and the torch world 1" in result["error"]
         assert result["sum"] == 2.0
 
 
-def test_mpi4py_of_open_mpi_under_mpichs_launcher_is_refused(tmp_path: Path) -> None:
-    for result in found(tmp_path, 2, launch("mpich", "alone", 2, tmp_path, python="openmpi")):
+def test_mpi4py_of_open_mpi_under_mpichs_launcher_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    for result in found(tmp_path, 2, launch(pool, "mpich", "alone", 2, tmp_path, python="openmpi")):
         assert "is an MPI world of its own" in result["error"]
         assert "mpi4py was built for another MPI" in result["error"]
 
 
-def test_mpi4py_of_mpich_under_open_mpis_launcher_is_refused(tmp_path: Path) -> None:
+def test_mpi4py_of_mpich_under_open_mpis_launcher_is_refused(pool: RankPool, tmp_path: Path) -> None:
     """MPICH itself refuses to start and says why."""
-    run = launch("openmpi", "alone", 2, tmp_path, python="mpich")
+    run = launch(pool, "openmpi", "alone", 2, tmp_path, python="mpich")
     assert run.returncode != 0
     assert "unsupported PMI version" in run.stdout + run.stderr

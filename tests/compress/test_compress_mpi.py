@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from mpi_homes import mpi_home
+from programs import run_launched
+from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,12 +21,13 @@ RANKS = 3
 
 
 @pytest.mark.timeout(300)
-def test_the_pool_checks_pass_over_mpi(tmp_path: Path) -> None:
-    home = mpi_home("mpich")
-    command = [home / "bin" / "mpiexec", "-n", str(RANKS), home / "bin" / "python", PROGRAM, tmp_path]
+def test_the_pool_checks_pass_over_mpi(pool: RankPool, tmp_path: Path) -> None:
+    launcher = [mpi_home("mpich") / "bin" / "mpiexec", "-n", str(RANKS)]
     leave = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in leave}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    run = run_launched(
+        pool, launcher, PROGRAM, str(tmp_path), ranks=RANKS, environment=environment, prefix=mpi_home("mpich")
+    )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr[-6000:]}"
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

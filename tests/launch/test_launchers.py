@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpi_homes import mpi_home
-from programs import ended_with, run_program
+from programs import ended_with, run_launched, run_program
 from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,10 +116,18 @@ print(f"rank {info.rank} met by {info.source}", flush=True)
 """
 
 
-def test_mpi_sends_the_address_if_none_is_given(tmp_path: Path) -> None:
+def test_mpi_sends_the_address_if_none_is_given(pool: RankPool, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SEVERAL_HOSTS)
     folder = mpi_home("mpich")
-    output = _run([folder / "bin" / "mpiexec", "-n", "2", folder / "bin" / "python", program])
+    run = run_launched(
+        pool,
+        [folder / "bin" / "mpiexec", "-n", "2"],
+        program,
+        ranks=2,
+        environment=_clean_environment(),
+        prefix=folder,
+    )
+    assert run.returncode == 0, run.stderr
     for rank in range(2):
-        assert f"rank {rank} met by PMI" in output
+        assert f"rank {rank} met by PMI" in run.stdout
