@@ -12,7 +12,7 @@ from torch import Tensor
 from ringway.call import Reduce
 from ringway.testing.conformance import case, large_case
 from ringway.testing.probe import LARGE, SIZES, Probe, reductions, torch_op
-from ringway.testing.reference import reduced, relative_tolerance, small_values
+from ringway.testing.reference import PERIOD, reduced, relative_tolerance, small_values
 
 _KINDS = [(dtype, reduce, count) for dtype, reduce in reductions() for count in SIZES]
 _LARGE_KINDS = [(torch.float32, Reduce.SUM, LARGE), (torch.bfloat16, Reduce.MAX, LARGE)]
@@ -27,9 +27,13 @@ def _inputs(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> lis
 @functools.lru_cache(maxsize=1024)
 def _known(rank: int, size: int, count: int, dtype: torch.dtype, reduce: Reduce) -> tuple[Tensor, Tensor]:
     """A rank's input and what all ranks' reduce to. Several cases use the same, and computing them takes most of the
-    suite's time."""
-    inputs = [small_values(count, dtype, member, reduce) for member in range(size)]
-    return inputs[rank], reduced(inputs, reduce)
+    suite's time, so that only the first period is computed."""
+    inputs = [small_values(min(count, PERIOD), dtype, member, reduce) for member in range(size)]
+    return _repeated(inputs[rank], count), _repeated(reduced(inputs, reduce), count)
+
+
+def _repeated(period: Tensor, count: int) -> Tensor:
+    return period if count <= PERIOD else period.repeat(-(-count // PERIOD))[:count]
 
 
 def _input(probe: Probe, count: int, dtype: torch.dtype, reduce: Reduce) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,8 @@ def any_bits(shape: int | Sequence[int], dtype: torch.dtype, *key: int) -> Tenso
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     generator = torch.Generator().manual_seed(functools.reduce(lambda seed, part: seed * 1009 + part + 1, key, 17))
     count = math.prod(sizes) * dtype.itemsize
-    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator)
+    data = words.view(torch.uint8)[:count]
     if dtype is torch.bool:
         return (data % 2).to(torch.bool).reshape(sizes)
     return data.view(dtype).reshape(sizes)
@@ -46,6 +47,10 @@ def bits(tensor: Tensor) -> Tensor:
     """The tensor's elements as bytes, so that NaNs and negative zeros compare by their bits."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+PERIOD = 15 * 128
+"""`small_values` repeats itself after this many elements."""
 
 
 def small_values(count: int, dtype: torch.dtype, rank: int, reduce: Reduce = Reduce.SUM) -> Tensor:
