@@ -106,7 +106,7 @@ def run_launched(
     each of which hands over to a forked rank. `prefix` is the environment whose packages are added to the ranks'."""
     pool.replace()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
-        started = thread.submit(
+        launched = thread.submit(
             subprocess.run,
             [*launcher, sys.executable, "-I", "-S", handover.__file__, folder],
             env=environment,
@@ -118,7 +118,7 @@ def run_launched(
         ended = pool.try_run(
             _run_for_launcher, folder, str(prefix), str(program), arguments, world_size=ranks, timeout=timeout
         )
-        run = started.result()
+        run = launched.result()
     assert all(rank.ok for rank in ended), "\n".join([*map(str, ended), run.stdout, run.stderr])
     return run
 

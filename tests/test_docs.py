@@ -9,8 +9,8 @@ NOT_RUN with the reason.
 from __future__ import annotations
 
 import importlib
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from programs import ended_with, run_program, torchrun_variables
+from programs import ended_with, run_launched, run_program, torchrun_variables
 from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,11 +93,11 @@ def test_program_runs(program: Program, pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_first_program_runs_under_the_real_launcher(tmp_path: Path) -> None:
+def test_the_first_program_runs_under_the_real_launcher(pool: RankPool, tmp_path: Path) -> None:
     program = next(program for program in PROGRAMS if program.page == "README.md")
     (tmp_path / program.name).write_text(program.text)
-    command = [sys.executable, "-m", "ringway.cli", "run", "-n", str(program.ranks), program.name]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    launcher = [sys.executable, "-m", "ringway.cli", "run", "-n", str(program.ranks)]
+    run = run_launched(pool, launcher, tmp_path / program.name, ranks=program.ranks, environment=os.environ)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "[rank 1] tensor([3., 3., 3., 3.])" in run.stdout
 

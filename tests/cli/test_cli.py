@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from programs import ended_with, ringway_run_variables, run_command
-from ringway.cli import app, main
+from programs import ended_with, ringway_run_variables, run_command, run_program
+from ringway.cli import app, demo_rank, main
 from ringway.config import SETTINGS, schema
 from ringway.launch import run as launcher
 from ringway.testing import RankPool
@@ -118,20 +116,25 @@ def test_our_errors_are_one_line_without_a_traceback(
     assert reported.count("\n") == 1
 
 
-@pytest.mark.processes
-def test_demo_ends_with_a_table_in_which_all_is_right() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ringway.cli", "demo"],
-        env={**os.environ, "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("correct on every rank") == 7
-    assert "WRONG" not in done.stdout
-    assert "weights are equal on all ranks" in done.stdout
-    assert "ringway demo: 2 ranks finished" in done.stdout
+def test_demo_ends_with_a_table_in_which_all_is_right(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], ranks: int) -> launcher.Outcome:
+        """What the launcher does, on forked ranks."""
+        assert command[:3] == [sys.executable, "-m", "ringway.cli.demo_rank"]
+        with ringway_run_variables(ranks) as environments:
+            ended = run_program(pool, Path(demo_rank.__file__), *command[3:], environments=environments)
+        assert all(map(ended_with, ended)), ended
+        return launcher.Outcome(0, f"{ranks} ranks finished")
+
+    monkeypatch.setattr(launcher, "run", run)
+    monkeypatch.setenv("COLUMNS", "160")
+    app(["demo"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert printed.count("correct on every rank") == 7
+    assert "WRONG" not in printed
+    assert "weights are equal on all ranks" in printed
+    assert "ringway demo: 2 ranks finished" in printed
 
 
 def test_bench_measures_what_it_has_verified(pool: RankPool, tmp_path: Path) -> None:

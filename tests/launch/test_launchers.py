@@ -67,9 +67,11 @@ def test_ringway_run(expected: str) -> None:
     assert "ringway run: 2 ranks finished" in output
 
 
-def test_torchrun(expected: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
-    _check(_run(command), expected)
+def test_torchrun(pool: RankPool, expected: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    run = run_launched(pool, launcher, PROGRAM, ranks=2, environment=_clean_environment())
+    assert run.returncode == 0, run.stderr
+    _check(run.stdout, expected)
 
 
 def test_mpich(expected: str) -> None:
