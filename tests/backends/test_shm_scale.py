@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from ringway.backends.shm import join
 from ringway.backends.shm import link as links
 from ringway.backends.shm.backend import ShmBackend
 from ringway.backends.shm.peers import KnownPeers
-from ringway.call import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, REDUCE_SCATTER_SINGLE, Call
+from ringway.call import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, RECV, REDUCE_SCATTER_SINGLE, SEND, Call
 from ringway.errors import BackendUnavailable, RendezvousError
 from ringway.groups.world import world
 from ringway.store import Deadline, key_of, read
@@ -71,6 +72,24 @@ def _reserved() -> int:
     raise AssertionError("there is no segment")
 
 
+def _own_memory() -> int:
+    """The bytes of this process's heap and stacks: without the segment, which all ranks share."""
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(row.split()[1]) << 10 for row in rows if row.startswith("Anonymous:"))
+
+
+def _every_message(backend: ShmBackend, size: int) -> None:
+    """To the next rank, and to the rank half way round: rings and announcements of several pairs."""
+    rank, count = backend.rank, 3000
+    for step in (1, size // 2):
+        sent, got = torch.full((count,), float(rank)), torch.empty(count)
+        to, source = (rank + step) % size, (rank - step) % size
+        sending = backend.send(Call(SEND, [sent], [], peer=to, size=size, async_op=True))
+        backend.recv(Call(RECV, [], [got], peer=source, size=size))
+        sending.wait()
+        assert got.eq(float(source)).all()
+
+
 def _every_kind_of_call(backend: ShmBackend, size: int, count: int) -> None:
     rank = float(backend.rank)
     total = size * (size - 1) / 2
@@ -90,16 +109,28 @@ def _every_kind_of_call(backend: ShmBackend, size: int, count: int) -> None:
 def test_a_large_group_takes_little_memory_and_small_calls_take_no_more() -> None:
     store, process, step = c10d.HashStore(), Process(), threading.Barrier(RANKS, timeout=100)
     reserved: list[int] = []
+    own: list[int] = []
+    files: list[int] = []
+
+    def look(number: int, into: list[int], what: Callable[[], int]) -> None:
+        step.wait()
+        if number == 0:
+            into.append(what())
+        step.wait()
 
     def rank(number: int) -> None:
+        torch.full((LARGE,), 1.0).sum()  # the thread's first allocations are not the group's
+        look(number, own, _own_memory)
+        look(number, files, _files)
         backend = ShmBackend(_group(store, number, RANKS, process=process))
-        for count in (None, SMALL, LARGE):
-            if count is not None:
-                _every_kind_of_call(backend, RANKS, count)
-            step.wait()
-            if number == 0:
-                reserved.append(_reserved())
-            step.wait()
+        look(number, reserved, _reserved)
+        _every_kind_of_call(backend, RANKS, SMALL)
+        look(number, reserved, _reserved)
+        _every_message(backend, RANKS)
+        look(number, own, _own_memory)
+        look(number, files, _files)
+        _every_kind_of_call(backend, RANKS, LARGE)
+        look(number, reserved, _reserved)
         backend.close()
 
     _on_threads(rank, RANKS)
@@ -107,6 +138,10 @@ def test_a_large_group_takes_little_memory_and_small_calls_take_no_more() -> Non
     assert small == joined  # eight floats stay in the entries
     assert joined < 25 << 20
     assert joined < large < 60 << 20
+    # All that the group costs: the segment, in which the rings of messages are, and the ranks' own memory and threads.
+    # A rank has a descriptor of the segment, and one of every process, of which there is one here.
+    assert large + own[1] - own[0] < 100 << 20
+    assert files[1] - files[0] <= RANKS + 1
 
 
 def test_what_a_group_reserves_is_bounded() -> None:
@@ -194,7 +229,7 @@ def _crowded() -> None:
         links.send(ours, {}, [0], Deadline(0.05))
     threading.Timer(0.1, drain.close).start()
     links.send(ours, {"late": 1}, [0], Deadline(30))
-    assert links.receive(theirs, Deadline(30), "the other end")[0] == {"late": 1}
+    assert links.receive(theirs, Deadline(30), None)[0] == {"late": 1}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes the user of a process")
@@ -256,7 +291,7 @@ def test_a_rank_that_dies_on_its_way_to_the_first_group_is_named() -> None:
 @pytest.mark.timeout(45)
 def test_a_rank_that_dies_between_its_first_message_and_the_segment_is_named() -> None:
     store = c10d.HashStore()
-    errors: dict[int, BaseException] = {}
+    errors: dict[int, RendezvousError] = {}
 
     def run(rank: int) -> None:
         try:
@@ -276,6 +311,7 @@ def test_a_rank_that_dies_between_its_first_message_and_the_segment_is_named() -
     host.join(30)
     assert errors.keys() == {0, 2}
     assert all("rank 1 ended while the group met" in str(error) for error in errors.values()), errors
+    assert all(error.missing == [1] for error in errors.values()), errors
 
 
 @pytest.mark.timeout(45)

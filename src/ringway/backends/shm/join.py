@@ -243,7 +243,7 @@ class _Host(_Meeting):
 
     def _admit(self, link: socket.socket, token: str, refusal: BackendUnavailable | None) -> None:
         try:
-            hello, fds = receive(link, self.deadline, "a process that connected")
+            hello, fds = receive(link, self.deadline, None)
         except BackendUnavailable as error:
             self.say(link, in_words(error))
             link.close()
@@ -281,16 +281,16 @@ class _Host(_Meeting):
             for link in links.values():
                 self.say(link, facts, [segment.fd])
             for rank, link in links.items():
-                lacks = ask(link, self.deadline, self.rank(rank))["lacks"]
+                lacks = ask(link, self.deadline, self.info.ranks[rank])["lacks"]
                 lacks = [other for other in lacks if peers[other].pidfd >= 0]
                 for at in range(0, len(lacks), FDS_A_MESSAGE):
                     part = lacks[at : at + FDS_A_MESSAGE]
                     fds = [peers[other].pidfd for other in part]
                     self.say(link, {"ranks": part, "descriptors": len(lacks) - at}, fds)
-                    ask(link, self.deadline, self.rank(rank))
+                    ask(link, self.deadline, self.info.ranks[rank])
                 self.say(link, {"ranks": []})
             for rank, link in links.items():
-                ask(link, self.deadline, self.rank(rank))
+                ask(link, self.deadline, self.info.ranks[rank])
         except BaseException:
             close([segment.fd])
             raise
@@ -324,7 +324,7 @@ class _Joiner(_Meeting):
 
     def _next(self, link: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """The next message of rank 0. Raises the error that it may report instead."""
-        message, fds = receive(link, self.deadline, self.rank(0))
+        message, fds = receive(link, self.deadline, self.info.ranks[0])
         if "error" in message:
             close(fds)
             raise error_in(message)

@@ -40,7 +40,9 @@ def send(
             time.sleep(_RETRY_SECONDS)
 
 
-def receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[str, Any], list[int]]:
+def receive(link: socket.socket, deadline: Deadline, rank: int | None) -> tuple[dict[str, Any], list[int]]:
+    """The other end's next message, and its descriptors. `rank` is the other end's global rank, if it is known."""
+    who, missing = ("a process that connected", []) if rank is None else (f"rank {rank}", [rank])
     link.settimeout(deadline.left() or 0.001)
     fds = array.array("i")
     try:
@@ -51,25 +53,27 @@ def receive(link: socket.socket, deadline: Deadline, who: str) -> tuple[dict[str
         except ConnectionResetError:  # it closed without reading all; why it did so may be here, after the reset
             data, extra, flags, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
-        raise RendezvousError(f"{who} connected to share memory, but then stopped responding") from None
+        raise RendezvousError(
+            f"{who} connected to share memory, but then stopped responding", missing=missing
+        ) from None
     except OSError as error:
-        raise RendezvousError(f"{who} ended while the group met ({error})") from None
+        raise RendezvousError(f"{who} ended while the group met ({error})", missing=missing) from None
     for _, _, part in extra:
         fds.frombytes(part[: len(part) // fds.itemsize * fds.itemsize])
     if not data:
-        raise RendezvousError(f"{who} ended while the group met")
+        raise RendezvousError(f"{who} ended while the group met", missing=missing)
     if flags & socket.MSG_CTRUNC:  # the kernel closed those for which this process has no number left
         close(fds)
         raise no_descriptors(json.loads(data).get("descriptors", 1))
     return json.loads(data), list(fds)
 
 
-def ask(link: socket.socket, deadline: Deadline, who: str) -> dict[str, Any]:
+def ask(link: socket.socket, deadline: Deadline, rank: int) -> dict[str, Any]:
     """The other end's next message, which has no descriptors. Raises the error that it may report instead."""
-    message, fds = receive(link, deadline, who)
+    message, fds = receive(link, deadline, rank)
     close(fds)
     if "error" in message:
-        raise error_in({**message, "error": f"{who}: {message['error']}"})
+        raise error_in({**message, "error": f"rank {rank}: {message['error']}"})
     return message
 
 
