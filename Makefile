@@ -42,19 +42,26 @@ types: build
 	@$(VENV)/bin/mypy
 
 PYTEST := $(PY) -m pytest -q
-SPREAD := -n 2 --dist worksteal
+# More tests at a time than two cores: about a third of the time, tests wait for a timeout, a death or a late rank.
+SPREAD := -n 3 --dist worksteal
 # Tests with their own target and their own page in docs/proofs.
 APART  := not sanitizers and not browser
 
 unit: build
 	@$(PYTEST) $(SPREAD) -m '$(APART)'
 
-test: lint types unit
+# $(call checked,TESTS): lint, then these tests while mypy runs. What mypy says comes after them.
+checked = \
+	types=$$(mktemp) && trap 'rm -f $$types' EXIT && { $(VENV)/bin/mypy >$$types 2>&1 & } && \
+	{ $(PYTEST) $(SPREAD) -m '$(1)'; tests=$$?; wait $$!; typed=$$?; cat $$types; [ $$tests = 0 ] && [ $$typed = 0 ]; }
+
+test: lint
+	@$(call checked,$(APART))
 	@$(PY) scripts/proofs.py
 
 # Tests that start no processes, or are marked quick.
-quick: lint types
-	@$(PYTEST) $(SPREAD) -m 'quick or not (ranks or processes or sanitizers or browser)'
+quick: lint
+	@$(call checked,quick or not (ranks or processes or sanitizers or browser))
 
 soak: build
 	@RINGWAY_SOAK=1 $(PYTEST)

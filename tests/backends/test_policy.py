@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -172,32 +171,27 @@ def test_tune_reports_an_unwritable_file_before_it_measures(pool: RankPool, tmp_
     assert "measuring" not in ended.output
 
 
-def measures(launcher: int) -> bool:
-    """Whether the launcher's ranks have started to measure."""
-    ranks = {int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()}
-    return any(status.total > 100 for status in snapshot() if status.pid in ranks)
+def _interrupt_once_they_measure(pool: RankPool) -> None:
+    while not any(status.total > 100 for status in snapshot() if status.pid in pool.pids().values()):
+        time.sleep(0.1)
+    for pid in pool.pids().values():
+        os.kill(pid, signal.SIGINT)
 
 
-@pytest.mark.processes
-def test_an_interrupted_tune_leaves_the_old_table(tmp_path: Path) -> None:
+def test_an_interrupted_tune_leaves_the_old_table(pool: RankPool, tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text("the table of before")
-    command = ["tune", "-n", "2", "-o", str(file), "--backends", "shm", "--ops", "barrier", "--rounds", "1000000"]
-    tune = subprocess.Popen(
-        [sys.executable, "-m", "ringway.cli", *command],
-        env={**os.environ, "RINGWAY_POLICY": str(file)},  # not a valid policy, but tune does not read it
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        while not measures(tune.pid):
-            assert tune.poll() is None, tune.communicate()[0]
-            time.sleep(0.1)
-        os.killpg(tune.pid, signal.SIGINT)
-        assert tune.wait(100) != 0
-    finally:
-        tune.kill()
-        tune.communicate()
+    folder = tmp_path / "program"
+    folder.mkdir()
+    options = ["-o", str(file), "--backends", "shm", "--ops", "barrier", "--rounds", "1000000"]
+    not_read = {"RINGWAY_POLICY": str(file)}  # not a valid policy, but tune does not read it
+    threading.Thread(target=_interrupt_once_they_measure, args=[pool], daemon=True).start()
+    with ringway_run_variables(2) as environments:
+        ended = run_command(
+            pool, "tune", *options, folder=folder, environments=[own | not_read for own in environments]
+        )
+    for rank in ended:
+        assert rank.kind == "died", rank
+        assert not ended_with(rank), rank
     assert file.read_text() == "the table of before"
-    assert list(tmp_path.iterdir()) == [file]
+    assert sorted(tmp_path.iterdir()) == [file, folder]

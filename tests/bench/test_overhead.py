@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from programs import ended_with, run_program
+from ringway.testing import RankPool
 
 pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 
 
-def test_overhead_runs_and_reports(tmp_path: Path) -> None:
+def test_overhead_runs_and_reports(pool: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"
-    command = [sys.executable, SCRIPT, "--rounds", "3", "--json", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "recorder:" in done.stdout
+    (ended,) = run_program(pool, SCRIPT, "--rounds", "3", "--json", str(out), timeout=250)
+    assert ended_with(ended), ended
+    assert "recorder:" in ended.output
     report = json.loads(out.read_text())
     assert 0 < report["recorder_seconds"] < 1e-3
     found = {(row["ranks"], row["candidate"]): row for row in report["rows"]}
