@@ -9,6 +9,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 
+# Without bytecode files, every process compiles ringway, and every worker of pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo quick test lint types unit soak build clean help
 
 help:
