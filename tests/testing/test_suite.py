@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def dies(probe: Probe) -> None:
 
 def hangs(probe: Probe) -> None:
     while probe.rank == 1:
-        pass
+        time.sleep(0.1)
 
 
 def test_dead_and_hung_cases_are_named_and_the_next_case_runs(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
