@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import threading
@@ -312,6 +313,34 @@ def test_a_rank_that_dies_between_its_first_message_and_the_segment_is_named() -
     assert errors.keys() == {0, 2}
     assert all("rank 1 ended while the group met" in str(error) for error in errors.values()), errors
     assert all(error.missing == [1] for error in errors.values()), errors
+
+
+@pytest.mark.timeout(45)
+def test_ranks_that_have_not_introduced_themselves_learn_why_rank_0_gave_up() -> None:
+    """Rank 1 is dead. Rank 2 has connected, and rank 0 has not read its first message when it gives up."""
+    store, pid = c10d.HashStore(), _ended_process()
+    meeting = join._Host(_group(store, 0, 3))
+    store.set("shm/pid/1", json.dumps([pid, os.readlink("/proc/self/ns/pid")]))
+    caught: list[BaseException] = []
+
+    def give_up(listener: socket.socket, token: str) -> None:
+        late.start()
+        while not select.select([listener], [], [], 1)[0]:
+            pass
+        meeting.check_alive([1])
+
+    def join_late() -> None:
+        with pytest.raises(RendezvousError) as raised:
+            ShmBackend(_group(store, 2, 3))
+        caught.append(raised.value)
+
+    late = threading.Thread(target=join_late, daemon=True)
+    meeting._accept_all = give_up  # type: ignore[method-assign]
+    with pytest.raises(RendezvousError):
+        meeting._gather()
+    late.join(30)
+    assert f"rank 1 (pid {pid}) ended" in str(caught[0])
+    assert read(store, join._given_up(2)) is None
 
 
 @pytest.mark.timeout(45)

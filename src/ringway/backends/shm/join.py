@@ -153,6 +153,8 @@ class _Host(_Meeting):
         own = self.hello()
         peer = self.known.add(own["name"], own["pid"], own_pidfd())
         self._members = {0: _Member(peer, own["name"], own["cpus"], own["quota"])}
+        self._nameless: dict[int, socket.socket] = {}
+        """By descriptor: connections that have not said yet which rank they are."""
         self._turned_away: set[int] = set()
 
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
@@ -187,41 +189,50 @@ class _Host(_Meeting):
             try:
                 self._accept_all(listener, token)
             except BaseException as error:
-                # For the ranks that come later; those that are connected are told.
-                with contextlib.suppress(Exception):  # the store may be gone
-                    for rank in set(self._missing()) - self.ended:
-                        self.store.set(_given_up(rank), json.dumps(in_words(error)))
+                self._give_up(listener, error)
                 raise
             finally:
+                for link in self._nameless.values():
+                    link.close()
                 with contextlib.suppress(Exception):  # a later group may meet in the same store under the same name
                     self.store.delete_key(_KEY)
+
+    def _give_up(self, listener: socket.socket, error: BaseException) -> None:
+        """Tells the ranks that are not members yet why the group does not form: through the store if they come later,
+        over the connection if they have one. The store comes first: a rank that has a connection clears its key."""
+        with contextlib.suppress(Exception):  # the store may be gone
+            for rank in set(self._missing()) - self.ended:
+                self.store.set(_given_up(rank), json.dumps(in_words(error)))
+        with contextlib.suppress(OSError):  # until there are no more
+            while True:
+                link, _ = listener.accept()
+                self._nameless[link.fileno()] = link
+        for link in self._nameless.values():
+            if same_user(link):
+                with contextlib.suppress(OSError):
+                    send(link, in_words(error))
 
     def _accept_all(self, listener: socket.socket, token: str) -> None:
         refusal = self._descriptor_shortage()
         watched = select.poll()
         watched.register(listener, select.POLLIN)
-        nameless: dict[int, socket.socket] = {}
-        try:
-            while missing := self._missing():
-                ready = watched.poll(min(_SLICE, self.deadline.left()) * 1000)
-                if not ready:
-                    self._check_absent(missing)
-                for fd, _ in ready:
-                    if fd != listener.fileno():
-                        watched.unregister(fd)
-                        self._admit(nameless.pop(fd), token, refusal)
-                        continue
-                    link, _ = listener.accept()
-                    if same_user(link) and refusal is not None:
-                        self._admit(link, token, refusal)
-                    elif same_user(link):
-                        nameless[link.fileno()] = link
-                        watched.register(link, select.POLLIN)
-                    else:
-                        link.close()
-        finally:
-            for link in nameless.values():
-                link.close()
+        while missing := self._missing():
+            ready = watched.poll(min(_SLICE, self.deadline.left()) * 1000)
+            if not ready:
+                self._check_absent(missing)
+            for fd, _ in ready:
+                if fd != listener.fileno():
+                    watched.unregister(fd)
+                    self._admit(self._nameless.pop(fd), token, refusal)
+                    continue
+                link, _ = listener.accept()
+                if same_user(link) and refusal is not None:
+                    self._admit(link, token, refusal)
+                elif same_user(link):
+                    self._nameless[link.fileno()] = link
+                    watched.register(link, select.POLLIN)
+                else:
+                    link.close()
         if refusal is not None:
             raise refusal
 
@@ -327,6 +338,8 @@ class _Joiner(_Meeting):
         message, fds = receive(link, self.deadline, self.info.ranks[0])
         if "error" in message:
             close(fds)
+            with contextlib.suppress(Exception):  # the store may be gone
+                self.store.delete_key(_given_up(self.info.rank))
             raise error_in(message)
         return message, fds
 
