@@ -14,9 +14,11 @@ from ringway.errors import UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import FORKED, world
 from ringway.references import never_destroy
+from ringway.store import Deadline, beneath_prefixes
 
 _SECONDS = 2.0
 """How long a rank that exits waits for calls in flight: its peers may still need them."""
+_MONITOR_SECONDS = 0.2
 
 
 def leave_at_exit() -> None:
@@ -25,7 +27,8 @@ def leave_at_exit() -> None:
     if not quiet or waiters.busy():
         # Threads inside torch wake up when a peer exits, perhaps while this interpreter is being finalized.
         faulthandler.disable()  # its own end would put the earlier signal handlers back
-        _core.leave_threads_behind(waiters.native_ids() + ([] if quiet else _gloo_threads()))
+        gloo = [] if quiet else _threads("pt_gloo_runloop")  # run its collectives and their callbacks
+        _core.leave_threads_behind(waiters.native_ids() + gloo + _monitors())
     for communicator in world.communicators():
         if not quiet:  # keep its connections until the process ends: closing them could wake threads that still wait
             communicator.devices.abandon()
@@ -39,15 +42,31 @@ def leave_at_exit() -> None:
         c10d_module._world.pg_group_ranks.clear()
         c10d_module._unregister_all_process_groups()
         c10d_module._update_default_pg(None)
+    # Those of groups that are closed end by themselves; a group that the program made with torch and did not destroy
+    # goes on.
+    Deadline(_MONITOR_SECONDS).poll(lambda: not _monitors() or None)
+    if monitors := _monitors():
+        for group in c10d_module._world.pg_map:
+            never_destroy(group)
+        faulthandler.disable()
+        _core.leave_threads_behind(monitors)
     _core.begin_exit()
 
 
-def _gloo_threads() -> list[int]:
-    """The threads in which torch runs gloo's collectives and their callbacks."""
+def _monitors() -> list[int]:
+    """The threads of torch's nccl groups that ask the job's store once a second, if the store is written in Python, as
+    that of a job with a secret: they must not ask an interpreter that is being finalized."""
+    if world.store is None or type(beneath_prefixes(world.store)).__module__.startswith("torch"):
+        return []
+    return _threads("pt_nccl_heartbt")
+
+
+def _threads(*names: str) -> list[int]:
+    """The threads of this process with these names, by the kernel's numbers."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it ended in between
-            if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+            if (task / "comm").read_text().strip() in names:
                 found.append(int(task.name))
     return found
 
