@@ -44,6 +44,7 @@ uint64_t begin_call(GroupRecord& record, nb::handle call, uint32_t label) {
     const uint32_t site = current_site();
     const GroupRecord::Begun begun =
         record.begin(view.op(), view.nbytes(), view.dtype(), view.reduce(), view.peer(), label, site);
+    record.starting();
     view.recorded(begun.sequence, site);
     return begun.token;
 }
@@ -78,6 +79,8 @@ void bind_group(nb::module_& m) {
         .def("begin_call", &begin_call)
         .def("end",
              [](GroupRecord& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
+        .def("started", &GroupRecord::started)
+        .def_prop_ro("is_starting", &GroupRecord::is_starting)
         .def("compare", &GroupRecord::compare, nb::arg("board"))
         .def_prop_ro("difference", &difference)
         .def_prop_ro("keeps_times", [](GroupRecord& self) { return self.recorder().keeps_times(); })
@@ -94,7 +97,9 @@ void bind_group(nb::module_& m) {
             [](FastPath& self, int op, nb::handle outputs, nb::handle inputs, int peer) -> uint64_t {
                 PlainCall call;
                 if (!self.read(static_cast<Op>(op), outputs, inputs, peer, call)) return 0;
-                return self.begin(call, current_site()).token;
+                const uint64_t token = self.begin(call, current_site()).token;
+                self.record().starting();
+                return token;
             },
             nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"))
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))

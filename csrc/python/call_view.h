@@ -33,6 +33,8 @@ class CallView {
     }
     // As `recorded` wrote it. A call that was never recorded has the number -1; its sequence is 0 here.
     uint64_t sequence() const { return static_cast<uint64_t>(std::max<int64_t>(integer(call_, names().sequence), 0)); }
+    // The record that counts the call as not started; None if the call is only a part of one.
+    nb::object record() const { return read(names().record); }
     uint32_t site() const { return static_cast<uint32_t>(integer(call_, names().site)); }
     void recorded(uint64_t sequence, uint32_t site) const {
         nb::setattr(call_, names().sequence, nb::int_(sequence));
@@ -51,7 +53,8 @@ class CallView {
         nb::str op = name("op"), code = name("code"), dtype_code = name("dtype_code"), reduce = name("reduce"),
                 peer = name("peer"), tag = name("tag"), nbytes = name("nbytes"), async_op = name("async_op"),
                 factor = name("factor"), sequence = name("sequence"), site = name("site"), inputs = name("inputs"),
-                outputs = name("outputs"), input_splits = name("input_splits"), output_splits = name("output_splits");
+                outputs = name("outputs"), input_splits = name("input_splits"), output_splits = name("output_splits"),
+                record = name("record");
         static nb::str name(const char* text) { return nb::steal<nb::str>(PyUnicode_InternFromString(text)); }
     };
     static const Names& names() {

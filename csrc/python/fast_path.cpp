@@ -84,7 +84,7 @@ bool FastPath::read_tensors(nb::handle outputs, nb::handle inputs, PlainCall& ca
 }
 
 bool FastPath::read(Op op, nb::handle outputs, nb::handle inputs, int peer, PlainCall& call) const {
-    if (held_ != 0 || !has(static_cast<int>(op)) || peer >= size_) return false;
+    if (held_ != 0 || record_.is_starting() || !has(static_cast<int>(op)) || peer >= size_) return false;
     call.op = op;
     call.dtype = DType::Unknown;
     call.root = peer;

@@ -7,6 +7,7 @@
 #include "python/call_view.h"
 #include "python/tensor_view.h"
 #include "record/callsite.h"
+#include "record/group_record.h"
 
 namespace ringway::shm {
 namespace {
@@ -70,6 +71,12 @@ void read_facts(const CallView& view, double timeout_s, Request& r) {
     r.element = element_bytes(r.dtype);
 }
 
+// Nothing but the engine runs between this and the start of the call, so no signal handler can come first.
+void starts(const CallView& view) {
+    const nb::object record = view.record();
+    if (!record.is_none()) nb::cast<GroupRecord&>(record).started();
+}
+
 }  // namespace
 
 const char* text_of_site(uint32_t id) {
@@ -107,7 +114,9 @@ nb::object collective(PyGroup& group, nb::handle call, double timeout_s) {
         r.in = blocks_of(in, r.op == Op::ReduceScatterSingle, size, task->in);
         r.out = blocks_of(out, r.op == Op::AllGatherSingle, size, task->out);
     }
-    if (view.async_op()) return nb::cast(group.submit(std::move(task)));
+    const bool async = view.async_op();
+    starts(view);
+    if (async) return nb::cast(group.submit(std::move(task)));
     GilHost host;
     if (r.count * r.element >= kLarge) host.block();
     group.run(r, host);
@@ -134,7 +143,9 @@ PyTask message(PyGroup& group, nb::handle call, double timeout_s) {
     r.in.base = tensor.data;
     r.count = tensor.nbytes / r.element;
     describe(*task, r, tensor.nbytes, view.tag());
-    return group.start(std::move(task), view.async_op());
+    const bool async = view.async_op();
+    starts(view);
+    return group.start(std::move(task), async);
 }
 
 }  // namespace ringway::shm

@@ -1,6 +1,8 @@
 // The record of one group: numbers the group's calls, writes them to the recorder, compares them with other ranks'.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <memory>
 #include <string>
@@ -31,6 +33,18 @@ class GroupRecord {
     void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }
     const CallBoard* board() const { return board_.get(); }
 
+    // A call that is numbered in one step and started in a later one is `starting` in between. A signal handler that runs
+    // there, on the same thread, must make no call of the group: it would get the later number and start first.
+    void starting() { starting_.store(pthread_self(), std::memory_order_relaxed); }
+    void started() {
+        if (is_starting()) starting_.store(0, std::memory_order_relaxed);
+    }
+    // Whether a call of this thread is.
+    bool is_starting() const {
+        const pthread_t thread = starting_.load(std::memory_order_relaxed);
+        return thread != 0 && thread == pthread_self();
+    }
+
     uint64_t collectives() const { return collectives_.load(std::memory_order_relaxed); }
     uint64_t messages() const { return messages_.load(std::memory_order_relaxed); }
     uint64_t completed() const { return completed_.load(std::memory_order_relaxed); }
@@ -45,6 +59,7 @@ class GroupRecord {
     std::atomic<uint64_t> collectives_{0};
     std::atomic<uint64_t> messages_{0};
     std::atomic<uint64_t> completed_{0};
+    std::atomic<pthread_t> starting_{0};
 };
 
 }  // namespace ringway

@@ -232,6 +232,9 @@ class Call:
     check: Callable[[], None] | None = None
     """Raises if the ranks were found to have called different things. For code that waits in slices."""
 
+    record: Any = field(default=None, init=False, repr=False, compare=False)
+    """The group's record, which a backend informs that the call has started if its method waits. `replace` drops it: a
+    call may start in several parts."""
     _dtype_code: int = field(default=-1, init=False, repr=False, compare=False)
 
     @property

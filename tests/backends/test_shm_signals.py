@@ -16,7 +16,10 @@ import torch
 import torch.distributed as c10d
 
 import ringway as dist
-from ringway.errors import CommTimeout, PeerLost
+from ringway.backends.torch.gloo import GlooFastPath
+from ringway.call import Call
+from ringway.errors import CommTimeout, PeerLost, UsageError
+from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
 
@@ -201,3 +204,86 @@ def test_a_handlers_call_hears_of_timeouts_and_dead_peers(pool: RankPool, how: s
     ended = pool.try_run(_handled_without_peer, how, world_size=2, timeout=60)
     pool.replace()
     assert ended[0].value == error, ended[0]
+
+
+# Before the interrupted call has started
+
+
+class _Signals(Listener):
+    """Sends a signal between the number of a call and its start."""
+
+    sees_calls = True
+
+    def issued(self, call: Call) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def _listening() -> Callable[[], None]:
+    listener = _Signals()
+    world.listen(listener)
+    return lambda: world.unlisten(listener)
+
+
+def _inside_the_backend() -> Callable[[], None]:
+    """The signal comes when the backend has the call, and has not passed it on."""
+    backend = next(iter(world.communicator(None).devices.made()))
+    kind = type(backend)
+    before = kind._start  # type: ignore[attr-defined]
+
+    def start(self: Any, *arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return before(self, *arguments)
+
+    kind._start = start  # type: ignore[attr-defined]
+    return lambda: setattr(kind, "_start", before)
+
+
+def _inside_gloos_fast_path() -> Callable[[], None]:
+    before = GlooFastPath._start
+
+    def start(self: Any, token: int, tensor: torch.Tensor) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return before(self, token, tensor)
+
+    GlooFastPath._start = start  # type: ignore[method-assign]
+    return lambda: setattr(GlooFastPath, "_start", before)
+
+
+def _refused_before_the_start(context: RankContext, backend: str) -> int:
+    """Rank 0's handler makes calls too early and catches the refusals. Both ranks' calls stay in order."""
+    context.start(backend, timeout=timedelta(seconds=30))
+    dist.barrier()
+    refusals: list[str] = []
+
+    def handle(*_: Any) -> None:
+        for call in (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2), async_op=True)):
+            try:
+                call()
+            except UsageError as error:
+                refusals.append(str(error))
+
+    if context.rank == 0:
+        signal.signal(signal.SIGUSR1, handle)
+    ways = [_listening, _inside_gloos_fast_path if backend == "gloo" else _inside_the_backend]
+    for way in ways:
+        undo = way() if context.rank == 0 else lambda: None
+        sync, later = _numbers(5), _numbers(6)
+        dist.all_reduce(sync)
+        if backend == "shm" or way is _listening:
+            work = dist.all_reduce(later, op=dist.ReduceOp.MAX, async_op=True)
+            assert work is not None
+            work.wait()
+            assert later.tolist() == [i + 1.0 for i in range(6)]
+        undo()
+        assert sync.tolist() == [2.0 * i + 1 for i in range(5)]
+    after = _all_reduce(4)  # nothing is left of the refused calls
+    assert after.tolist() == [2.0 * i + 1 for i in range(4)]
+    assert all("a signal handler called all_reduce of the group" in text for text in refusals), refusals
+    return len(refusals)
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("shm", 6), ("gloo", 6)])
+def test_a_handlers_call_is_refused_before_the_interrupted_call_has_started(
+    pool: RankPool, backend: str, refused: int
+) -> None:
+    assert pool.run(_refused_before_the_start, backend, world_size=2, timeout=60) == [refused, 0]

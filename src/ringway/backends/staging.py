@@ -35,6 +35,7 @@ def native(backend: Backend, method: Runner) -> Runner:
         if _accepted(backend, call):
             return method(call)
         staging = _Staging(backend, call)
+        staging.call.record = call.record
         handle = method(staging.call)
         return handle.then(staging.finish) if staging.has_finish else handle
 

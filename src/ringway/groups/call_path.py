@@ -20,7 +20,7 @@ from ringway.groups.devices import Devices
 from ringway.groups.fast_path import FastPaths
 from ringway.groups.health import ENDS_THE_GROUP, Health
 from ringway.groups.listener import Listener
-from ringway.work import Work
+from ringway.work import Handle, Work
 
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
@@ -102,18 +102,13 @@ class CallPath:
         plan = self._devices.plans.get(device) or self._first_call_on(device)
         check(call, self._info.rank)
         call.check = self._health.check
-        token = self._begin(call)
-        watched = call if self._watchers else None
-        if watched is not None:
-            call.issued = _core.monotonic_ns()
-            for listener in self._watchers:
-                listener.issued(call)
-        try:
-            handle = plan.runners[call.op.name](call)
-            if not call.async_op:
+        self._require_order(call)
+        handle, token, watched = self._start(call, plan)
+        if not call.async_op:
+            try:
                 handle.wait()
-        except BaseException as error:
-            raise self._ended(token, error, watched) or error from None
+            except BaseException as error:
+                raise self._ended(token, error, watched) or error from None
         if handle.on_device:
             timed = watched is not None or self._recorder.keeps_times
             handle.when_finished(lambda error: _discard(self._ended(token, error, watched)), soon=timed)
@@ -126,6 +121,33 @@ class CallPath:
         if call.op is RECV:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
         return None
+
+    def _require_order(self, call: Call) -> None:
+        """Raise if a signal handler makes this call before the call that it interrupts has started: the two would run
+        in another order than on the other ranks."""
+        if self._record.is_starting:
+            raise UsageError(
+                f"a signal handler called {call.op.name} of the group {self._info.name} while this thread was starting "
+                "another call of the group, which must come first. Set a flag in the handler, and make the call where "
+                "the program looks at the flag"
+            )
+
+    def _start(self, call: Call, plan: Plan) -> tuple[Handle, int, Call | None]:
+        """Numbers and starts a call. Returns its handle, its token, and the call if listeners see it."""
+        call.record = self._record
+        try:
+            token = self._begin(call)
+            watched = call if self._watchers else None
+            try:
+                if watched is not None:
+                    call.issued = _core.monotonic_ns()
+                    for listener in self._watchers:
+                        listener.issued(call)
+                return plan.runners[call.op.name](call), token, watched
+            except BaseException as error:
+                raise self._ended(token, error, watched) or error from None
+        finally:
+            self._record.started()
 
     def recorded(self, op: Op, label: str) -> Recorded:
         """A block that is recorded as one call although no backend runs it."""
@@ -185,7 +207,11 @@ class Recorded:
         self._calls, self._call = calls, call
 
     def __enter__(self) -> None:
-        self._token = self._calls._begin(self._call)
+        self._calls._require_order(self._call)
+        try:
+            self._token = self._calls._begin(self._call)
+        finally:
+            self._calls._record.started()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         self._calls._record.end(self._token, kind is None)

@@ -28,7 +28,7 @@ def leave_at_exit() -> None:
         # Threads inside torch wake up when a peer exits, perhaps while this interpreter is being finalized.
         faulthandler.disable()  # its own end would put the earlier signal handlers back
         gloo = [] if quiet else _threads("pt_gloo_runloop")  # run its collectives and their callbacks
-        _core.leave_threads_behind(waiters.native_ids() + gloo + _monitors())
+        _core.leave_threads_behind(waiters.native_ids() + gloo)
     for communicator in world.communicators():
         if not quiet:  # keep its connections until the process ends: closing them could wake threads that still wait
             communicator.devices.abandon()
@@ -44,21 +44,21 @@ def leave_at_exit() -> None:
         c10d_module._update_default_pg(None)
     # Those of groups that are closed end by themselves; a group that the program made with torch and did not destroy
     # goes on.
-    Deadline(_MONITOR_SECONDS).poll(lambda: not _monitors() or None)
-    if monitors := _monitors():
-        for group in c10d_module._world.pg_map:
+    if Deadline(_MONITOR_SECONDS).poll(lambda: not _has_monitors() or None) is None:
+        for group in c10d_module._world.pg_map:  # its destructor would wait for a monitor that sleeps by then
             never_destroy(group)
         faulthandler.disable()
-        _core.leave_threads_behind(monitors)
+        # A monitor is not sent to sleep: it may be about to take the GIL, and hold the lock that guards it.
+        _core.leave_threads_behind([])
     _core.begin_exit()
 
 
-def _monitors() -> list[int]:
-    """The threads of torch's nccl groups that ask the job's store once a second, if the store is written in Python, as
-    that of a job with a secret: they must not ask an interpreter that is being finalized."""
+def _has_monitors() -> bool:
+    """Whether threads of torch's nccl groups ask a store that is written in Python, as that of a job with a secret.
+    They ask once a second, and CPython ends a thread that asks an interpreter which is being finalized."""
     if world.store is None or type(beneath_prefixes(world.store)).__module__.startswith("torch"):
-        return []
-    return _threads("pt_nccl_heartbt")
+        return False
+    return bool(_threads("pt_nccl_heartbt"))
 
 
 def _threads(*names: str) -> list[int]:

@@ -60,7 +60,8 @@ class MpiFastPath(_core.FastPath):
         self._health = health
 
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
-        if not self._queue.take():
+        # If the call comes from a signal handler that interrupted one, the general path says why it is refused.
+        if self._record.is_starting or not self._queue.take():
             return False
         try:
             token = self.begin(op, outputs, inputs, peer)
@@ -73,6 +74,7 @@ class MpiFastPath(_core.FastPath):
             finally:
                 self._record.end(token, done)
         finally:
+            self._record.started()
             self._queue.give_back()
         return True
 

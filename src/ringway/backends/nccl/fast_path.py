@@ -100,6 +100,14 @@ class NcclFastPath(_core.FastPath):
         self._known: dict[tuple[int, int], tuple[Call, Issue]] = {}
 
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+        if self.record.is_starting:  # the general path says why the call is refused
+            return False
+        try:
+            return self._run(op, outputs, inputs, peer)
+        finally:
+            self.record.started()
+
+    def _run(self, op: int, outputs: Any, inputs: Any, peer: int) -> bool:
         token = self.begin(op, outputs, inputs, peer)
         if token == 0:
             return False

@@ -33,18 +33,23 @@ class GlooFastPath(_core.FastPath):
     ) -> None:
         super().__init__(record, info.rank, info.size, _core.CPU, 0, dtype_bits(dtypes), 1 << ALL_REDUCE.code)
         self._allreduce = group.allreduce
-        self._end = record.end
+        self._record = record
         self._health = health
         self._name = info.name
         self._options = options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=c10d.ReduceOp.SUM)
 
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
-        token = self.begin(op, outputs, inputs, peer)
-        if token == 0:
+        if self._record.is_starting:  # the general path says why the call is refused
             return False
+        try:
+            token = self.begin(op, outputs, inputs, peer)
+            if token == 0:
+                return False
+            work = self._start(token, outputs)
+        finally:
+            self._record.started()
         done = False
         try:
-            work = self._allreduce([outputs], self._options)
             try:
                 work.wait(WAIT_SLICE)
             except Exception:
@@ -52,8 +57,15 @@ class GlooFastPath(_core.FastPath):
                 wait_in_slices(work, call, time.monotonic())
             done = True
         finally:
-            self._end(token, done)
+            self._record.end(token, done)
         return True
+
+    def _start(self, token: int, tensor: torch.Tensor) -> Any:
+        try:
+            return self._allreduce([tensor], self._options)
+        except BaseException:
+            self._record.end(token, False)
+            raise
 
 
 class GlooBackend(C10dBackend):
