@@ -19,6 +19,8 @@ from ringway.keys import Forged, Key
 _FIRST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.05
 
+_NOT_SET = "\0ringway: not set"
+
 Value = TypeVar("Value")
 
 
@@ -44,8 +46,13 @@ class Deadline:
 
 
 def read(store: Store, key: str) -> bytes | None:
-    """The value of a key, or None if it is not set."""
-    return bytes(store.get(key)) if store.check([key]) else None
+    """The value of a key, or None if it is not set.
+
+    One request: after a `check`, a `get` would wait for the key forever if another rank deletes it in between. If the
+    key is not set, torch's stores return what they were to compare it with, and set nothing.
+    """
+    value = bytes(store.compare_set(key, _NOT_SET, _NOT_SET))
+    return None if value == _NOT_SET.encode() else value
 
 
 def absent(store: Store, keys: Sequence[str], deadline: Deadline) -> list[int]:
@@ -94,7 +101,10 @@ class KeyedStore(Store):
         return self._opened(key, self.inner.get(key))
 
     def check(self, keys: list[str]) -> bool:
-        return self.inner.check(keys) and len(self.multi_get(keys)) == len(keys)
+        """A value that a stranger wrote is no answer: it raises."""
+        found = {key: read(self.inner, key) for key in keys} if self.inner.check(keys) else {}
+        values = [self._opened(key, sealed) for key, sealed in found.items() if sealed is not None]
+        return bool(found) and len(values) == len(found)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.inner.wait(keys, self.timeout if timeout is None else timeout)
@@ -105,20 +115,20 @@ class KeyedStore(Store):
     def multi_set(self, keys: list[str], values: list[str]) -> None:
         self.inner.multi_set(keys, [self._sealed(k, v) for k, v in zip(keys, values, strict=True)])
 
-    def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes:
+    def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replaces the value by what `change` makes of it; None leaves it. Returns the value that is there then."""
         while True:
             before = read(self.inner, key)
             value = None if before is None else self._opened(key, before)
             wanted = change(value)
             if wanted is None:
-                return value or b""
+                return value
             sealed = self._sealed(key, wanted)
             if bytes(self.inner.compare_set(key, before or b"", sealed)) == sealed:
                 return wanted
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._change(key, lambda value: str(int(value or 0) + amount).encode()))
+        return int(self._change(key, lambda value: str(int(value or 0) + amount).encode()) or 0)
 
     def append(self, key: str, value: str | bytes) -> None:
         more = value.encode() if isinstance(value, str) else bytes(value)
@@ -126,9 +136,8 @@ class KeyedStore(Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         old, new = (text.encode() if isinstance(text, str) else bytes(text) for text in (expected, desired))
-        if old and not self.inner.check([key]):
-            return old  # as torch's stores do
-        return self._change(key, lambda value: new if (value or b"") == old else None)
+        found = self._change(key, lambda value: new if (value or b"") == old else None)
+        return old if found is None else found  # as torch's stores do
 
     def delete_key(self, key: str) -> bool:
         return self.inner.delete_key(key)
