@@ -20,6 +20,7 @@ MADE_BY = {
     "browser": "make browser",
     "ccl": "make ccl-proof",
     "nccl": "python scripts/nccl_proof.py",
+    "nccl_faults": "python scripts/nccl_faults.py",
     "numerics_gpu": "python scripts/numerics_proof.py",
     "onebit_gpu": "python benchmarks/onebit_gpu.py",
     "sanitizers": "make sanitizers",

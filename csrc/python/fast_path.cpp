@@ -1,5 +1,7 @@
 #include "python/fast_path.h"
 
+#include "agreement.h"
+
 namespace ringway {
 namespace {
 
@@ -85,6 +87,7 @@ bool FastPath::read_tensors(nb::handle outputs, nb::handle inputs, PlainCall& ca
 
 bool FastPath::read(Op op, nb::handle outputs, nb::handle inputs, int peer, PlainCall& call) const {
     if (held_ != 0 || record_.is_starting() || !has(static_cast<int>(op)) || peer >= size_) return false;
+    if ((agreement(op) & kAgreeRoot) != 0 && peer < 0) return false;
     call.op = op;
     call.dtype = DType::Unknown;
     call.root = peer;

@@ -63,6 +63,7 @@ from ringway.api.groups import (
     new_subgroups_by_enumeration,
     register_backend,
     set_backend,
+    settled,
 )
 from ringway.api.objects import (
     all_gather_object,
@@ -97,6 +98,7 @@ __all__ = [
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "set_backend",
+    "settled",
     "get_backend",
     "init_device_mesh",
     "initialize_mesh_device",

@@ -6,11 +6,12 @@ on), `Gloo._set_default_timeout` (torch calls it before 2.15), and the old and n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
 from typing import Any
@@ -96,3 +97,36 @@ def register_backend(name: str, create: Any, devices: Sequence[str]) -> None:
     c10d.Backend.register_backend(name, create, extended_api=True, devices=list(devices))
     c10d.Backend.default_device_backend_map.clear()
     c10d.Backend.default_device_backend_map.update(defaults)
+
+
+def split_source(options: Any) -> Any:
+    """torch's backend whose communicator a new group shares, or None. If there is one, the ranks that are not members
+    split it too, so the members must. Before 2.15 torch does not pass it to a backend's maker."""
+    if hasattr(options, "split_from"):
+        return options.split_from
+    if not c10d.is_initialized() or c10d_module._get_default_group().bound_device_id is None:
+        return None
+    return c10d_module._get_split_source(c10d_module._get_default_group())
+
+
+def split_color(ranks: Sequence[int]) -> int:
+    """The number by which the members of a split group find each other. All versions."""
+    color: int = c10d_module._process_group_color(list(ranks))
+    return color
+
+
+def batch_messages(kind: type[c10d.ProcessGroup], batch: Callable[[Any], Any]) -> None:
+    """Gives `batch` the messages of torch's `batch_isend_irecv` on groups of this kind. Before 2.15 torch starts
+    messages together only if the group's type is exactly ProcessGroup. On nccl a receive would then wait for a send
+    behind it."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+        return
+    torchs = c10d_module.batch_isend_irecv
+
+    @functools.wraps(torchs)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        group = p2p_op_list[0].group if p2p_op_list and isinstance(p2p_op_list[0], c10d.P2POp) else None
+        ours = isinstance(group or c10d_module._world.default_pg, kind)
+        return batch(p2p_op_list) if ours else torchs(p2p_op_list)
+
+    c10d_module.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv

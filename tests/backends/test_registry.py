@@ -27,3 +27,19 @@ def test_oneccl_bindings_for_torch_are_used_on_request(monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(tmp_path))
     assert registry.torch_spelling("torch:ccl") == "ccl"
     assert sys.modules.pop("oneccl_bindings_for_pytorch").imported
+
+
+def test_backends_of_several_devices_have_one_name_in_torch() -> None:
+    spelled = registry.torch_spelling("cpu:gloo,cuda:nccl")
+    assert spelled == "ringway_cpu_gloo_cuda_nccl"
+    assert registry.user_spelling(spelled) == "cpu:gloo,cuda:nccl"
+    together = registry.combined("cpu:gloo,cuda:nccl")
+    assert together is not None
+    assert (together.devices, together.others["cuda"].name) == (("cpu",), "nccl")
+    assert registry.combined("gloo") is None
+    assert registry.combined("cpu:gloo,cuda:gloo") is None
+
+
+def test_a_policy_cannot_mix_nccl() -> None:
+    assert "nccl" not in registry.mixable()
+    assert {"shm", "gloo", "mpi"} <= set(registry.mixable())

@@ -335,8 +335,22 @@ def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Work]:
     """Start every message of the list. None blocks another."""
     if not p2p_op_list or not all(isinstance(entry, c10d.P2POp) for entry in p2p_op_list):
         raise UsageError("batch_isend_irecv takes a non-empty list of P2POp")
+    member = member_of(p2p_op_list[0].group, "batch_isend_irecv")
+    device = p2p_op_list[0].tensor.device
+    backend = None if member is None else member.devices.coalescing(device)
+    if backend is None:
+        return _started(p2p_op_list)
+    backend.start_coalescing(device)
+    try:
+        _started(p2p_op_list)
+    finally:
+        together = backend.end_coalescing(device)
+    return [Work(together, (), lambda error: error)]
+
+
+def _started(entries: list[c10d.P2POp]) -> list[Work]:
     works = []
-    for entry in p2p_op_list:
+    for entry in entries:
         start = isend if entry.op is c10d.isend else irecv
         work = start(entry.tensor, None, entry.group, entry.tag, entry.group_peer)
         if work is not None:

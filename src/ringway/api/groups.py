@@ -15,7 +15,7 @@ from ringway.backends import registry
 from ringway.backends.base import Backend
 from ringway.backends.select import select
 from ringway.errors import UsageError
-from ringway.groups.factory import register_with_torch
+from ringway.groups.factory import register_with_torch, torch_spelling
 from ringway.groups.world import NON_MEMBER, world
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
@@ -65,18 +65,19 @@ def init_process_group(
         choice = select(None, "", here, store, limit.total_seconds())
         name, world.backend_reason = choice.backend, choice.reason
     try:
-        c10d.init_process_group(
-            registry.torch_spelling(name or "gloo"),
-            init_method,
-            timeout,
-            world_size,
-            rank,
-            store,
-            group_name,
-            pg_options,
-            device_id,
-            **extra,
-        )
+        with world.binding(device_id):
+            c10d.init_process_group(
+                torch_spelling(name or "gloo"),
+                init_method,
+                timeout,
+                world_size,
+                rank,
+                store,
+                group_name,
+                pg_options,
+                device_id,
+                **extra,
+            )
     except BaseException:
         undo_failed_start()
         raise
@@ -94,7 +95,7 @@ def _meet(init_method: str | None, rank: int, size: int, limit: timedelta) -> tu
 def _named(backend: str | None) -> str | None:
     get_world_group()  # raises if there is no world
     name = backend or world.next_backend
-    return None if name is None else registry.torch_spelling(name)
+    return None if name is None else torch_spelling(name)
 
 
 def new_group(
@@ -112,7 +113,8 @@ def new_group(
     name = _named(backend)
     members = None if ranks is None else list(ranks)
     apart = range(get_world_size()) if members is None else members
-    with world.group_counts.members_only(apart) if use_local_synchronization else nullcontext():
+    counted = world.group_counts.members_only(apart) if use_local_synchronization else nullcontext()
+    with counted, world.binding(device_id):
         return c10d.new_group(
             members, timeout, name, pg_options, use_local_synchronization, group_desc, device_id, **extra
         )
@@ -159,6 +161,18 @@ def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
             raise
     if not c10d.is_initialized():
         world.forget_default()
+
+
+def settled(group: c10d.ProcessGroup | None = None) -> None:
+    """Wait on the host until every collective of the group, or of all groups, has ended on its device, and raise what
+    went wrong.
+
+    A wait for a CUDA collective only orders the stream. If a rank dies, the collective is aborted, and what is enqueued
+    behind it runs on garbage. So call this before the result cannot be taken back: before `optimizer.step()`.
+    """
+    for communicator in world.communicators() if group is None else [world.communicator(group)]:
+        communicator.devices.settle()
+        communicator.health.require()
 
 
 def set_backend(name: str | None) -> None:

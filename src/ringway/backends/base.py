@@ -39,8 +39,9 @@ class GroupInfo:
     """What a backend is made from: the group's place in the job.
 
     `ranks` are the global ranks of the group's members in order; `store` is the group's own part of the job's store;
-    `name` is unique in the job; `timeout` in seconds is the default of every wait; `process` holds what all groups of
-    this process share.
+    `name` is unique in the job; `timeout` in seconds is the default of every wait; `options` are the user's
+    `pg_options`; `split_from` is torch's nccl of a larger group, if the new one shares its communicator; `process`
+    holds what all groups of this process share.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class GroupInfo:
     name: str
     timeout: float
     options: Any = None
+    split_from: Any = None
     process: Process = field(default_factory=Process, repr=False, compare=False)
 
 
@@ -90,6 +92,8 @@ class Backend(metaclass=_LikeTorch):
     """torch's backend object for the same group, if there is one."""
     own_plan: Any = None
     """How each op runs (a `compose.Plan`), if the backend decides that itself instead of by its methods."""
+    coalesces: ClassVar[bool] = False
+    """Whether calls between `start_coalescing` and `end_coalescing` start together, at the end."""
     abandoned = False
     """Whether the backend still runs calls that were given up: `close` must not wait for them."""
 
@@ -121,6 +125,19 @@ class Backend(metaclass=_LikeTorch):
     def set_timeout(self, seconds: float) -> None:
         """Sets the limit for everything that has none of its own: the fast path, and messages if the library takes no
         limit per message. A `Call` carries its own."""
+
+    def start_coalescing(self, device: torch.device) -> None:
+        """Open a block of calls that start together."""
+
+    def end_coalescing(self, device: torch.device) -> Handle:
+        """Start the calls of the block."""
+        return DONE
+
+    def failed(self, error: BaseException) -> None:
+        """The group has failed for good. A backend whose calls in flight would wait forever ends them here."""
+
+    def settle(self) -> None:
+        """Wait until no call of this backend is in flight on a device."""
 
     def close(self) -> None:
         """End the backend. Idempotent and bounded."""

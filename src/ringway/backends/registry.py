@@ -6,8 +6,8 @@ because `gloo` always means torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -30,6 +30,10 @@ class Registration:
     devices: tuple[str, ...]
     make: Factory
     one_host: bool = False
+    mixable: bool = True
+    """Whether a policy may choose it call by call."""
+    others: Mapping[str, Registration] = field(default_factory=dict)
+    """Further backends by device, if the user named several, as in 'cpu:shm,cuda:nccl'."""
 
 
 def _lazily(module: str, name: str) -> Factory:
@@ -57,8 +61,14 @@ _OWN: dict[str, Registration] = {
         _lazily("ringway.backends.several.hierarchical", "over_mpi"),
     ),
     "mpi": Registration("mpi", "mpi4py", ("cpu", "cuda"), _lazily("ringway.backends.mpi.backend", "MpiBackend")),
+    "nccl": Registration(
+        "nccl", "ringway_nccl", ("cuda",), _lazily("ringway.backends.nccl.backend", "NcclBackend"), mixable=False
+    ),
     "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm.backend", "ShmBackend"), one_host=True),
 }
+
+_COMBINED: dict[str, Registration] = {}
+"""Several backends for one group, by the name that torch knows them by."""
 
 _TORCH_ALIASES = {"torch:mpi": "mpi", "torch:ccl": "ccl"}
 _PROVIDERS = {"torch:ccl": "oneccl_bindings_for_pytorch"}
@@ -74,6 +84,11 @@ def own(name: str) -> Registration | None:
                 register(name, entry.load())
                 known = _OWN.get(name)
     return known
+
+
+def mixable() -> list[str]:
+    """The backends that a policy may choose call by call."""
+    return sorted(name for name, registration in _OWN.items() if registration.mixable)
 
 
 def names() -> list[str]:
@@ -119,8 +134,26 @@ def parse(backend: str) -> dict[str, str]:
     return parsed
 
 
+def combined(backend: str) -> Registration | None:
+    """The registration of several backends that ringway runs together, one for each device; None if `backend` names
+    only one, or one that torch runs."""
+    parts = {device: own(name) for device, name in parse(backend).items()}
+    owned = {device: part for device, part in parts.items() if part is not None}
+    if len(owned) != len(parts) or len({part.name for part in owned.values()}) == 1:
+        return None
+    (device, first), *others = owned.items()
+    torch_name = "_".join(["ringway", *(f"{device}_{part.name}" for device, part in owned.items())])
+    spelled = ",".join(f"{device}:{part.name}" for device, part in owned.items())
+    return _COMBINED.setdefault(
+        torch_name, replace(first, name=spelled, torch_name=torch_name, devices=(device,), others=dict(others))
+    )
+
+
 def torch_spelling(backend: str) -> str:
-    """The name by which torch makes the group."""
+    """The name by which torch makes the group. torch must have been told of combined backends before."""
+    together = combined(backend)
+    if together is not None:
+        return together.torch_name
 
     def one(name: str) -> str:
         registration = own(name)
@@ -133,7 +166,7 @@ def torch_spelling(backend: str) -> str:
 
 def user_spelling(torch_name: str) -> str:
     """The user's name for a backend that torch knows by `torch_name`."""
-    for registration in _OWN.values():
+    for registration in (*_OWN.values(), *_COMBINED.values()):
         if registration.torch_name == torch_name:
             return registration.name
     return _alias(torch_name)

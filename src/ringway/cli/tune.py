@@ -79,8 +79,9 @@ class _Wanted:
         check_ops(self.ops)
         for name in self.backends:
             registry.parse(name)
-            if registry.own(name) is None:
-                raise typer.BadParameter(f"{name} is torch's own backend and cannot be mixed", param_hint="--backends")
+            known = registry.own(name)
+            if known is None or not known.mixable:
+                raise typer.BadParameter(f"{name} cannot be mixed with other backends", param_hint="--backends")
 
 
 def _tune_here(wanted: _Wanted) -> None:

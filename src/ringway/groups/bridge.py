@@ -7,7 +7,7 @@ version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ringway import call as ops
+from ringway.backends.nccl.group import Nccl
 from ringway.backends.torch.gloo import Gloo
-from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Reduce, parse_reduce
+from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Op, Reduce, parse_reduce
 from ringway.groups.communicator import Communicator
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.references import weak_method
@@ -27,22 +28,24 @@ from ringway.work import DONE, Together, Work, WorkHandle, seconds
 class Bridge(c10d.ProcessGroup):
     """One of ringway's groups, as torch sees it."""
 
-    def __init__(self, name: str, communicator: Communicator, inner: Any, devices: dict[str, Any]) -> None:
-        """`name` is torch's name for the backend. `inner` is a torch backend, for calls that torch makes in C++ and
-        that bypass this class. `devices` are torch backends for other devices, such as nccl for cuda."""
+    def __init__(
+        self, name: str, communicator: Communicator, torchs: dict[str, Any], split: Callable[..., Bridge | None]
+    ) -> None:
+        """`name` is torch's name for the backend. `torchs` are torch's own backends by device, for calls that torch
+        makes in C++ and that bypass this class. `split` makes a group of some ranks that shares this one's nccl."""
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self.communicator = communicator
         self._name = name
         self._collecting: list[Work] | None = None
-        custom = c10d.ProcessGroup.BackendType.CUSTOM
-        self._set_default_backend(custom)
-        self._register_backend(torch.device("cpu"), custom, inner)
-        # The objects themselves: torch would return another one for `inner`, which does not report timeout changes.
-        self._torchs = (inner, *devices.values())
-        if isinstance(inner, Gloo):
-            inner.timeout_changed = weak_method(communicator.set_timeout)
-        for device, backend in devices.items():
-            self._register_backend(torch.device(device), c10d.ProcessGroup.BackendType.NCCL, backend)
+        self._split = split
+        # The objects themselves: torch would return another one for gloo, which does not report timeout changes.
+        self._torchs = torchs
+        custom, nccl = c10d.ProcessGroup.BackendType.CUSTOM, c10d.ProcessGroup.BackendType.NCCL
+        self._set_default_backend(custom if "cpu" in torchs else nccl)
+        for device, backend in torchs.items():
+            self._register_backend(torch.device(device), custom if backend is torchs.get("cpu") else nccl, backend)
+            if isinstance(backend, (Gloo, Nccl)):
+                backend.timeout_changed = weak_method(communicator.set_timeout)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         # Not the backend's own name: torch assumes that a group named gloo or nccl is its own class.
@@ -58,6 +61,15 @@ class Bridge(c10d.ProcessGroup):
             self._collecting.append(work)
         return work
 
+    def _done_fast(self, op: Op, output: Tensor, input: Tensor, opts: Any, peer: int = -1) -> bool:
+        """Whether the fast path has done a synchronous call: a sum, or one that only moves data."""
+        return (
+            self._collecting is None
+            and not getattr(opts, "asyncOp", True)
+            and seconds(opts.timeout) is None
+            and self.communicator.calls.run_fast(op.code, output, input, peer)
+        )
+
     @staticmethod
     def _reduction(opts: Any) -> tuple[Reduce, Any]:
         op = getattr(opts, "reduceOp", None)
@@ -70,13 +82,7 @@ class Bridge(c10d.ProcessGroup):
         reduce, factor = self._reduction(opts)
         if members[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
-        if (
-            reduce is Reduce.SUM
-            and self._collecting is None
-            and not getattr(opts, "asyncOp", True)
-            and seconds(opts.timeout) is None
-            and self.communicator.calls.run_fast(ALL_REDUCE.code, members[0], members[0])
-        ):
+        if reduce is Reduce.SUM and self._done_fast(ALL_REDUCE, members[0], members[0], opts):
             return None
         return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)
 
@@ -88,6 +94,8 @@ class Bridge(c10d.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        if len(members) == 1 and self._done_fast(ops.BROADCAST, members[0], members[0], opts, root):
+            return None
         return self._issue(Call(ops.BROADCAST, members, members, peer=root), opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -109,6 +117,8 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_GATHER_COALESCED, inputs, by_input), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
+        if self._done_fast(ops.ALL_GATHER_SINGLE, output, input, opts):
+            return None
         return self._issue(Call(ops.ALL_GATHER_SINGLE, [input], [output]), opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -131,6 +141,8 @@ class Bridge(c10d.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
         reduce, factor = self._reduction(opts)
+        if reduce is Reduce.SUM and self._done_fast(ops.REDUCE_SCATTER_SINGLE, output, input, opts):
+            return None
         return self._issue(Call(ops.REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -149,6 +161,8 @@ class Bridge(c10d.ProcessGroup):
         opts: Any = None,
     ) -> Work | None:
         splits = (list(input_splits) or None, list(output_splits) or None)
+        if splits == (None, None) and self._done_fast(ops.ALL_TO_ALL_SINGLE, output, input, opts):
+            return None
         call = Call(ops.ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
         return self._issue(call, opts)
 
@@ -164,20 +178,40 @@ class Bridge(c10d.ProcessGroup):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work | None:  # type: ignore[override]
         return self._issue(Call(ops.RECV, (), list(tensors), peer=ANY_SOURCE, tag=tag), None)
 
-    def _start_coalescing(self, device: Any = None) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        backend = self.communicator.devices.coalescing(device)
+        if backend is not None and device is not None:
+            backend.start_coalescing(device)
         self._collecting = []
 
-    def _end_coalescing(self, device: Any = None) -> Work:
+    def _end_coalescing(self, device: torch.device | None = None) -> Work:
         works, self._collecting = self._collecting or [], None
-        return Work(Together([WorkHandle(work) for work in works]) if works else DONE, (), lambda error: error)
+        backend = self.communicator.devices.coalescing(device)
+        if backend is not None and device is not None:
+            return Work(backend.end_coalescing(device), (), _unchanged)
+        return Work(Together([WorkHandle(work) for work in works]) if works else DONE, (), _unchanged)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> Bridge | None:
+        """`ranks` are this group's. Every rank of the group calls this."""
+        limit = timedelta(seconds=self.communicator.info.timeout) if timeout is None else timeout
+        nccl, name = self._torchs["cuda"], group_name or f"{self.communicator.name}:split"
+        return self._split(nccl, list(ranks), name, timeout=limit, options=opts, description=group_desc or "")
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.communicator.monitored_barrier(timeout, wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """torch calls this from 2.15 on. Before, it calls the method of the backends."""
-        for backend in self._torchs:
-            backend._set_default_timeout(timeout)
+        if "cpu" in self._torchs:
+            self._torchs["cpu"]._set_default_timeout(timeout)
         self.communicator.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
@@ -191,6 +225,11 @@ class Bridge(c10d.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def _unchanged(error: BaseException | None) -> BaseException | None:
+    """For a Work that reports its calls' errors itself."""
+    return error
 
 
 def _chunks(output: Tensor, size: int) -> list[Tensor]:

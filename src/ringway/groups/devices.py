@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from ringway.backends.base import Backend
 from ringway.backends.compose import Plan, plan
 from ringway.errors import UsageError
@@ -30,6 +32,11 @@ class Devices:
     def made(self) -> list[Backend]:
         """The backends that exist so far, each once, the default device's first."""
         return list(dict.fromkeys(backend for backend in self._backends.values() if isinstance(backend, Backend)))
+
+    def coalescing(self, device: torch.device | None) -> Backend | None:
+        """The backend for tensors on a device, if it starts the calls of a block together."""
+        backend = None if device is None else self._backends.get(device.type)
+        return backend if isinstance(backend, Backend) and backend.coalesces else None
 
     @property
     def first(self) -> Backend:
@@ -73,6 +80,16 @@ class Devices:
         """Pending calls will never end by themselves: closing must not wait for them."""
         for backend in self.made():
             backend.abandoned = True
+
+    def failed(self, error: BaseException) -> None:
+        """The group has failed: ends calls that would otherwise hold up a device."""
+        for backend in self.made():
+            backend.failed(error)
+
+    def settle(self) -> None:
+        """Waits until no call is in flight on a device."""
+        for backend in self.made():
+            backend.settle()
 
     def close(self, wait: bool) -> None:
         for backend in self.made():

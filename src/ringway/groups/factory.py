@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch.distributed as c10d
 
 from ringway import torch_versions
 from ringway.backends import registry
-from ringway.backends.base import GroupInfo
+from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.nccl.backend import NcclBackend
+from ringway.backends.nccl.group import split_nccl
 from ringway.backends.several.mixed import mixed, mixes
-from ringway.backends.torch.gloo import make_gloo
+from ringway.backends.torch.gloo import GlooBackend, make_gloo
 from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.groups.bridge import Bridge
@@ -32,7 +35,16 @@ def introduce_to_torch() -> None:
 
 def register_with_torch(registration: registry.Registration) -> None:
     """Makes the name known to `torch.distributed.init_process_group`."""
-    torch_versions.register_backend(registration.torch_name, partial(_make_bridge, registration), registration.devices)
+    devices = (*registration.devices, *registration.others)
+    torch_versions.register_backend(registration.torch_name, partial(_make_bridge, registration), devices)
+
+
+def torch_spelling(backend: str) -> str:
+    """The name by which torch makes the group. torch learns here of backends that the user combines."""
+    together = registry.combined(backend)
+    if together is not None and together.torch_name not in c10d.Backend.backend_list:
+        register_with_torch(together)
+    return registry.torch_spelling(backend)
 
 
 def _make_bridge(registration: registry.Registration, options: Any, extra: Any) -> Bridge:
@@ -46,22 +58,37 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         name=options.group_id,
         timeout=options.timeout.total_seconds(),
         options=extra,
+        split_from=torch_versions.split_source(options),
         process=world.process,
     )
+    others: dict[str, Callable[[], Backend]] = {
+        device: partial(registry.make, other, _apart(info, device)) for device, other in registration.others.items()
+    }
+    return _bridge(registration, info, lambda: registry.make(registration, info), others)
+
+
+def _bridge(
+    registration: registry.Registration,
+    info: GroupInfo,
+    make: Callable[[], Backend],
+    others: dict[str, Callable[[], Backend]],
+) -> Bridge:
+    """The group around the backend that `make` makes, with `others` for further devices."""
+    if "cuda" not in (*registration.devices, *others) and c10d.is_nccl_available() and torch.cuda.is_available():
+        others = {**others, "cuda": partial(NcclBackend, info)}
     # shm compares calls in its own segment, but only those that go through it.
-    compared = not registration.one_host or mixes(world.policy, registration.name, size)
+    compared = not registration.one_host or bool(others) or mixes(world.policy, registration.name, info.size)
     board, created = join_board(info) if compared else (None, None)
     if compared:
         reserve_prefix(info)
-    backend = mixed(world.policy, registry.make(registration, info), info)
-    inner_info = GroupInfo(**{**info.__dict__, "store": c10d.PrefixStore("ringway/inner", info.store)})
-    inner = backend.torch_group or make_gloo(inner_info, loopback=registration.one_host)
+    backend = mixed(world.policy, make(), info)
     backends: dict[str, Any] = dict.fromkeys(registration.devices, backend)
-    others: dict[str, Any] = {}
-    if "cuda" not in backends and c10d.is_nccl_available() and torch.cuda.is_available():
-        nccl = _make_nccl(info)
-        others["cuda"] = nccl
-        backends["cuda"] = NcclBackend(info, nccl, ours=True)
+    backends |= {device: make_other() for device, make_other in others.items()}
+    torchs = {device: one.torch_group for device, one in backends.items() if one.torch_group is not None}
+    if "cpu" in registration.devices:
+        torchs["cpu"] = backend.torch_group or make_gloo(_apart(info, "inner"), loopback=registration.one_host)
+    elif "cpu" not in backends:
+        backends["cpu"] = partial(GlooBackend, _apart(info, "cpu"))  # made by the first CPU tensor
     communicator = world.add(info, backends)
     if board is not None:
         communicator.calls.compare(board, created)
@@ -70,7 +97,41 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         comparison = join_comparison(info, world.check, world.recorder)
         if comparison is not None:
             communicator.calls.compare_across_hosts(comparison)
-    return Bridge(registration.torch_name, communicator, inner, others)
+    bridge = Bridge(registration.torch_name, communicator, torchs, partial(_split, registration, info))
+    device = world.bound_device()
+    if device is not None:
+        bridge.bound_device_id = device
+    return bridge
+
+
+def _apart(info: GroupInfo, name: str) -> GroupInfo:
+    """The same group with its own part of the store, for a second backend."""
+    return replace(info, store=c10d.PrefixStore(f"ringway/{name}", info.store))
+
+
+def _split(
+    registration: registry.Registration, parent: GroupInfo, nccl: Any, ranks: list[int], name: str, **how: Any
+) -> Bridge | None:
+    """Some ranks of a group as a group of their own, which shares its NCCL communicator. Every rank of the parent calls
+    this; None on those that are not among `ranks`."""
+    member = parent.rank in ranks
+    info = replace(
+        parent,
+        rank=ranks.index(parent.rank) if member else -1,
+        size=len(ranks),
+        ranks=[parent.ranks[rank] for rank in ranks],
+        store=c10d.PrefixStore(f"{name}/", parent.store),
+        name=name,
+        timeout=how["timeout"].total_seconds(),
+    )
+    part = split_nccl(nccl, parent, ranks, how["options"], name, how["description"])
+    if part is None:
+        return None
+    others: dict[str, Callable[[], Backend]] = {}
+    if registration.devices == ("cuda",):
+        return _bridge(registration, info, lambda: NcclBackend(info, part), others)
+    others["cuda"] = lambda: NcclBackend(info, part)
+    return _bridge(registration, info, lambda: registry.make(registration, info), others)
 
 
 def _admitted(options: Any) -> c10d.Store:
@@ -80,13 +141,3 @@ def _admitted(options: Any) -> c10d.Store:
         return store
     limit = options.timeout.total_seconds()
     return admit(options.store, options.group_rank, options.group_size, options.group_id, limit)
-
-
-def _make_nccl(info: GroupInfo) -> Any:
-    """nccl for the CUDA tensors of one of ringway's groups: torch looks for no other devices' backends if the group is
-    written in Python. It connects when the first CUDA tensor comes."""
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = c10d.default_pg_timeout
-    options.global_ranks_in_group = list(info.ranks)
-    options.group_name = info.name  # type: ignore[assignment]
-    return c10d.ProcessGroupNCCL(c10d.PrefixStore("cuda", info.store), info.rank, info.size, options)

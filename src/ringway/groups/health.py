@@ -79,6 +79,8 @@ class Health:
         if isinstance(error, CollectiveMismatch):
             self._devices.abandon()
         self.poison(error)
+        if first:
+            self._devices.failed(self.fault or error)
         # Another rank's report may have arrived by now. Later calls raise that one, so this call does too.
         return self.fault if first and self.fault is not None else error
 
@@ -95,6 +97,7 @@ class Health:
         self._devices.abandon()
         self.poison(error)
         self._pending_end_with = self._pending_end_with or error
+        self._devices.failed(self.fault or error)
         for work in list(self._pending):
             work.fail(error)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 
@@ -53,6 +55,7 @@ class World:
         self.store: c10d.Store | None = None
         """The job's store, if ringway made it: torch's C++ code holds only the C++ half of a store written in
         Python."""
+        self._binding: torch.device | None = None
         self._adopting = threading.Lock()
         self._left_behind: weakref.WeakSet[c10d.ProcessGroup] = weakref.WeakSet()
         """In a forked child: the groups of its parent."""
@@ -71,6 +74,22 @@ class World:
     def check(self) -> str:
         """When calls are compared across hosts. Read on first use, like `max_object_bytes`."""
         return resolve().check
+
+    # The device that groups are bound to
+
+    @contextmanager
+    def binding(self, device: torch.device | int | None) -> Iterator[None]:
+        """Groups made inside are bound to this device."""
+        self._binding = torch.device("cuda", device) if isinstance(device, int) else device
+        try:
+            yield
+        finally:
+            self._binding = None
+
+    def bound_device(self) -> torch.device | None:
+        """The device of a group that is being made: the one named for it, or else the default group's."""
+        default = c10d_module._world.default_pg
+        return self._binding or (None if default is None else default.bound_device_id)
 
     # Communicators
 

@@ -1,8 +1,10 @@
 """nccl: torch's group, with named calls, mapped errors and a bounded end.
 
-torch runs it on its own streams. Reductions that NCCL does not have are exchanged and computed on the device. A wait
-only orders the stream, as torch's does. A thread polls the device to learn that a collective has finished, so nothing
-is synchronized. With torch's blocking wait (TORCH_NCCL_BLOCKING_WAIT=1) a timeout is raised where the program waits.
+A synchronous call runs on the current stream, an asynchronous one on torch's. Reductions that NCCL does not have are
+exchanged and computed on the device. A wait only orders the stream, as torch's does. A thread polls the device to
+learn that a collective has finished, so nothing is synchronized. If the group fails, because a peer died, a call is
+overdue or the ranks called different things, its communicator is aborted: that frees the stream, and the next call
+raises.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.nccl.fast_path import NcclFastPath
-from ringway.backends.nccl.handles import NcclHandle, Works, communicator_of, cuda_device
-from ringway.backends.torch.backend import TorchBackend
+from ringway.backends.nccl.group import Aborts, make_nccl
+from ringway.backends.nccl.handles import Coalesced, NcclHandle, Works, communicator_of, cuda_device, on_current_stream
+from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
 from ringway.errors import RingwayError
@@ -39,18 +43,18 @@ class NcclBackend(TorchBackend):
 
     name = "nccl"
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    coalesces: ClassVar[bool] = True
 
-    def __init__(
-        self, info: GroupInfo, group: Any, destroyed: Callable[[], bool] = lambda: False, ours: bool = False
-    ) -> None:
-        """`destroyed` says whether torch has ended the group without us; it never ends one of `ours`."""
-        super().__init__(info, group)
-        self._works = Works(info.process)
+    def __init__(self, info: GroupInfo, group: Any = None, destroyed: Callable[[], bool] | None = None) -> None:
+        """For a group that torch made, `destroyed` says whether torch has ended it."""
+        self._ours = destroyed is None
+        self.torch_group = group or make_nccl(info)
+        super().__init__(info, self.torch_group)
+        self._works = Works(info.process, info.timeout if self._ours else None)
         self._closed = False
+        self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
         self._limit: float | None = None
-        self._destroyed = destroyed
-        self._ours = ours
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         if reduce in _BITWISE:
@@ -65,25 +69,78 @@ class NcclBackend(TorchBackend):
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
-        self._fast_path = NcclFastPath(
-            self.group, self._works, self._group, record, health, summed, _MOVED, self._limit
-        )
+        self._fast_path = NcclFastPath(self.group, self._works, self._group, record, health, summed, _MOVED)
+        self._fast_path.set_timeout(self._limit)
         return (self._fast_path,)
 
     def set_timeout(self, seconds: float) -> None:
+        if self._ours:
+            self._works.limit = seconds
+            return
         self._limit = seconds
         if self._fast_path is not None:
             self._fast_path.set_timeout(seconds)
 
+    def _options(self, kind: Any, call: Call, **values: Any) -> Any:
+        # The deadline of a call on a group of ours is kept by the device watch: torch would abort the group at it.
+        options = options_for(kind, replace(call, timeout=None) if self._ours else call, **values)
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = call.async_op  # torch runs a synchronous call on the current stream
+        return options
+
+    def all_reduce(self, call: Call) -> Handle:
+        if call.reduce in _BITWISE:
+            call.outputs[0].copy_(self._reduced(call))
+            return DONE
+        options = self._options(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
+        return self._start(call, self._group.allreduce, list(call.outputs), options)
+
+    def barrier(self, call: Call) -> Handle:
+        options = self._options(c10d.BarrierOptions, call)
+        options.asyncOp = True  # its work is what blocks the caller
+        if options.device is None:  # torch would guess a device from the rank
+            options.device = torch.device("cuda", torch.cuda.current_device())
+        return self._start(call, self._group.barrier, options)
+
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
+        if self._works.aborted_with is not None:
+            raise self._works.aborted_with
+        began = time.monotonic()
         try:
             work = method(*arguments)
         except RuntimeError as error:
-            raise mapped(error, call, 0.0) from error
-        captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+            raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
+        if self._works.coalesced is not None:
+            self._works.coalesced.append(Coalesced(call))
+            return self._works.coalesced[-1]
+        return self._started(call, work)
+
+    def _started(self, call: Call, work: Any) -> Handle:
         # A call captured into a graph cannot be queried.
+        captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+        if work is None:
+            return on_current_stream(self._works, call, captured)
         number = -1 if captured else self._works.issued(communicator_of(call), work)
         return NcclHandle(work, call, self._works, number, captured)
+
+    # Coalesced blocks: NCCL starts their calls together, so a receive before a send cannot wait for it.
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self._group._start_coalescing()
+        self._works.coalesced = []
+
+    def end_coalescing(self, device: torch.device) -> Handle:
+        calls, self._works.coalesced = self._works.coalesced or [], None
+        try:
+            work = self._group._end_coalescing()
+        except RuntimeError as error:
+            raise RingwayError(f"coalesced calls failed: {error}") from error
+        if not calls:
+            return DONE
+        block = self._started(calls[-1].call, work)
+        for call in calls:
+            call.start(block)
+        return block
 
     # NCCL has no bitwise reductions: data is exchanged and reduced here, all of it on the current stream.
 
@@ -104,12 +161,6 @@ class NcclBackend(TorchBackend):
             ).wait()
 
         return reduced(call, self._exchange(call), gather)
-
-    def all_reduce(self, call: Call) -> Handle:
-        if call.reduce not in _BITWISE:
-            return super().all_reduce(call)
-        call.outputs[0].copy_(self._reduced(call))
-        return DONE
 
     def reduce(self, call: Call) -> Handle:
         if call.reduce not in _BITWISE:
@@ -133,12 +184,24 @@ class NcclBackend(TorchBackend):
 
     # The end
 
+    def settle(self) -> None:
+        self._works.settle()
+
+    def failed(self, error: BaseException) -> None:
+        """Calls in flight would wait for ever, and hold up the stream: ends them. torch's own watchdog looks after the
+        groups that torch made."""
+        if self._ours and not self._closed:
+            self._works.aborted_with = self._works.aborted_with or error
+            self.group.process.part(Aborts).abort(self._group)
+
     def close(self) -> None:
         """torch's shutdown waits for calls in flight, forever if a rank is gone. So calls that do not finish in time
         are aborted."""
         if self._closed:
             return
         self._closed = True
+        if self._works.aborted_with is not None:
+            return
         deadline = time.monotonic() + _LEAVE_SECONDS
         while not self._works.all_ended() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -151,10 +214,11 @@ class NcclBackend(TorchBackend):
     def abort(self) -> None:
         if not self._closed:
             self._closed = True
-            self._abort_group()
+            if self._works.aborted_with is None:
+                self._abort_group()
 
     def _abort_group(self) -> None:
-        if self._destroyed():  # by torch: NCCL would free the communicator twice
+        if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
             return
         if not self._works.all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")

@@ -38,6 +38,14 @@ _KNOWN_STREAMS = 256
 """torch has about a hundred streams, but a program may bring a new one for each call."""
 
 
+def _synchronous(kind: Any, call: Call, **values: Any) -> Any:
+    """Options with which torch runs a call on the current stream."""
+    options = options_for(kind, call, **values)
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
 class _Stream:
     """A stream of the program, and events that are free again."""
 
@@ -49,9 +57,9 @@ class _Stream:
 class _Pending(OnStream):
     """A call on the fast path. It owns its event, so the event can be reused."""
 
-    def __init__(self, path: NcclFastPath, call: Call, token: int, number: int, on: _Stream) -> None:
+    def __init__(self, path: NcclFastPath, call: Call, token: int, on: _Stream) -> None:
         event = on.spare.pop() if on.spare else torch.cuda.Event()
-        super().__init__(path.works, call, path.record.collectives - 1, number, on.stream, event, captured=False)
+        super().__init__(path.works, call, path.record.collectives - 1, 0, on.stream, event, captured=False)
         self._spare = on.spare
         self._path = path
         self._token = token
@@ -82,7 +90,6 @@ class NcclFastPath(_core.FastPath):
         health: Health,
         summed: Iterable[torch.dtype],
         moved: Iterable[torch.dtype],
-        limit: float | None,
     ) -> None:
         ops = (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE)
         super().__init__(record, info.rank, info.size, self.device, dtype_bits(moved), dtype_bits(summed), op_bits(ops))
@@ -92,15 +99,16 @@ class NcclFastPath(_core.FastPath):
         self._info = info
         self._group = group
         self._streams: dict[tuple[int, int], _Stream] = {}
-        self.set_timeout(limit)
+        self.set_timeout(None)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """The deadline of calls from now on; None is torch's own."""
+        """The deadline that torch keeps for calls from now on; None leaves it as it is."""
         self._timeout = seconds
         self._known: dict[tuple[int, int], tuple[Call, Issue]] = {}
 
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
-        if self.record.is_starting:  # the general path says why the call is refused
+        # In a coalesced block, and while another call starts, the general path decides.
+        if self.works.coalesced is not None or self.record.is_starting:
             return False
         try:
             return self._run(op, outputs, inputs, peer)
@@ -119,19 +127,20 @@ class NcclFastPath(_core.FastPath):
         try:
             work = issue(outputs, inputs)
             captured = torch.cuda.is_current_stream_capturing()
-            number = -1 if captured else self.works.issued(None, work)
-            work.wait()
+            if work is not None:  # a torch that does not run it on the current stream
+                work.wait()
             if captured:  # the graph runs it at each replay
                 self.record.end(token, True)
             else:
-                pending = _Pending(self, call, token, number, self._stream(outputs.get_device()))
+                pending = _Pending(self, call, token, self._stream(outputs.get_device()))
+                pending.number = self.works.issued(None, pending if work is None else work)
                 self.works.watch.add(pending.line, pending, pending.ended, self.record.keeps_times)
         except BaseException as error:
             self.record.end(token, False)
             if not isinstance(error, Exception):
                 raise
             call = replace(call, inputs=(inputs,), outputs=(outputs,), sequence=self.record.collectives - 1)
-            raise mapped(error, call, time.monotonic() - began) from error
+            raise mapped(self.works.aborted_with or error, call, time.monotonic() - began) from error
         return True
 
     def _prepared(self, op: Op, root: int) -> tuple[Call, Issue]:
@@ -139,18 +148,18 @@ class NcclFastPath(_core.FastPath):
         call = Call(op, peer=root, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
         group, total = self._group, REDUCE_OPS[Reduce.SUM]
         if op is ALL_REDUCE:
-            options = options_for(c10d.AllreduceOptions, call, reduceOp=total)
+            options = _synchronous(c10d.AllreduceOptions, call, reduceOp=total)
             return call, lambda tensor, _: group.allreduce([tensor], options)
         if op is BROADCAST:
-            options = options_for(c10d.BroadcastOptions, call, rootRank=root, rootTensor=0)
+            options = _synchronous(c10d.BroadcastOptions, call, rootRank=root, rootTensor=0)
             return call, lambda tensor, _: group.broadcast([tensor], options)
         if op is ALL_GATHER_SINGLE:
-            options = options_for(native.AllgatherOptions, call)
+            options = _synchronous(native.AllgatherOptions, call)
             return call, lambda output, input: group._allgather_base(output, input, options)
         if op is REDUCE_SCATTER_SINGLE:
-            options = options_for(c10d.ReduceScatterOptions, call, reduceOp=total)
+            options = _synchronous(c10d.ReduceScatterOptions, call, reduceOp=total)
             return call, lambda output, input: group._reduce_scatter_base(output, input, options)
-        options = options_for(c10d.AllToAllOptions, call)
+        options = _synchronous(c10d.AllToAllOptions, call)
         return call, lambda output, input: group.alltoall_base(output, input, [], [], options)
 
     def _stream(self, index: int) -> _Stream:

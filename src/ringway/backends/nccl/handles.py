@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -15,20 +16,30 @@ from ringway.backends.device_watch import DeviceWatch, Ending
 from ringway.backends.process import Process
 from ringway.backends.torch.handles import C10dHandle, mapped
 from ringway.call import Call
-from ringway.work import Completion, Handle
+from ringway.errors import CommTimeout, PeerLost
+from ringway.work import Completion, Handle, PendingHandle
 
 _DOUBTFUL_SECONDS = 0.1
 """Calls that take longer may have failed. torch prints a warning when asked for an error, so quicker calls are not
 asked: if a peer is lost, the next call reports it."""
 
 
+_SETTLE_SECONDS = 0.00005
+
+
 class Works:
     """The calls of one group that may be in flight, and the error that ended all of them."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, limit: float | None) -> None:
         self.process = process
+        self.limit = limit
+        """Seconds after which a call is overdue, unless it says otherwise; None if torch keeps the deadlines."""
+        self.coalesced: list[Coalesced] | None = None
+        """The calls of the coalesced block that is open, if one is."""
         self.watch = process.part(DeviceWatch)
         self.aborted_with: BaseException | None = None
+        self.failing: BaseException | None = None
+        """The error of a call that the group is about to fail with: its explanation takes a moment."""
         self._issued = 0
         self._last: dict[Hashable, tuple[int, Any]] = {}
         """By communicator: the number and torch's work of the last call, until that is known to have ended."""
@@ -41,12 +52,17 @@ class Works:
             self._last[communicator] = (number, work)
         return number
 
+    def deadline(self, call: Call) -> float:
+        return math.inf if self.limit is None else time.monotonic() + (call.timeout or self.limit)
+
     def last(self, communicator: Hashable) -> Any:
         """torch's work of the last call on this communicator, if it may still be in flight."""
         return self._last.get(communicator, (0, None))[1]
 
-    def forget(self, communicator: Hashable, number: int) -> None:
+    def ended(self, communicator: Hashable, number: int, error: BaseException | None) -> None:
         """Drops a call that has ended: torch's work would keep its tensors alive."""
+        if self.limit is not None and isinstance(error, (CommTimeout, PeerLost)):
+            self.failing = error
         with self._changing:
             if self._last.get(communicator, (0, None))[0] == number:
                 del self._last[communicator]
@@ -59,6 +75,34 @@ class Works:
 
     def all_ended(self) -> bool:
         return all(_has_ended(work) for _, work in list(self._last.values()))
+
+    def settle(self) -> None:
+        """Waits until every call has ended on the device, and until the group has failed if one of them has."""
+        while self.aborted_with is None and (self.failing is not None or not self.all_ended()):
+            time.sleep(_SETTLE_SECONDS)
+
+
+def on_current_stream(works: Works, call: Call, captured: bool) -> OnStream:
+    """A call that torch has put on the current stream."""
+    device = cuda_device(call)
+    stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
+    handle = OnStream(works, _bare(call), call.sequence, 0, stream, event, captured)
+    if not captured:
+        handle.number = works.issued(communicator_of(call), handle)
+    return handle
+
+
+def _bare(call: Call) -> Call:
+    """A call without its tensors, for messages."""
+    return Call(
+        call.op,
+        reduce=call.reduce,
+        peer=call.peer,
+        tag=call.tag,
+        group=call.group,
+        ranks=call.ranks,
+        timeout=call.timeout,
+    )
 
 
 class NcclHandle(C10dHandle):
@@ -73,16 +117,19 @@ class NcclHandle(C10dHandle):
         self._number = number
         self._captured = captured
         self._failure: BaseException | None = None
+        self._deadline = works.deadline(call)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Orders the current stream behind the collective. Blocks only with torch's blocking wait."""
+        """Orders the current stream behind the collective. Blocks only in a barrier, and with torch's blocking wait."""
         try:
             if timeout is None:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=timeout))
         except Exception as error:
-            raise self._error(error) from None
+            raise self._error(self._works.aborted_with or error) from None
+        if self._works.aborted_with is not None:
+            raise self._works.aborted_with
 
     def when_done(self, completion: Completion) -> None:
         # A late subscriber: its own line, because the order of issue does not hold any more.
@@ -103,24 +150,28 @@ class NcclHandle(C10dHandle):
         if device is None:
             return self
         stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
-        bare = Call(call.op, reduce=call.reduce, peer=call.peer, tag=call.tag, group=call.group, ranks=call.ranks)
-        return OnStream(self._works, bare, call.sequence, self._number, stream, event, self._captured)
+        return OnStream(self._works, _bare(call), call.sequence, self._number, stream, event, self._captured)
 
     def done(self) -> bool:
-        if self._captured:
+        if self._captured or self._works.aborted_with is not None:
             return True
         try:
-            return bool(self._work.is_completed())
+            if self._work.is_completed():
+                return True
         except Exception as error:
             self._failure = error
             return True
+        if time.monotonic() > self._deadline:
+            self._failure = overdue(self._call, self._began)
+        return self._failure is not None
 
     def outcome(self) -> BaseException | None:
-        error = self._failure or self._works.aborted_with
+        error = self._works.aborted_with or self._failure
         if error is None and _doubtful(self._began):
             error = _error_of(self._work)
-        self._works.forget(communicator_of(self._call), self._number)
-        return None if error is None else self._error(error)
+        found = None if error is None else self._error(error)
+        self._works.ended(communicator_of(self._call), self._number, found)
+        return found
 
 
 class OnStream(Handle):
@@ -139,16 +190,24 @@ class OnStream(Handle):
         self._works = works
         self._call = call
         self._sequence = sequence
-        self._number = number
+        self.number = number
         self._stream = stream
         self._event = event
         self._captured = captured
         self._began = time.monotonic()
+        self._deadline = works.deadline(call)
         event.record(stream)
 
     @property
     def line(self) -> Hashable:
         return self._works, self._stream.device, self._stream.cuda_stream
+
+    def is_completed(self) -> bool:
+        """Like torch's works, among which it is kept."""
+        return bool(self._event.query())
+
+    def exception(self) -> None:
+        """An event has none."""
 
     def wait(self, timeout: float | None = None) -> None:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
@@ -160,20 +219,37 @@ class OnStream(Handle):
         self._works.when_ended(self.line, self, self._captured, completion, soon)
 
     def done(self) -> bool:
-        return self._captured or bool(self._event.query()) or self._communicator_error() is not None
+        if self._captured or self._works.aborted_with is not None or self._event.query():
+            return True
+        return self._is_overdue() or self._communicator_error() is not None
+
+    def _is_overdue(self) -> bool:
+        return time.monotonic() > self._deadline
 
     def outcome(self) -> BaseException | None:
+        call = replace(self._call, sequence=self._sequence)
         error = self._works.aborted_with or self._communicator_error()
-        self._works.forget(communicator_of(self._call), self._number)
-        if error is None:
-            return None
-        return mapped(error, replace(self._call, sequence=self._sequence), time.monotonic() - self._began)
+        if error is None and self._is_overdue() and not (self._captured or self._event.query()):
+            error = overdue(call, self._began)
+        found = None if error is None else mapped(error, call, time.monotonic() - self._began)
+        self._works.ended(communicator_of(call), self.number, found)
+        return found
 
     def _communicator_error(self) -> BaseException | None:
         if not _doubtful(self._began):
             return None
         last = self._works.last(communicator_of(self._call))
         return _error_of(last) if last is not None and _has_ended(last) else None
+
+
+def overdue(call: Call, began: float) -> CommTimeout:
+    waited = time.monotonic() - began
+    return CommTimeout(
+        f"{call.describe()} did not end on its device within {waited:.1f} s",
+        op=call.op.name,
+        sequence=call.sequence,
+        waited=waited,
+    )
 
 
 def communicator_of(call: Call) -> Hashable:
@@ -208,3 +284,36 @@ def cuda_device(call: Call) -> torch.device | None:
         if tensor.is_cuda:
             return tensor.device
     return None
+
+
+class Coalesced(PendingHandle):
+    """A call inside a coalesced block. Its end is that of the block, which starts when the block is closed."""
+
+    notifies = False
+    on_device = True
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+        self._steps: list[Callable[[], None]] = []
+        self._block: Handle | None = None
+
+    def then(self, finish: Callable[[], None]) -> Handle:
+        """The last step must wait until the block has started: before, there is no result."""
+        self._steps.append(finish)
+        return self
+
+    def start(self, block: Handle) -> None:
+        if self._steps:
+            block.wait()
+            with torch.inference_mode():
+                for step in self._steps:
+                    step()
+            block = block.behind()
+        self._block = block
+        block.when_finished(self._cell.finish)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Inside the block there is nothing to wait for yet."""
+        if self._block is not None:
+            self._block.wait(timeout)

@@ -34,6 +34,14 @@ class BackendOfParts(Backend):
         for backend in self._backends.values():
             backend.set_timeout(seconds)
 
+    def failed(self, error: BaseException) -> None:
+        for backend in self._backends.values():
+            backend.failed(error)
+
+    def settle(self) -> None:
+        for backend in self._backends.values():
+            backend.settle()
+
     def close(self) -> None:
         self._end((backend.close for backend in self._backends.values()), "destroyed")
 

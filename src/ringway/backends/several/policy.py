@@ -167,11 +167,11 @@ def _rule(given: Any, where: str) -> Rule:
 
 def _check_names(rule: Rule, where: str) -> None:
     registration = registry.own(rule.backend)
-    if registration is None:
-        known = [registration.name for registration in registry.registrations()]
+    if registration is None or not registration.mixable:
+        known = registry.mixable()
         raise ConfigError(
             f"{where} names the backend {rule.backend!r}{nearest(str(rule.backend), known)}; a policy can mix "
-            f"{', '.join(sorted(known))}",
+            f"{', '.join(known)}",
             key="backend",
             source=where,
         )

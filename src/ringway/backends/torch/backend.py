@@ -55,6 +55,9 @@ class C10dBackend(Backend):
             reduce: options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=op) for reduce, op in REDUCE_OPS.items()
         }
 
+    def _options(self, kind: Any, call: Call, **values: Any) -> Any:
+        return options_for(kind, call, **values)
+
     def _reduce_op(self, call: Call) -> Any:
         if call.reduce is Reduce.PREMUL_SUM:
             return native._make_nccl_premul_sum(call.factor)
@@ -70,45 +73,45 @@ class C10dBackend(Backend):
         return handle(work, call, self.group.process)
 
     def broadcast(self, call: Call) -> Handle:
-        options = options_for(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
+        options = self._options(c10d.BroadcastOptions, call, rootRank=call.peer, rootTensor=0)
         return self._start(call, self._group.broadcast, list(call.outputs), options)
 
     def all_reduce(self, call: Call) -> Handle:
         if call.timeout is None and call.reduce in self._plain_all_reduce:
             options = self._plain_all_reduce[call.reduce]
         else:
-            options = options_for(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
+            options = self._options(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group.allreduce, list(call.outputs), options)
 
     def reduce(self, call: Call) -> Handle:
-        options = options_for(c10d.ReduceOptions, call, reduceOp=self._reduce_op(call), rootRank=call.peer)
+        options = self._options(c10d.ReduceOptions, call, reduceOp=self._reduce_op(call), rootRank=call.peer)
         return self._start(call, self._group.reduce, list(call.outputs), options)
 
     def all_gather(self, call: Call) -> Handle:
-        options = options_for(native.AllgatherOptions, call)
+        options = self._options(native.AllgatherOptions, call)
         return self._start(call, self._group.allgather, [_flat(call.outputs)], _flat(call.inputs), options)
 
     def all_gather_into_tensor(self, call: Call) -> Handle:
-        options = options_for(native.AllgatherOptions, call)
+        options = self._options(native.AllgatherOptions, call)
         return self._start(call, self._group._allgather_base, *_flat((call.outputs[0], call.inputs[0])), options)
 
     def gather(self, call: Call) -> Handle:
         outputs = [_flat(call.outputs)] if self.rank == call.peer else []
-        options = options_for(c10d.GatherOptions, call, rootRank=call.peer)
+        options = self._options(c10d.GatherOptions, call, rootRank=call.peer)
         return self._start(call, self._group.gather, outputs, _flat(call.inputs), options)
 
     def scatter(self, call: Call) -> Handle:
         inputs = [_flat(call.inputs)] if self.rank == call.peer else []
-        options = options_for(c10d.ScatterOptions, call, rootRank=call.peer)
+        options = self._options(c10d.ScatterOptions, call, rootRank=call.peer)
         return self._start(call, self._group.scatter, _flat(call.outputs), inputs, options)
 
     def all_to_all_single(self, call: Call) -> Handle:
-        options = options_for(c10d.AllToAllOptions, call)
+        options = self._options(c10d.AllToAllOptions, call)
         splits = list(call.output_splits or ()), list(call.input_splits or ())
         return self._start(call, self._group.alltoall_base, call.outputs[0], call.inputs[0], *splits, options)
 
     def barrier(self, call: Call) -> Handle:
-        return self._start(call, self._group.barrier, options_for(c10d.BarrierOptions, call))
+        return self._start(call, self._group.barrier, self._options(c10d.BarrierOptions, call))
 
     def send(self, call: Call) -> Handle:
         return self._start(call, self._group.send, list(call.inputs), call.peer, call.tag)
@@ -126,13 +129,13 @@ class TorchBackend(C10dBackend):
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def all_to_all(self, call: Call) -> Handle:
-        options = options_for(c10d.AllToAllOptions, call)
+        options = self._options(c10d.AllToAllOptions, call)
         return self._start(call, self._group.alltoall, list(call.outputs), list(call.inputs), options)
 
     def reduce_scatter(self, call: Call) -> Handle:
-        options = options_for(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
+        options = self._options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group.reduce_scatter, list(call.outputs), [list(call.inputs)], options)
 
     def reduce_scatter_tensor(self, call: Call) -> Handle:
-        options = options_for(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
+        options = self._options(c10d.ReduceScatterOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group._reduce_scatter_base, call.outputs[0], call.inputs[0], options)

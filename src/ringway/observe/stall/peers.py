@@ -151,6 +151,8 @@ def _received(connection: socket.socket, deadline: Deadline, size: int | None = 
 
 def ask(address: Address, group: str = "", *, stacks: bool = True, timeout: float = ASK_SECONDS) -> Answer:
     """Asks the rank at `address` where it is. Never raises, and returns within about `timeout`."""
+    if address.seems_gone():
+        return _gone(address)
     deadline = Deadline(timeout)
     failed: OSError = TimeoutError("timed out")
     for pause in (0, 0.1, 0.1):  # a process that is being torn down loses its sockets one by one

@@ -1,10 +1,10 @@
 """The stall watch: a call that waits too long reports which ranks it waits for, and why.
 
-One thread per rank checks the calls in flight once a second; the check is local and takes a few microseconds. Nothing
-is sent while calls complete in time. When a call has waited `stall_after` seconds, the thread asks the other ranks of
-its group where they are and prints one verdict; a rank that is asked prints which ranks wait for it. A second thread
-only answers with the Python stacks, so two ranks can ask each other at the same time. When the call fails, `explain.py`
-turns the same answers into the error that is raised.
+One thread per rank checks the calls in flight four times a second; the check is local and takes a few microseconds.
+Nothing is sent while calls complete in time. When a call has waited `stall_after` seconds, the thread asks the other
+ranks of its group where they are and prints one verdict; a rank that is asked prints which ranks wait for it. A second
+thread only answers with the Python stacks, so two ranks can ask each other at the same time. When the call fails,
+`explain.py` turns the same answers into the error that is raised.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d_module
 
 import ringway._core as _core
+from ringway.backends.nccl.group import Aborts
 from ringway.config import MAX_SECONDS, resolve
 from ringway.errors import UsageError
 from ringway.groups.listener import Group, Listener
@@ -40,10 +41,10 @@ from ringway.store import unwrapped
 from ringway.threads import start
 
 STALL_AFTER = 30.0
-_LOOK_MOST = 1.0
+_LOOK_MOST = 0.25
 _LOOK_LEAST = 0.05
 _KEPT_VERDICTS = 32
-_LOOK_FOR_DEAD = 0.5
+_LOOK_FOR_DEAD = 0.3
 """Seconds a call waits before the watch checks the processes of its group: most backends notice a death sooner."""
 
 
@@ -219,12 +220,18 @@ class StallWatch(Listener):
         known = (job.addresses.get(rank) for rank in group.ranks if rank != job.rank)
         if not any(address is not None and address.seems_gone() for address in known):
             return
-        verdict = self.investigate(call, waited)
+        answers = self.with_farewells(self.ask(call.group))
+        verdict = self._verdict(call, waited, answers)
         if verdict.gone:
             rank = verdict.gone[0]
-            error = fault_board.lost(rank, self.ask(call.group, stacks=False).get(rank), verdict.text)
+            error = fault_board.lost(rank, answers.get(rank), verdict.text)
             fault_board.write(job, group, error)
-            group.health.end(error)
+            waiting = {recorded(row).group for _, row in world.recorder.under_way()}
+            with world.process.part(Aborts).together():
+                group.health.end(error)
+                for other in world.communicators():
+                    if other.name in waiting and rank in other.ranks and other.fault is None:
+                        other.health.end(error)
 
     def _say(self, text: str) -> None:
         self.verdicts.append(text)
@@ -257,9 +264,10 @@ class StallWatch(Listener):
         )
 
     def investigate(self, call: RecordedCall, waited: float) -> Verdict:
-        answers = self.ask(call.group)
-        own = self.own_answer()
-        verdict = judge(call, waited, own, self.members(call.group), self.with_farewells(answers))
+        return self._verdict(call, waited, self.with_farewells(self.ask(call.group)))
+
+    def _verdict(self, call: RecordedCall, waited: float, answers: dict[int, Answer]) -> Verdict:
+        verdict = judge(call, waited, self.own_answer(), self.members(call.group), answers)
         job = self.job
         if job is not None and verdict.gone and job.read("ringway") is None and job.store_gone:
             return Verdict(

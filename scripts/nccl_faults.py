@@ -1,0 +1,302 @@
+"""What happens when ranks of an nccl group fail: two ranks on one GPU, with a report for docs/proofs/nccl_faults.md.
+
+NCCL refuses two ranks on one GPU before 2.30. From then on NCCL_MULTI_RANK_GPU_ENABLE=1 allows it; LD_PRELOAD puts a
+newer NCCL under an older torch:
+
+    LD_PRELOAD=libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 PYTHONPATH=src python scripts/nccl_faults.py --rounds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import proofs
+import torch
+
+from ringway.errors import RingwayError
+from ringway.testing import RankContext, RankPool
+
+PROVES = ("src/ringway/backends/nccl", "src/ringway/groups", "src/ringway/observe/stall")
+LIMIT = 4.0
+"""Seconds until a call is overdue."""
+
+
+def _join(context: RankContext) -> Any:
+    torch.cuda.set_device(0)
+    dist = context.start("nccl", timeout=timedelta(seconds=LIMIT), group_name=str(time.monotonic_ns()))
+    warm = torch.ones(1024, device="cuda")
+    dist.all_reduce(warm)
+    torch.cuda.synchronize()
+    assert warm[0].item() == context.world_size
+    return dist
+
+
+def _told(dist: Any, began: float, action: Callable[[], Any]) -> tuple[str, str, float]:
+    """The error that `action` and what follows raises, and after how long."""
+    try:
+        action()
+        dist.settled()
+        return "nothing", "", time.monotonic() - began
+    except RingwayError as error:
+        return type(error).__name__, str(error)[:300], time.monotonic() - began
+
+
+def _alive_after(dist: Any, kept: torch.Tensor) -> None:
+    """The CUDA context works, and memory that nothing behind the aborted call writes is intact."""
+    torch.cuda.synchronize()
+    assert kept.eq(7).all()
+    assert torch.ones(8, device="cuda").sum().item() == 8
+    dist.destroy_process_group()
+
+
+def mismatch(context: RankContext, kind: str) -> Any:
+    dist = _join(context)
+    kept, tensor = torch.full((1 << 20,), 7.0, device="cuda"), torch.ones(4096, device="cuda")
+    began = time.monotonic()
+    first = context.rank == 0
+    calls: dict[str, Callable[[], Any]] = {
+        "op": lambda: dist.all_reduce(tensor) if first else dist.broadcast(tensor, 0),
+        "size": lambda: dist.all_reduce(tensor if first else tensor[:100].clone()),
+        "dtype": lambda: dist.all_reduce(tensor if first else tensor.double()),
+        "root": lambda: dist.broadcast(tensor, 0 if first else 1),
+    }
+
+    def call_and_go_on() -> None:
+        calls[kind]()
+        if kind == "root":  # a root may have sent all before the other rank came: it is told at its next call
+            time.sleep(1.0)
+            dist.all_reduce(tensor)
+
+    said = _told(dist, began, call_and_go_on)
+    _alive_after(dist, kept)
+    return said
+
+
+def missing_call(context: RankContext) -> Any:
+    dist = _join(context)
+    kept, tensor = torch.full((1 << 20,), 7.0, device="cuda"), torch.ones(4096, device="cuda")
+    began = time.monotonic()
+    if context.rank == 0:
+        said = _told(dist, began, lambda: dist.all_reduce(tensor))
+    else:
+        time.sleep(LIMIT + 3)
+        said = ("absent", "", 0.0)
+    _alive_after(dist, kept)
+    return said
+
+
+def victim(context: RankContext, how: str) -> Any:
+    """Rank 1 ends, or stops, while rank 0 is in a training loop."""
+    dist = _join(context)
+    kept, tensor = torch.full((1 << 20,), 7.0, device="cuda"), torch.ones(4096, device="cuda")
+    for _ in range(5):
+        dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    context.store.set(f"ready{context.rank}", "1")
+    context.store.wait(["ready0", "ready1"])
+    if context.rank == 1:
+        context.store.set("time", str(time.monotonic()))
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "exception":  # as the interpreter does at the end of a program that raised
+            sys.last_value = KeyError("the program's own error")
+            atexit._run_exitfuncs()
+            os._exit(1)
+        else:
+            context.store.set("pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ("resumed", "", 0.0)
+    began = float(context.store.get("time"))
+
+    def train() -> None:
+        for _ in range(10_000):
+            dist.all_reduce(tensor)
+            dist.settled()
+
+    said = _told(dist, began, train)
+    if how == "stop":
+        os.kill(int(context.store.get("pid")), signal.SIGCONT)
+    _alive_after(dist, kept)
+    survivors = torch.ones(1024, device="cuda")
+    dist.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(survivors)
+    dist.settled()
+    dist.destroy_process_group()
+    return said
+
+
+def training_is_recorded(context: RankContext) -> Any:
+    dist = _join(context)
+    before = len(dist.recent_calls(4096))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, device="cuda"))
+    for _ in range(3):
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
+    time.sleep(0.05)
+    seen = dist.recent_calls(4096)[before:]
+    states = {call.state for call in seen}
+    ops = [call.op for call in seen]
+    return len(seen), sorted(set(ops)), sorted(states), type(torch.distributed.group.WORLD).__name__
+
+
+def messages_in_a_batch(context: RankContext) -> Any:
+    """Each rank receives before it sends, through ringway and through torch."""
+    dist = _join(context)
+    other = 1 - context.rank
+    found = []
+    for of in (dist, torch.distributed):
+        got, sent = torch.zeros(1024, device="cuda"), torch.full((1024,), float(context.rank), device="cuda")
+        operations = [of.P2POp(of.irecv, got, other), of.P2POp(of.isend, sent, other)]
+        for work in of.batch_isend_irecv(operations):
+            work.wait()
+        dist.settled()
+        found.append(got[0].item() == other)
+    return found
+
+
+def sub_groups(context: RankContext) -> Any:
+    """new_group with a non-member, and split_group, on a world that is bound to its device."""
+    torch.cuda.set_device(0)
+    dist = context.start(
+        "nccl", timeout=timedelta(seconds=20), device_id=torch.device("cuda", 0), group_name=str(time.monotonic_ns())
+    )
+    alone = dist.new_group([0])
+    both = dist.new_group([0, 1])
+    tensor = torch.ones(16, device="cuda")
+    dist.all_reduce(tensor, group=both)
+    split = torch.distributed.split_group(split_ranks=[[0, 1]])
+    dist.all_reduce(tensor, group=split)
+    if context.rank == 0:
+        dist.all_reduce(tensor, group=alone)
+    dist.settled()
+    value = tensor[0].item()
+    dist.destroy_process_group()
+    return value, type(split).__name__, str(both.bound_device_id)
+
+
+def coalesced(context: RankContext) -> Any:
+    dist = _join(context)
+    several = [torch.ones(8, device="cuda") for _ in range(3)]
+    with torch.distributed._coalescing_manager(device=torch.device("cuda", 0), async_ops=True) as block:
+        for one in several:
+            torch.distributed.all_reduce(one)
+    block.wait()
+    outputs = [torch.zeros(16, device="cuda") for _ in range(2)]
+    inputs = [torch.full((8,), float(context.rank), device="cuda") for _ in range(2)]
+    with torch.distributed._coalescing_manager():
+        for output, part in zip(outputs, inputs, strict=True):
+            torch.distributed.all_gather_into_tensor(output, part)
+    dist.settled()
+    torch.cuda.synchronize()
+    return [one[0].item() for one in several], [output[[0, 8]].tolist() for output in outputs]
+
+
+def costs(context: RankContext) -> Any:
+    """Microseconds that a call holds its caller: ringway, and torch's own group, in turns."""
+    torch.cuda.set_device(0)
+    dist = _join(context)
+    own = torch.distributed.new_group(backend="nccl", timeout=timedelta(seconds=60))
+    tensor, whole = torch.zeros(1024, device="cuda"), torch.zeros(1024 * context.world_size, device="cuda")
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "all_reduce": lambda of, group: of.all_reduce(tensor, group=group),
+        "all_reduce, asynchronous": lambda of, group: of.all_reduce(tensor, group=group, async_op=True).wait(),
+        "all_gather_into_tensor": lambda of, group: of.all_gather_into_tensor(whole, tensor, group=group),
+        "reduce_scatter_tensor": lambda of, group: of.reduce_scatter_tensor(tensor, whole, group=group),
+        "all_to_all_single": lambda of, group: of.all_to_all_single(whole, whole.clone(), group=group),
+        "broadcast": lambda of, group: of.broadcast(tensor, 0, group=group),
+    }
+    sides = {"torch": (torch.distributed, own), "ringway": (dist, None), "bridge": (torch.distributed, None)}
+    times: dict[tuple[str, str], list[float]] = {(name, side): [] for name in calls for side in sides}
+    for name, side in times:
+        calls[name](*sides[side])
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for (name, side), measured in times.items():
+            for _ in range(10):
+                began = time.perf_counter()
+                calls[name](*sides[side])
+                measured.append(time.perf_counter() - began)
+            torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return {name: {side: round(1e6 * statistics.median(times[name, side]), 1) for side in sides} for name in calls}
+
+
+Row = tuple[str, bool, str]
+
+
+def _run(
+    pool: RankPool, title: str, function: Any, *arguments: Any, fine: Callable[[list[Any]], bool], ranks: int = 2
+) -> Row:
+    outcomes = pool.try_run(function, *arguments, world_size=ranks, timeout=40, grace=12)
+    values = [outcome.value if outcome.ok else str(outcome)[-1500:] for outcome in outcomes]
+    try:
+        holds = fine(values)
+    except Exception as error:
+        holds, values = False, [*values, repr(error)]
+    print(("yes" if holds else "NO "), title, values, flush=True)
+    if not holds:
+        print(*(outcome.output[-3000:] for outcome in outcomes), sep="\n", flush=True)
+    return title, holds, str(values)
+
+
+def _named(kind: str, seconds: float, *names: str) -> Callable[[list[Any]], bool]:
+    return lambda values: values[0][0] == kind and values[0][2] < seconds and all(n in values[0][1] for n in names)
+
+
+def _both(kind: str) -> Callable[[list[Any]], bool]:
+    return lambda values: all(value[0] == kind for value in values)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=proofs.FOLDER / "nccl_faults.md")
+    parser.add_argument("--commit")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    with RankPool(2) as pool:
+        plan: list[tuple[str, Any, tuple[Any, ...], Callable[[list[Any]], bool], int]] = [
+            ("DDP's calls are recorded", training_is_recorded, (), lambda v: v[0][0] >= 4 and v[0][3] == "Bridge", 2),
+            ("messages in a batch", messages_in_a_batch, (), lambda v: v == [[True, True]] * 2, 2),
+            ("coalesced blocks", coalesced, (), lambda v: v[0][0] == [2.0] * 3 and v[0][1] == [[0.0, 1.0]] * 2, 2),
+            ("sub-groups of a bound world", sub_groups, (), lambda v: v[0][0] == 4.0 and v[0][1] == "Bridge", 2),
+            ("costs, 2 ranks", costs, (), lambda v: isinstance(v[0], dict), 2),
+            ("costs, 1 rank", costs, (), lambda v: isinstance(v[0], dict), 1),
+        ]
+        for number in range(arguments.rounds):
+            plan += [
+                (f"a mismatch of {kind}, round {number}", mismatch, (kind,), _both("CollectiveMismatch"), 2)
+                for kind in ("op", "size", "dtype", "root")
+            ]
+            plan += [
+                (f"a missing call, {number}", missing_call, (), _named("CommTimeout", LIMIT + 3, "rank 1"), 2),
+                (f"kill -9, {number}", victim, ("kill",), _named("PeerLost", 1.0, "rank 1"), 2),
+                (f"an exception, {number}", victim, ("exception",), _named("PeerLost", 3.0, "rank 1"), 2),
+                (f"SIGSTOP, {number}", victim, ("stop",), _named("CommTimeout", LIMIT + 4, "rank 1"), 2),
+            ]
+        for title, function, given, fine, ranks in plan:
+            if arguments.only in title:
+                rows.append(_run(pool, title, function, *given, fine=fine, ranks=ranks))
+    holding = sum(fine for _, fine, _ in rows)
+    print(f"{holding} of {len(rows)} hold")
+    lines = ["| what | holds | seen |", "|---|---|---|"]
+    lines += [
+        f"| {t} | {'yes' if f else 'NO'} | {s.replace(chr(10), ' ').replace('|', '/')[:600]} |" for t, f, s in rows
+    ]
+    proofs.write(arguments.output, "Faults of nccl groups, two ranks", PROVES, "\n".join(lines), arguments.commit)
+    return 0 if holding == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

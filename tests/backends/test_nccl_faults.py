@@ -1,0 +1,184 @@
+"""nccl groups that ringway makes, when a call fails: on a fake group and a fake device.
+`scripts/nccl_faults.py` does the same with two ranks of the real NCCL (docs/proofs/nccl_faults.md)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from scripted_cuda import ScriptedCuda, ScriptedGroup, ScriptedWork, scripted_info, until
+
+import ringway._core as _core
+from ringway.backends.nccl import group as nccl_group
+from ringway.backends.nccl.backend import NcclBackend
+from ringway.backends.nccl.group import Aborts
+from ringway.backends.process import Process
+from ringway.call import ALL_REDUCE, SEND, Call
+from ringway.errors import BackendUnavailable, CommTimeout, PeerLost
+from ringway.groups.communicator import Communicator
+
+
+class Group(ScriptedGroup):
+    """A fake of torch's group, which remembers its options and the order of what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedWork())
+        self.options: Any = None
+        self.told: list[str] = []
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        self.options = options
+        return self.work if options.asyncOp else None
+
+    def send(self, tensors: Any, peer: int, tag: int) -> None:
+        self.told.append("send")
+
+    def abort(self) -> None:
+        super().abort()
+        self.told.append("abort")
+        self.work.finished.set()
+
+    def _group_start(self) -> None:
+        self.told.append("start")
+
+    def _group_end(self) -> None:
+        self.told.append("end")
+
+    def _start_coalescing(self) -> None:
+        self.told.append("open")
+
+    def _end_coalescing(self) -> ScriptedWork:
+        self.told.append("close")
+        return self.work
+
+
+def _communicator(group: Group, timeout: float = 0.2) -> Communicator:
+    info = scripted_info()
+    backend = NcclBackend(type(info)(**{**info.__dict__, "timeout": timeout, "process": Process()}), group)
+    return Communicator(info, {"cpu": backend}, _core.Recorder(64), [])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> ScriptedCuda:
+    return ScriptedCuda(monkeypatch)
+
+
+def test_an_overdue_call_ends_the_group_and_frees_the_device(cuda: ScriptedCuda) -> None:
+    group = Group()
+    communicator = _communicator(group)
+    work = communicator.all_reduce(torch.ones(4), async_op=True)
+    assert work is not None
+    until(lambda: communicator.fault is not None)
+    assert isinstance(communicator.fault, CommTimeout)
+    assert "all_reduce #0" in str(communicator.fault)
+    assert group.told == ["start", "abort", "end"]
+    for call in (communicator.health.require, lambda: communicator.all_reduce(torch.ones(4))):
+        with pytest.raises(CommTimeout, match="all_reduce #0"):
+            call()
+    communicator.close()
+    assert group.aborted == 1
+
+
+def test_a_call_that_ends_in_time_leaves_the_group_alone(cuda: ScriptedCuda) -> None:
+    group = Group()
+    communicator = _communicator(group, timeout=0.1)
+    communicator.all_reduce(torch.ones(4), async_op=True)
+    group.work.finished.set()
+    time.sleep(0.3)
+    communicator.health.require()
+    assert group.aborted == 0
+
+
+def test_torch_keeps_no_deadline_and_runs_synchronous_calls_on_the_current_stream(cuda: ScriptedCuda) -> None:
+    group = Group()
+    group.work.finished.set()
+    communicator = _communicator(group)
+    communicator.all_reduce(torch.ones(4), async_op=True)
+    assert group.options.asyncOp
+    assert group.options.timeout.total_seconds() < 0  # unset
+    backend = communicator.devices.first
+    tensor = torch.ones(4)
+    backend.all_reduce(Call(ALL_REDUCE, (tensor,), (tensor,), timeout=3.0, size=1))  # type: ignore[attr-defined]
+    assert not group.options.asyncOp
+    assert group.options.timeout.total_seconds() < 0
+
+
+def test_settling_waits_for_the_device_and_for_the_explanation(cuda: ScriptedCuda) -> None:
+    """A call is overdue, and finding out why takes a while: the caller must not continue in between."""
+    group = Group()
+    communicator = _communicator(group)
+    explaining = threading.Event()
+    fail = communicator.health.fail
+
+    def slow(error: BaseException) -> BaseException:
+        explaining.wait(30)
+        return fail(error)
+
+    communicator.health.fail = slow  # type: ignore[method-assign]
+    communicator.all_reduce(torch.ones(4), async_op=True)
+    settled = threading.Event()
+
+    def settle() -> None:
+        communicator.devices.settle()
+        settled.set()
+
+    threading.Thread(target=settle, daemon=True).start()
+    assert not settled.wait(1.0)
+    explaining.set()
+    assert settled.wait(30)
+    assert isinstance(communicator.fault, CommTimeout)
+
+
+def test_groups_of_a_dead_rank_are_aborted_together(cuda: ScriptedCuda) -> None:
+    told: list[str] = []
+    process = Process()
+    info = scripted_info()
+    groups = [Group() for _ in range(2)]
+    for group in groups:
+        group.told = told
+    backends = [NcclBackend(type(info)(**{**info.__dict__, "process": process}), group) for group in groups]
+    error = PeerLost("rank 1 is gone", rank=1)
+    with process.part(Aborts).together():
+        for backend in backends:
+            backend.failed(error)
+        assert told == []
+    assert told == ["start", "abort", "abort", "end"]
+    tensor = torch.ones(4)
+    with pytest.raises(PeerLost):
+        backends[0].all_reduce(Call(ALL_REDUCE, (tensor,), (tensor,), size=1))
+
+
+def test_calls_of_a_block_end_with_it_and_take_their_last_step_after_it(cuda: ScriptedCuda) -> None:
+    group = Group()
+    backend = _communicator(group).devices.first
+    device, tensor, ended = torch.device("cuda", 0), torch.ones(4), []
+    backend.start_coalescing(device)
+    sent = backend.send(Call(SEND, (tensor,), (), peer=0, size=1))  # type: ignore[attr-defined]
+    sent.then(lambda: group.told.append("last step")).when_finished(ended.append)
+    sent.wait()
+    assert group.told == ["open", "send"]
+    backend.end_coalescing(device)
+    assert group.told == ["open", "send", "close", "last step"]
+    assert ended == []
+    group.work.finished.set()
+    until(lambda: ended == [None])
+
+
+def test_torchs_watchdog_is_told_to_leave_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    before = dict(os.environ)
+    with nccl_group._watchdog_only_cleans_up():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_without_a_gpu_the_error_says_so() -> None:
+    with pytest.raises(BackendUnavailable, match=r"no NCCL|no CUDA device"):
+        NcclBackend(scripted_info())
