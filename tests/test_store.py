@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as c10d
 
+from ringway.errors import Tampered
 from ringway.keys import Key
 from ringway.store import KeyedStore, read
 
@@ -60,3 +61,13 @@ def test_a_key_that_is_deleted_while_it_is_read_does_not_block(sealed: bool) -> 
     store.set("key", "value")
     store.check(["key"])
     assert read(store, "key") is None
+
+
+@pytest.mark.timeout(30)
+def test_no_value_of_a_stranger_counts_as_not_set() -> None:
+    """It would make a rank compare and set for ever."""
+    inner = c10d.HashStore()
+    store = KeyedStore(inner, Key(b"secret" * 6))
+    inner.set("key", "\0ringway: not set")
+    with pytest.raises(Tampered):
+        store.compare_set("key", "", "value")

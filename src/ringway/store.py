@@ -6,6 +6,7 @@ so a job with a secret seals what it puts there: `KeyedStore`.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,7 +20,8 @@ from ringway.keys import Forged, Key
 _FIRST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.05
 
-_NOT_SET = "\0ringway: not set"
+_NOT_SET = f"ringway: not set, {secrets.token_hex(16)}"
+"""Never stored, and unknown to strangers: a key with this value would count as not set."""
 
 Value = TypeVar("Value")
 

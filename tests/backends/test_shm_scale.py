@@ -22,7 +22,7 @@ import ringway._core as _core
 from exits import in_child
 from ringway.backends.base import GroupInfo
 from ringway.backends.process import Process
-from ringway.backends.several.hosts import host_identity
+from ringway.backends.several.hosts import host_identity, pid_namespace
 from ringway.backends.shm import join
 from ringway.backends.shm import link as links
 from ringway.backends.shm.backend import ShmBackend
@@ -279,7 +279,7 @@ def _join_both(store: c10d.Store) -> None:
 def test_a_rank_that_dies_on_its_way_to_the_first_group_is_named() -> None:
     """Rank 1 posts its pid and dies. Rank 2 comes after rank 0 has given up, and learns the same."""
     store, pid = c10d.HashStore(), _ended_process()
-    store.set("shm/pid/1", json.dumps([pid, os.readlink("/proc/self/ns/pid")]))
+    store.set("shm/pid/1", json.dumps([pid, pid_namespace()]))
     for rank in (0, 2):
         with pytest.raises(
             RendezvousError, match=rf"rank 1 \(pid {pid}\) ended before the group many had met"
@@ -316,11 +316,22 @@ def test_a_rank_that_dies_between_its_first_message_and_the_segment_is_named() -
 
 
 @pytest.mark.timeout(45)
+def test_a_member_that_dies_while_another_is_late_is_named() -> None:
+    store, pid = c10d.HashStore(), _ended_process()
+    meeting = join._Host(_group(store, 0, 3))
+    meeting._members[1] = meeting._members[0]  # it has come, and died since
+    store.set("shm/pid/1", json.dumps([pid, pid_namespace()]))
+    with pytest.raises(RendezvousError, match=rf"rank 1 \(pid {pid}\) ended") as caught:
+        meeting._gather()
+    assert caught.value.missing == [1]
+
+
+@pytest.mark.timeout(45)
 def test_ranks_that_have_not_introduced_themselves_learn_why_rank_0_gave_up() -> None:
     """Rank 1 is dead. Rank 2 has connected, and rank 0 has not read its first message when it gives up."""
     store, pid = c10d.HashStore(), _ended_process()
     meeting = join._Host(_group(store, 0, 3))
-    store.set("shm/pid/1", json.dumps([pid, os.readlink("/proc/self/ns/pid")]))
+    store.set("shm/pid/1", json.dumps([pid, pid_namespace()]))
     caught: list[BaseException] = []
 
     def give_up(listener: socket.socket, token: str) -> None:

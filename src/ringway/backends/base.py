@@ -94,6 +94,8 @@ class Backend(metaclass=_LikeTorch):
     """How each op runs (a `compose.Plan`), if the backend decides that itself instead of by its methods."""
     coalesces: ClassVar[bool] = False
     """Whether calls between `start_coalescing` and `end_coalescing` start together, at the end."""
+    notices_deaths: ClassVar[bool] = True
+    """Whether a call fails soon after another rank's process has ended."""
     abandoned = False
     """Whether the backend still runs calls that were given up: `close` must not wait for them."""
 

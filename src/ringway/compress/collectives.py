@@ -373,7 +373,10 @@ class AllReduce:
                 measure(sent[-1 - ahead])
         if ahead:
             measure(sent[-1])
-        server_scale = codec.scale(codec.merge(statistics), served.stop - served.start) if statistics else scale
+        if statistics:
+            server_scale = codec.scale(codec.merge(statistics), served.stop - served.start)
+        else:  # it serves no elements; this rank's own scale may not be finite, and would be taken for the average's
+            server_scale = torch.zeros_like(scale)
         returned: deque[_Sent] = deque()
         for one in sent:
             returned.append(self._serve(one, server_scale))

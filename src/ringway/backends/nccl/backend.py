@@ -44,6 +44,7 @@ class NcclBackend(TorchBackend):
     name = "nccl"
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     coalesces: ClassVar[bool] = True
+    notices_deaths: ClassVar[bool] = False
 
     def __init__(self, info: GroupInfo, group: Any = None, destroyed: Callable[[], bool] | None = None) -> None:
         """For a group that torch made, `destroyed` says whether torch has ended it."""

@@ -12,8 +12,17 @@ from ringway.errors import BackendUnavailable
 
 def host_identity() -> str:
     """Equal for processes that can share memory: the kernel's boot id and the network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return f"{_boot_id()} {os.readlink('/proc/self/ns/net')}"
+
+
+def pid_namespace() -> str:
+    """Equal for processes to which a pid means the same process. The boot id is part of it: the first PID namespace of
+    every host has the same number."""
+    return f"{_boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True)

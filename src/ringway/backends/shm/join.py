@@ -219,6 +219,7 @@ class _Host(_Meeting):
         while missing := self._missing():
             ready = watched.poll(min(_SLICE, self.deadline.left()) * 1000)
             if not ready:
+                self.check_alive(range(1, self.info.size))
                 self._check_absent(missing)
             for fd, _ in ready:
                 if fd != listener.fileno():
@@ -237,7 +238,6 @@ class _Host(_Meeting):
             raise refusal
 
     def _check_absent(self, missing: list[int]) -> None:
-        self.check_alive(missing)
         if self.deadline.left() == 0:
             ranks = [self.info.ranks[member] for member in missing]
             raise RendezvousError(
@@ -335,7 +335,11 @@ class _Joiner(_Meeting):
 
     def _next(self, link: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """The next message of rank 0. Raises the error that it may report instead."""
-        message, fds = receive(link, self.deadline, self.info.ranks[0])
+        try:
+            message, fds = receive(link, self.deadline, self.info.ranks[0])
+        except RendezvousError:
+            self._check_given_up()  # it closed the connection because it gave up, and wrote why
+            raise
         if "error" in message:
             close(fds)
             with contextlib.suppress(Exception):  # the store may be gone

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch.distributed as c10d
 
 import ringway._core as _core
+from ringway.backends.several.hosts import pid_namespace
 from ringway.store import read
 
 
@@ -75,7 +76,7 @@ class Presence:
         self._store = store
 
     def post(self, rank: int) -> None:
-        self._store.set(_key(rank), json.dumps([os.getpid(), _pid_namespace()]))
+        self._store.set(_key(rank), json.dumps([os.getpid(), pid_namespace()]))
 
     def withdraw(self, rank: int) -> None:
         self._store.delete_key(_key(rank))
@@ -86,7 +87,7 @@ class Presence:
         if posted is None:
             return None
         pid, namespace = json.loads(posted)
-        if namespace != _pid_namespace():
+        if namespace != pid_namespace():
             return None  # the same number is another process here
         try:
             pidfd = os.pidfd_open(int(pid))
@@ -102,7 +103,3 @@ class Presence:
 
 def _key(rank: int) -> str:
     return f"shm/pid/{rank}"
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ringway.backends.several.hosts import pid_namespace
 from ringway.keys import TAG_BYTES
 from ringway.observe.recorder import RecordedCall, recorded
 from ringway.store import Deadline
@@ -34,7 +35,7 @@ _NONCE_BYTES = 16
 
 def _namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return pid_namespace()
     except OSError:
         return ""
 
@@ -69,7 +70,7 @@ class Address:
     @property
     def is_neighbour(self) -> bool:
         """Whether the pid means the same process here."""
-        return self.host == socket.gethostname() and self.namespace == _namespace()
+        return bool(self.namespace) and self.namespace == _namespace()
 
 
 @dataclass(frozen=True)
@@ -217,10 +218,20 @@ def _process_state(address: Address) -> tuple[str, int | None]:
     try:
         with open(f"/proc/{address.pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "gone", None
+    except OSError:  # gone, or hidden from this user, or this process has no descriptor left
+        return ("" if _exists(address.pid) else "gone"), None
     status = int(fields[49]) if len(fields) > 49 else 0
     return fields[0], (status & 0x7F) or None if fields[0] in ("Z", "X") else None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
 
 
 def ask_all(addresses: Iterable[Address], group: str, *, stacks: bool = True) -> dict[int, Answer]:

@@ -45,7 +45,9 @@ _LOOK_MOST = 0.25
 _LOOK_LEAST = 0.05
 _KEPT_VERDICTS = 32
 _LOOK_FOR_DEAD = 0.3
-"""Seconds a call waits before the watch checks the processes of its group: most backends notice a death sooner."""
+_BACKENDS_TURN = 1.0
+"""Seconds a call waits before the watch checks the processes of its group. A backend that notices deaths comes first:
+it knows more about them."""
 
 
 class StallWatch(Listener):
@@ -216,6 +218,8 @@ class StallWatch(Listener):
         job = self.job
         group = next((each for each in world.communicators() if each.name == call.group), None)
         if job is None or group is None or group.fault is not None:
+            return
+        if waited < _BACKENDS_TURN and all(backend.notices_deaths for backend in group.devices.made()):
             return
         known = (job.addresses.get(rank) for rank in group.ranks if rank != job.rank)
         if not any(address is not None and address.seems_gone() for address in known):
