@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +16,14 @@ from scripted_cuda import ScriptedCuda, ScriptedGroup, ScriptedWork, scripted_in
 
 import ringway._core as _core
 from ringway.backends.nccl import group as nccl_group
+from ringway.backends.nccl import handles as nccl_handles
 from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import Aborts
 from ringway.backends.process import Process
 from ringway.call import ALL_REDUCE, SEND, Call
 from ringway.errors import BackendUnavailable, CommTimeout, PeerLost
 from ringway.groups.communicator import Communicator
+from ringway.groups.listener import Listener
 
 
 class Group(ScriptedGroup):
@@ -56,10 +60,10 @@ class Group(ScriptedGroup):
         return self.work
 
 
-def _communicator(group: Group, timeout: float = 0.2) -> Communicator:
+def _communicator(group: Group, timeout: float = 0.2, listeners: Sequence[Listener] = ()) -> Communicator:
     info = scripted_info()
     backend = NcclBackend(type(info)(**{**info.__dict__, "timeout": timeout, "process": Process()}), group)
-    return Communicator(info, {"cpu": backend}, _core.Recorder(64), [])
+    return Communicator(info, {"cpu": backend}, _core.Recorder(64), list(listeners))
 
 
 @pytest.fixture
@@ -131,6 +135,53 @@ def test_settling_waits_for_the_device_and_for_the_explanation(cuda: ScriptedCud
     explaining.set()
     assert settled.wait(30)
     assert isinstance(communicator.fault, CommTimeout)
+
+
+def test_a_barrier_has_a_deadline(cuda: ScriptedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own wait for a barrier blocks until the device has finished, or forever."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group = Group()
+    group.barrier = lambda options: group.work  # type: ignore[attr-defined]
+    communicator = _communicator(group)
+    with pytest.raises(CommTimeout, match="barrier #0"):
+        communicator.barrier()
+    assert group.aborted == 1
+
+
+def test_an_error_that_torchs_watchdog_cleaned_up_ends_the_group(
+    cuda: ScriptedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream is free again, as if the call had succeeded."""
+    monkeypatch.setattr(nccl_handles, "_DOUBTFUL_SECONDS", 0.0)
+    group = Group()
+    group.get_error = lambda: SimpleNamespace(name="COMM_ERROR")  # type: ignore[attr-defined]
+    communicator = _communicator(group, timeout=60)
+    communicator.all_reduce(torch.ones(4), async_op=True)
+    group.work.finished.set()
+    until(lambda: communicator.fault is not None)
+    assert isinstance(communicator.fault, PeerLost)
+    assert "COMM_ERROR" in str(communicator.fault)
+
+
+def test_settling_ends_when_the_group_is_closed(cuda: ScriptedCuda) -> None:
+    communicator = _communicator(Group())
+    backend = communicator.devices.first
+    communicator.close(wait=False)
+    backend._works.failing = CommTimeout("overdue while it closed")  # type: ignore[attr-defined]
+    backend.settle()
+
+
+def test_a_listener_that_raises_does_not_keep_a_group_from_failing(cuda: ScriptedCuda) -> None:
+    class Broken(Listener):
+        def failed(self, group: Any, error: BaseException) -> BaseException:
+            raise OSError("the disk is full")
+
+    group = Group()
+    communicator = _communicator(group, listeners=[Broken()])
+    communicator.all_reduce(torch.ones(4), async_op=True)
+    until(lambda: communicator.fault is not None)
+    assert isinstance(communicator.fault, CommTimeout)
+    until(lambda: group.aborted == 1)
 
 
 def test_groups_of_a_dead_rank_are_aborted_together(cuda: ScriptedCuda) -> None:

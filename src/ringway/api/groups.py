@@ -164,8 +164,8 @@ def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
 
 
 def settled(group: c10d.ProcessGroup | None = None) -> None:
-    """Wait on the host until every collective of the group, or of all groups, has ended on its device, and raise what
-    went wrong.
+    """Wait on the host until every CUDA collective of the group, or of all groups, has ended on its device, and raise
+    what went wrong. Works of CPU tensors report their own errors.
 
     A wait for a CUDA collective only orders the stream. If a rank dies, the collective is aborted, and what is enqueued
     behind it runs on garbage. So call this before the result cannot be taken back: before `optimizer.step()`.

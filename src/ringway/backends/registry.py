@@ -95,7 +95,7 @@ def names() -> list[str]:
     """Every name that a user may write."""
     third = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
     builtin = [str(name) for name in c10d.Backend.backend_list if str(name) != "undefined"]
-    hidden = {registration.torch_name for registration in _OWN.values()}
+    hidden = {registration.torch_name for registration in (*_OWN.values(), *_COMBINED.values())}
     spelled = (_alias(name) for name in builtin if name not in hidden)
     return sorted({*_OWN, *third, *spelled})
 

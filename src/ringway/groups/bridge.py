@@ -19,6 +19,7 @@ from ringway import call as ops
 from ringway.backends.nccl.group import Nccl
 from ringway.backends.torch.gloo import Gloo
 from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Op, Reduce, parse_reduce
+from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.references import weak_method
@@ -202,7 +203,9 @@ class Bridge(c10d.ProcessGroup):
     ) -> Bridge | None:
         """`ranks` are this group's. Every rank of the group calls this."""
         limit = timedelta(seconds=self.communicator.info.timeout) if timeout is None else timeout
-        nccl, name = self._torchs["cuda"], group_name or f"{self.communicator.name}:split"
+        nccl, name = self._torchs.get("cuda"), group_name or f"{self.communicator.name}:split"
+        if nccl is None:
+            raise UsageError("split_group needs a group with nccl; use new_group")
         return self._split(nccl, list(ranks), name, timeout=limit, options=opts, description=group_desc or "")
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -127,11 +127,15 @@ def _split(
     part = split_nccl(nccl, parent, ranks, how["options"], name, how["description"])
     if part is None:
         return None
-    others: dict[str, Callable[[], Backend]] = {}
     if registration.devices == ("cuda",):
-        return _bridge(registration, info, lambda: NcclBackend(info, part), others)
-    others["cuda"] = lambda: NcclBackend(info, part)
-    return _bridge(registration, info, lambda: registry.make(registration, info), others)
+        bridge = _bridge(registration, info, lambda: NcclBackend(info, part), {})
+    else:
+        bridge = _bridge(
+            registration, info, lambda: registry.make(registration, info), {"cuda": lambda: NcclBackend(info, part)}
+        )
+    bridge._set_group_name(name)  # type: ignore[arg-type]
+    bridge._set_group_desc(how["description"])
+    return bridge
 
 
 def _admitted(options: Any) -> c10d.Store:

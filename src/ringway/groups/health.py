@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +76,10 @@ class Health:
         group = self._group()
         if group is not None:
             for listener in list(self._listeners):
-                error = listener.failed(group, error)
+                try:
+                    error = listener.failed(group, error)
+                except Exception:  # the group must fail all the same
+                    logging.getLogger("ringway").exception("a listener could not be told of a failed group")
         if isinstance(error, CollectiveMismatch):
             self._devices.abandon()
         self.poison(error)

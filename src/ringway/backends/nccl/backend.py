@@ -24,11 +24,19 @@ from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
 from ringway.backends.nccl.fast_path import NcclFastPath
 from ringway.backends.nccl.group import Aborts, make_nccl
-from ringway.backends.nccl.handles import Coalesced, NcclHandle, Works, communicator_of, cuda_device, on_current_stream
+from ringway.backends.nccl.handles import (
+    Barrier,
+    Coalesced,
+    NcclHandle,
+    Works,
+    communicator_of,
+    cuda_device,
+    on_current_stream,
+)
 from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
-from ringway.errors import RingwayError
+from ringway.errors import PeerLost, RingwayError, UsageError
 from ringway.work import DONE, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -52,6 +60,8 @@ class NcclBackend(TorchBackend):
         self.torch_group = group or make_nccl(info)
         super().__init__(info, self.torch_group)
         self._works = Works(info.process, info.timeout if self._ours else None)
+        if self._ours:
+            self._works.group_error = self._reported_error
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
@@ -92,7 +102,7 @@ class NcclBackend(TorchBackend):
     def all_reduce(self, call: Call) -> Handle:
         if call.reduce in _BITWISE:
             call.outputs[0].copy_(self._reduced(call))
-            return DONE
+            return self._started(call, None)
         options = self._options(c10d.AllreduceOptions, call, reduceOp=self._reduce_op(call))
         return self._start(call, self._group.allreduce, list(call.outputs), options)
 
@@ -101,16 +111,22 @@ class NcclBackend(TorchBackend):
         options.asyncOp = True  # its work is what blocks the caller
         if options.device is None:  # torch would guess a device from the rank
             options.device = torch.device("cuda", torch.cuda.current_device())
-        return self._start(call, self._group.barrier, options)
+        if not self._ours:
+            return self._start(call, self._group.barrier, options)
+        work = self._issued(call, self._group.barrier, options)
+        return Barrier(work, call, self._works, self._works.issued(communicator_of(call), work), captured=False)
 
-    def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
+    def _issued(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
         began = time.monotonic()
         try:
-            work = method(*arguments)
+            return method(*arguments)
         except RuntimeError as error:
             raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
+
+    def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
+        work = self._issued(call, method, *arguments)
         if self._works.coalesced is not None:
             self._works.coalesced.append(Coalesced(call))
             return self._works.coalesced[-1]
@@ -146,6 +162,8 @@ class NcclBackend(TorchBackend):
     # NCCL has no bitwise reductions: data is exchanged and reduced here, all of it on the current stream.
 
     def _exchange(self, call: Call) -> Callable[[Tensor, Tensor], None]:
+        if self._works.coalesced is not None:
+            raise UsageError(f"{call.describe()}: a bitwise reduction takes several steps and cannot be coalesced")
         plain = replace(call, input_splits=None, output_splits=None)
 
         def exchange(source: Tensor, target: Tensor) -> None:
@@ -169,7 +187,7 @@ class NcclBackend(TorchBackend):
         total = self._reduced(call)
         if self.rank == call.peer:
             call.outputs[0].copy_(total)
-        return DONE
+        return self._started(call, None)
 
     def reduce_scatter(self, call: Call) -> Handle:
         if call.reduce not in _BITWISE:
@@ -181,12 +199,20 @@ class NcclBackend(TorchBackend):
         if call.reduce not in _BITWISE:
             return super().reduce_scatter_tensor(call)
         call.outputs[0].copy_(reduced_share(call, self._exchange(call)).view(call.outputs[0].shape))
-        return DONE
+        return self._started(call, None)
 
     # The end
 
     def settle(self) -> None:
         self._works.settle()
+
+    def _reported_error(self) -> BaseException | None:
+        try:
+            state = self._group.get_error()
+        except Exception:  # a torch without it, or a group that has ended
+            return None
+        name = getattr(state, "name", "SUCCESS")
+        return None if name == "SUCCESS" else PeerLost(f"NCCL reports {name}: the connection to another rank is gone")
 
     def failed(self, error: BaseException) -> None:
         """Calls in flight would wait for ever, and hold up the stream: ends them. torch's own watchdog looks after the
@@ -200,7 +226,7 @@ class NcclBackend(TorchBackend):
         are aborted."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._works.closed = True
         if self._works.aborted_with is not None:
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
@@ -214,7 +240,7 @@ class NcclBackend(TorchBackend):
 
     def abort(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._closed = self._works.closed = True
             if self._works.aborted_with is None:
                 self._abort_group()
 

@@ -93,7 +93,7 @@ def _watchdog_only_cleans_up() -> Iterator[None]:
 def split_nccl(parent: Any, info: GroupInfo, ranks: list[int], options: Any, name: str, description: str) -> Any:
     """torch's nccl for some of the ranks of the group `info`, whose nccl is `parent`, made by ncclCommSplit. Every rank
     of that group calls this; None on those that are not among `ranks`."""
-    options = copy.deepcopy(options)
+    options = copy.deepcopy(parent.options if options is None else options)
     options._timeout = _NEVER
     # A plain group of torch's around the parent: it knows how to split its backends.
     whole: Any = c10d.ProcessGroup(info.store, info.rank, info.size)

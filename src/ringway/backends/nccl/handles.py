@@ -25,6 +25,7 @@ asked: if a peer is lost, the next call reports it."""
 
 
 _SETTLE_SECONDS = 0.00005
+_BARRIER_SECONDS = 0.0002
 
 
 class Works:
@@ -38,6 +39,9 @@ class Works:
         """The calls of the coalesced block that is open, if one is."""
         self.watch = process.part(DeviceWatch)
         self.aborted_with: BaseException | None = None
+        self.closed = False
+        self.group_error: Callable[[], BaseException | None] = lambda: None
+        """The error with which torch's watchdog has aborted the group: its streams go on as if all were well."""
         self.failing: BaseException | None = None
         """The error of a call that the group is about to fail with: its explanation takes a moment."""
         self._issued = 0
@@ -78,7 +82,7 @@ class Works:
 
     def settle(self) -> None:
         """Waits until every call has ended on the device, and until the group has failed if one of them has."""
-        while self.aborted_with is None and (self.failing is not None or not self.all_ended()):
+        while not (self.closed or self.aborted_with) and (self.failing is not None or not self.all_ended()):
             time.sleep(_SETTLE_SECONDS)
 
 
@@ -168,10 +172,24 @@ class NcclHandle(C10dHandle):
     def outcome(self) -> BaseException | None:
         error = self._works.aborted_with or self._failure
         if error is None and _doubtful(self._began):
-            error = _error_of(self._work)
+            error = _error_of(self._work) or self._works.group_error()
         found = None if error is None else self._error(error)
         self._works.ended(communicator_of(self._call), self._number, found)
         return found
+
+
+class Barrier(NcclHandle):
+    """A barrier blocks its caller. torch's own wait would do so without a deadline."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        limit = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if limit is not None and time.monotonic() > limit:
+                raise self._call.not_done(timeout)
+            time.sleep(_BARRIER_SECONDS)
+        error = self.outcome()
+        if error is not None:
+            raise error
 
 
 class OnStream(Handle):
@@ -211,6 +229,8 @@ class OnStream(Handle):
 
     def wait(self, timeout: float | None = None) -> None:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        if self._works.aborted_with is not None:
+            raise self._works.aborted_with
 
     def when_done(self, completion: Completion) -> None:
         self._works.when_ended(self, self, self._captured, completion, soon=True)
@@ -229,6 +249,8 @@ class OnStream(Handle):
     def outcome(self) -> BaseException | None:
         call = replace(self._call, sequence=self._sequence)
         error = self._works.aborted_with or self._communicator_error()
+        if error is None and not self._captured and _doubtful(self._began):
+            error = self._works.group_error()
         if error is None and self._is_overdue() and not (self._captured or self._event.query()):
             error = overdue(call, self._began)
         found = None if error is None else mapped(error, call, time.monotonic() - self._began)
