@@ -81,6 +81,7 @@ void bind_group(nb::module_& m) {
              [](GroupRecord& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
         .def("started", &GroupRecord::started)
         .def_prop_ro("is_starting", &GroupRecord::is_starting)
+        .def_static("exchange_starting", &GroupRecord::exchange_starting)
         .def("compare", &GroupRecord::compare, nb::arg("board"))
         .def_prop_ro("difference", &difference)
         .def_prop_ro("keeps_times", [](GroupRecord& self) { return self.recorder().keeps_times(); })

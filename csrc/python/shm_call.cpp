@@ -71,7 +71,8 @@ void read_facts(const CallView& view, double timeout_s, Request& r) {
     r.element = element_bytes(r.dtype);
 }
 
-// Nothing but the engine runs between this and the start of the call, so no signal handler can come first.
+// Nothing but the engine runs between this and the start of the call, so no signal handler can come first. What earlier
+// calls kept is released before: a finalizer may run Python.
 void starts(const CallView& view) {
     const nb::object record = view.record();
     if (!record.is_none()) nb::cast<GroupRecord&>(record).started();
@@ -115,6 +116,7 @@ nb::object collective(PyGroup& group, nb::handle call, double timeout_s) {
         r.out = blocks_of(out, r.op == Op::AllGatherSingle, size, task->out);
     }
     const bool async = view.async_op();
+    if (async) group.engine().progress.sweep();
     starts(view);
     if (async) return nb::cast(group.submit(std::move(task)));
     GilHost host;
@@ -144,6 +146,7 @@ PyTask message(PyGroup& group, nb::handle call, double timeout_s) {
     r.count = tensor.nbytes / r.element;
     describe(*task, r, tensor.nbytes, view.tag());
     const bool async = view.async_op();
+    group.engine().messages.sweep();
     starts(view);
     return group.start(std::move(task), async);
 }

@@ -123,7 +123,6 @@ void PyGroup::check(Outcome outcome) const {
 
 PyTask PyGroup::submit(std::shared_ptr<PythonCollective> task) {
     PyTask handle{engine_, std::move(task), nullptr};
-    engine_->progress.sweep();
     GilRelease gil;
     engine_->progress.submit(handle.collective);
     return handle;
@@ -131,7 +130,6 @@ PyTask PyGroup::submit(std::shared_ptr<PythonCollective> task) {
 
 PyTask PyGroup::start(std::shared_ptr<PythonMessage> message, bool in_background) {
     PyTask handle{engine_, nullptr, std::move(message)};
-    engine_->messages.sweep();
     GilRelease gil;
     engine_->messages.start(handle.message, in_background);
     return handle;

@@ -1,11 +1,11 @@
 // The record of one group: numbers the group's calls, writes them to the recorder, compares them with other ranks'.
 #pragma once
 
-#include <pthread.h>
-
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "record/recorder.h"
@@ -34,16 +34,24 @@ class GroupRecord {
     const CallBoard* board() const { return board_.get(); }
 
     // A call that is numbered in one step and started in a later one is `starting` in between. A signal handler that runs
-    // there, on the same thread, must make no call of the group: it would get the later number and start first.
-    void starting() { starting_.store(pthread_self(), std::memory_order_relaxed); }
+    // there, on the same thread, must make no call of the group: it would get the later number and start first. Other
+    // threads may.
+    void starting() {
+        if (!is_starting()) starting_here.push_back(id_);
+    }
     void started() {
-        if (is_starting()) starting_.store(0, std::memory_order_relaxed);
+        starting_here.erase(std::remove(starting_here.begin(), starting_here.end(), id_), starting_here.end());
     }
     // Whether a call of this thread is.
     bool is_starting() const {
-        const pthread_t thread = starting_.load(std::memory_order_relaxed);
-        return thread != 0 && thread == pthread_self();
+        return std::find(starting_here.begin(), starting_here.end(), id_) != starting_here.end();
     }
+
+    // The groups that have a call starting on this thread.
+    using Starting = std::vector<uint64_t>;
+    // Replaces them, and returns what they were. A completion callback may run inside a call that is starting, and may
+    // make calls: it runs with none.
+    static Starting exchange_starting(Starting groups) { return std::exchange(starting_here, std::move(groups)); }
 
     uint64_t collectives() const { return collectives_.load(std::memory_order_relaxed); }
     uint64_t messages() const { return messages_.load(std::memory_order_relaxed); }
@@ -59,7 +67,10 @@ class GroupRecord {
     std::atomic<uint64_t> collectives_{0};
     std::atomic<uint64_t> messages_{0};
     std::atomic<uint64_t> completed_{0};
-    std::atomic<pthread_t> starting_{0};
+
+    static inline std::atomic<uint64_t> ids{0};
+    static inline thread_local Starting starting_here;
+    const uint64_t id_ = ids.fetch_add(1, std::memory_order_relaxed);  // unlike an address, never used again
 };
 
 }  // namespace ringway

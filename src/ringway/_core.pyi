@@ -41,6 +41,9 @@ class GroupRecord:
         """The call that this thread has begun has started. Until then `is_starting` is true on this thread."""
     @property
     def is_starting(self) -> bool: ...
+    @staticmethod
+    def exchange_starting(groups: list[int], /) -> list[int]:
+        """Replaces the groups that have a call starting on this thread, and returns what they were."""
     def compare(self, board: CallBoard) -> None: ...
     @property
     def difference(self) -> tuple[Any, ...] | None: ...

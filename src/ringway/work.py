@@ -15,6 +15,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+import ringway._core as _core
 from ringway.errors import UsageError
 
 Completion = Callable[[BaseException | None], None]
@@ -73,11 +74,15 @@ class CompletionCell:
         self._run(callback)
 
     def _run(self, callback: Completion) -> None:
-        """A callback that raises harms neither the call nor the other callbacks."""
+        """A callback that raises harms neither the call nor the other callbacks. It may make calls, even if this thread
+        is starting one that waits for this cell."""
+        starting = _core.GroupRecord.exchange_starting([])
         try:
             callback(self.error)
         except Exception:
             logging.getLogger("ringway").exception("a completion callback raised")
+        finally:
+            _core.GroupRecord.exchange_starting(starting)
 
     def wait(self, timeout: float | None = None, check: Callable[[], None] | None = None) -> bool:
         """Whether the call finished within `timeout` seconds. `check` raises if this wait can no longer succeed.

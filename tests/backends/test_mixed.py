@@ -134,6 +134,28 @@ def test_a_callback_may_use_another_backend(pool: RankPool) -> None:
     assert pool.run(_from_a_callback, world_size=2) == [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]
 
 
+def _callbacks_inside_a_starting_call(context: RankContext) -> float:
+    """A synchronous call on gloo waits for one on shm, and may run its callback, which makes a call too."""
+    with mixing(TABLE, context.world_size):
+        dist = context.start("shm", group_name="inline callbacks", timeout=timedelta(seconds=30))
+    total = 0.0
+    for turn in range(100):
+        strided, small, inner = torch.ones(5000, 2)[:, 0], torch.ones(4), torch.ones(4)
+        if context.rank == 1:
+            time.sleep(0.001 * (turn % 7))
+        future = dist.all_reduce(strided, async_op=True).get_future()
+        after = future.then(lambda _, inner=inner: dist.all_reduce(inner))
+        dist.all_reduce(small)
+        after.wait()
+        total += strided[0].item() + small[0].item() + inner[0].item()
+    dist.destroy_process_group()
+    return total
+
+
+def test_a_callback_that_runs_inside_a_starting_call_may_make_calls(pool: RankPool) -> None:
+    assert pool.run(_callbacks_inside_a_starting_call, world_size=2, timeout=60) == [600.0, 600.0]
+
+
 def _destroyed(context: RankContext) -> tuple[list[str], float]:
     """A group is destroyed with calls in flight on two backends that the other rank never makes."""
     with mixing(IN_TURNS, context.world_size):

@@ -18,7 +18,7 @@ import torch.distributed as c10d
 import ringway as dist
 from ringway.backends.torch.gloo import GlooFastPath
 from ringway.call import Call
-from ringway.errors import CommTimeout, PeerLost, UsageError
+from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
@@ -287,3 +287,33 @@ def test_a_handlers_call_is_refused_before_the_interrupted_call_has_started(
     pool: RankPool, backend: str, refused: int
 ) -> None:
     assert pool.run(_refused_before_the_start, backend, world_size=2, timeout=60) == [refused, 0]
+
+
+def _unhandled_refusal(context: RankContext, backend: str) -> list[str]:
+    """Rank 0's handler lets the refusal through, so that the interrupted call never starts."""
+    context.start(backend, timeout=timedelta(seconds=2))
+    dist.barrier()
+    errors: list[str] = []
+    undo: Callable[[], None] | None = None
+    if context.rank == 0:
+        signal.signal(signal.SIGUSR1, lambda *_: dist.all_reduce(torch.ones(2)))
+        undo = _inside_gloos_fast_path() if backend == "gloo" else _listening()
+    for _ in range(2):
+        try:
+            _all_reduce(4)
+        except RingwayError as error:
+            errors.append(str(error))
+        if undo is not None:
+            undo()
+            undo = None
+    return errors
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_call_that_a_handler_keeps_from_starting_ends_the_group(pool: RankPool, backend: str) -> None:
+    """The next call would pair with the other ranks' interrupted one."""
+    first, second = pool.run(_unhandled_refusal, backend, world_size=2, timeout=60)
+    pool.replace()
+    assert "a signal handler called all_reduce" in first[0]
+    assert "this rank was interrupted in the middle of a call" in first[1]
+    assert len(second) == 2, second

@@ -9,8 +9,9 @@ import torch
 
 import ringway as dist
 import ringway._core as _core
-from ringway.call import ALL_REDUCE, SEND
+from ringway.call import ALL_REDUCE, SEND, Call
 from ringway.testing import RankContext, RankPool
+from ringway.work import CompletionCell
 
 
 def _here(record: _core.GroupRecord) -> int:
@@ -46,6 +47,40 @@ def test_messages_are_counted_separately() -> None:
     record.begin(SEND.code, 4, 0, 0, 1, 0)
     record.begin(SEND.code, 4, 0, 0, 1, 0)
     assert (record.collectives, record.messages, record.completed) == (1, 2, 0)
+
+
+def test_a_starting_call_concerns_its_thread_and_no_callback() -> None:
+    """A signal handler's call is refused while a call of its thread and group starts. Nobody else's is."""
+    recorder = _core.Recorder(16)
+    record, other = _core.GroupRecord(recorder, "g", 2), _core.GroupRecord(recorder, "other", 2)
+    tensor = torch.ones(2)
+    seen = []
+
+    def send() -> None:
+        seen.append(record.is_starting)
+        record.begin_call(Call(SEND, inputs=(tensor,), peer=1), 0)
+        seen.append(record.is_starting)
+        record.started()
+
+    def call_back(_: object) -> None:
+        seen.append(record.is_starting)
+        record.begin_call(Call(ALL_REDUCE, (tensor,), (tensor,)), 0)
+        record.started()
+
+    record.begin_call(Call(ALL_REDUCE, (tensor,), (tensor,)), 0)
+    assert (record.is_starting, other.is_starting) == (True, False)
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join()
+    assert seen == [False, True]
+    assert record.is_starting
+    cell = CompletionCell()
+    cell.when_done(call_back)
+    cell.finish(None)
+    assert seen == [False, True, False]
+    assert record.is_starting
+    record.started()
+    assert not record.is_starting
 
 
 def test_reading_while_threads_write() -> None:

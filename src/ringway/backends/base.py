@@ -64,6 +64,9 @@ class Health(Protocol):
     def failed(self, error: BaseException) -> None:
         """A call failed after it had returned to its caller."""
 
+    def interrupted_by(self, error: BaseException) -> None:
+        """`error` leaves a call that may not have started."""
+
 
 class _LikeTorch(abc.ABCMeta):
     """torch has a class `Backend` too, whose members are names: `Backend.NCCL`, `Backend("gloo")`. Programs written for

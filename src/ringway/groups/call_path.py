@@ -18,7 +18,7 @@ from ringway.errors import CollectiveMismatch, UsageError
 from ringway.groups.checks import admit, check
 from ringway.groups.devices import Devices
 from ringway.groups.fast_path import FastPaths
-from ringway.groups.health import ENDS_THE_GROUP, Health
+from ringway.groups.health import ENDS_THE_GROUP, CallTooEarly, Health
 from ringway.groups.listener import Listener
 from ringway.work import Handle, Work
 
@@ -126,7 +126,7 @@ class CallPath:
         """Raise if a signal handler makes this call before the call that it interrupts has started: the two would run
         in another order than on the other ranks."""
         if self._record.is_starting:
-            raise UsageError(
+            raise CallTooEarly(
                 f"a signal handler called {call.op.name} of the group {self._info.name} while this thread was starting "
                 "another call of the group, which must come first. Set a flag in the handler, and make the call where "
                 "the program looks at the flag"
@@ -146,6 +146,9 @@ class CallPath:
                 return plan.runners[call.op.name](call), token, watched
             except BaseException as error:
                 raise self._ended(token, error, watched) or error from None
+        except BaseException as error:
+            self._health.interrupted_by(error)
+            raise
         finally:
             self._record.started()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ringway._core as _core
 from ringway.compare.one_host import board_error
-from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.devices import Devices
 from ringway.groups.fast_path import FastPaths
 from ringway.groups.listener import Listener
@@ -17,6 +17,10 @@ from ringway.work import Work
 
 ENDS_THE_GROUP = (CollectiveMismatch, CommTimeout, PeerLost)
 """Errors after which the ranks of a group no longer agree about its calls."""
+
+
+class CallTooEarly(UsageError):
+    """A signal handler's call came before the interrupted call had started."""
 
 
 class Health:
@@ -91,6 +95,17 @@ class Health:
     def failed(self, error: BaseException) -> None:
         """A call failed after it had returned to its caller."""
         self.fail(error)
+
+    def interrupted_by(self, error: BaseException) -> None:
+        """`error` leaves a call. If a signal handler raised it before the call had started, the group ends: the other
+        ranks count on the call, and would take this rank's next one for it."""
+        if self._record.is_starting and (isinstance(error, CallTooEarly) or not isinstance(error, Exception)):
+            self.end(
+                RingwayError(
+                    f"this rank was interrupted in the middle of a call of the group {self._name}, which has ended; "
+                    "make a new group"
+                )
+            )
 
     def pending(self, work: Work) -> None:
         """Ends this work too if the group ends."""

@@ -73,6 +73,9 @@ class MpiFastPath(_core.FastPath):
                 done = True
             finally:
                 self._record.end(token, done)
+        except BaseException as error:
+            self._health.interrupted_by(error)
+            raise
         finally:
             self._record.started()
             self._queue.give_back()

@@ -112,6 +112,9 @@ class NcclFastPath(_core.FastPath):
             return False
         try:
             return self._run(op, outputs, inputs, peer)
+        except BaseException as error:
+            self.health.interrupted_by(error)
+            raise
         finally:
             self.record.started()
 

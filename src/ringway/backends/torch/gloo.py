@@ -46,6 +46,9 @@ class GlooFastPath(_core.FastPath):
             if token == 0:
                 return False
             work = self._start(token, outputs)
+        except BaseException as error:
+            self._health.interrupted_by(error)
+            raise
         finally:
             self._record.started()
         done = False
