@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistNetworkError
 
 from free_ports import free_port
 from ringway.errors import DiscoveryError, RendezvousError
@@ -197,14 +198,49 @@ def test_a_service_that_is_not_a_store_is_refused(silent_service: int, monkeypat
     attempts: list[int] = []
     client = room._client
 
-    def count(address: str, port: int, timeout: float) -> Store | None:
+    def count(address: str, port: int, *seconds: float) -> Store | None:
         attempts.append(port)
-        return client(address, port, timeout)
+        return client(address, port, *seconds)
 
     monkeypatch.setattr(room, "_client", count)
     with _quickly_convinced(probe=0.3), pytest.raises(RendezvousError, match=r"is not a torch\.distributed store"):
         rendezvous(_info(1, 2, silent_service), PATIENT)
     assert len(attempts) > 1
+
+
+def test_a_service_that_is_not_a_store_costs_no_more_than_the_deadline(
+    silent_service: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float | None] = []
+    start = room.start
+
+    class Thread:
+        def __init__(self, *facts: Any) -> None:
+            self._thread = start(*facts)
+
+        def join(self, seconds: float | None = None) -> None:
+            waits.append(seconds)
+            self._thread.join(seconds)
+
+    monkeypatch.setattr(room, "start", Thread)
+    with pytest.raises(RendezvousError, match=r"is not a torch\.distributed store, or too slow: it did not answer"):
+        rendezvous(_info(1, 2, silent_service), 0.5)
+    assert waits
+    assert all(seconds is not None and seconds <= 0.5 for seconds in waits), waits
+
+
+def test_a_lost_connection_is_not_blamed_on_the_stores_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*facts: object) -> Store:
+        raise DistNetworkError("Failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(room, "_roll_call", lost)
+    listener = ports.listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    store = host_store(listener, "127.0.0.1", "", 2, PATIENT)
+    with pytest.raises(RendezvousError, match=r"rank 1: its connection to the store .* broke") as caught:
+        rendezvous(_info(1, 2, port), PATIENT)
+    assert caught.value.missing == []
+    del store
 
 
 def test_given_port_that_is_taken_names_its_holder() -> None:

@@ -203,6 +203,17 @@ def test_stores_behave_like_torchs(private: str) -> None:
     assert key_of(PrefixStore("group", clients[0])).open
 
 
+def test_add_to_a_value_that_is_no_number_is_an_error_of_the_call(private: str) -> None:
+    store = RunStore(private, KEY, 30)
+    for each in (store, KeyedStore(HashStore(), KEY), HashStore()):
+        each.set("text", "abc")
+        with pytest.raises(ValueError):  # noqa: PT011 - torch's own says only "stoll"
+            each.add("text", 1)
+        assert bytes(each.get("text")) == b"abc"
+    with pytest.raises(ValueError, match="the value of 'text' in the job's store is not an integer"):
+        store.add("text", 1)
+
+
 class _SlowList(list[Any]):
     """A list whose `pop` another thread is inside of."""
 

@@ -5,24 +5,27 @@ The stranger here knows everything but the secret: the protocol, the address, an
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import ringway as dist
 from free_ports import free_port
 from ringway.errors import ConfigError, RendezvousError, RingwayError, Tampered
 from ringway.keys import TAG_BYTES, Key
+from ringway.launch import rendezvous as room
 from ringway.launch import roll_call as rolls
 from ringway.launch import secret
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
-from ringway.store import beneath_prefixes, key_of
+from ringway.store import Deadline, beneath_prefixes, key_of
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
 
@@ -154,6 +157,87 @@ def test_a_replayed_start_is_refused(pool: RankPool) -> None:
     environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
     text, _ = pool.run(_replayed, free_port(), free_port(), world_size=2, environment=environment)
     assert "signed in as rank 1 without the job's secret and was not admitted" in text
+
+
+class _Deleting(Store):
+    """A store from which a stranger deletes a key after each check that found it."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._inner.check(keys)
+        if found:
+            self._inner.delete_key(keys[-1])
+        return found
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._inner.compare_set(key, expected, desired)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._inner.multi_get(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._inner.add(key, amount)
+
+
+def _roll(store: Store, seconds: float, key: Key) -> Store:
+    info = LaunchInfo(rank=0, size=2, source="test", hosted_by_launcher=True)
+    return rolls.roll_call(store, info, Deadline(seconds), rolls.Place("here"), key, os.urandom(8).hex())
+
+
+@pytest.mark.timeout(60)
+def test_a_flood_of_forged_sign_ins_is_named_and_bounded(capfd: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    for slot in range(2000):
+        _door(store).set(rolls._slot(1, slot), _signed(Key(b"s" * 32)))  # type: ignore[arg-type]
+    with pytest.raises(Tampered, match="64 sign-ins as rank 1 at here do not prove the job's secret") as caught:
+        _roll(store, PATIENT, Key(b"k" * 32))
+    assert caught.value.what == "rank 1"
+    assert "vil.example, pid 666" in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    assert 0 < capfd.readouterr().err.count("\n") <= rolls._NAMED
+
+
+@pytest.mark.timeout(20)
+def test_a_sign_in_deleted_while_it_is_read_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolls, "FAREWELL", 0.1)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=2))
+    _door(store).set("rank 1", b"x" * 100)  # type: ignore[arg-type]
+    with pytest.raises(RendezvousError, match="Missing: rank 1"):
+        _roll(_Deleting(store), 0.5, Key(b"k" * 32))
+
+
+@pytest.mark.parametrize("key", [Key(b"k" * 32), Key()], ids=["secret", "open"])
+def test_whatever_the_store_says_about_itself_is_refused_by_name(key: Key) -> None:
+    store = HashStore()
+    info = LaunchInfo(rank=1, size=2, source="test", address="127.0.0.1", port=1)
+    job = room._Job("job", key)
+    good = json.loads(job.identity(2, "node, pid 1", "nonce"))
+    escape = "\x1b[2Jnode"
+    for said, text in (
+        ("[" * 100_000, "unknown format"),
+        ("[" * 1000, "unknown format"),
+        ("null", "unknown format"),
+        (json.dumps(good) + " " * 2000, "unknown format"),
+        (json.dumps({**good, "size": float("inf")}), "unknown format"),
+        (json.dumps({**good, "size": None}), "unknown format"),
+        (json.dumps({**good, "job": "other", "host": escape}), r"opened by \[2Jnode"),
+        (json.dumps({**good, "tag": "t", "host": escape}), r"opened by \[2Jnode, has a secret"),
+        (json.dumps({**good, "tag": "t", "host": "\ud800"}), "unknown format|has a secret"),
+        (json.dumps({**good, "tag": "t", "opened": "\ud800"}), "unknown format|has a secret"),
+    ):
+        store.set(room._IDENTITY, said)
+        with pytest.raises(RendezvousError, match=text) as caught:
+            room._recognize(store, info, job, rolls.Place("127.0.0.1", 1), Deadline(PATIENT))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+    store.set(room._IDENTITY, json.dumps(good))
+    place = rolls.Place("127.0.0.1", 1)
+    assert room._recognize(store, info, job, place, Deadline(PATIENT)) == "nonce"
+    assert place.host == "node, pid 1"
 
 
 # Wrong secrets, other versions, none

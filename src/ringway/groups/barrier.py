@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ringway.backends.base import GroupInfo
 from ringway.errors import CommTimeout, RingwayError
-from ringway.store import Deadline, absent
+from ringway.store import Deadline, absent, read
 
 
 def next_barrier(info: GroupInfo, last: int) -> int:
@@ -34,10 +34,10 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
         missing = absent(info.store, keys, Deadline(timeout))
         if missing:
             info.store.set(gave_up, str(info.ranks[info.rank]))
-        elif info.store.check([gave_up]):
-            first = info.store.get(gave_up).decode()
+        elif (first := read(info.store, gave_up)) is not None:
             raise CommTimeout(
-                f"monitored_barrier of group {info.name}: all ranks arrived, but rank {first} had already given up",
+                f"monitored_barrier of group {info.name}: all ranks arrived, but rank {first.decode()} had already "
+                "given up",
                 op="monitored_barrier",
                 sequence=number,
             )

@@ -27,7 +27,7 @@ from ringway.errors import ConfigError, DiscoveryError, RendezvousError
 from ringway.keys import Key
 from ringway.launch import ports
 from ringway.launch.info import LaunchInfo
-from ringway.launch.roll_call import Place, roll_call
+from ringway.launch.roll_call import Place, printable, roll_call
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import REMEDY, HostFile, given_key, host_file
 from ringway.store import Deadline, read
@@ -37,6 +37,7 @@ _IDENTITY = "ringway/job"
 _LONGEST_PAUSE = 0.25  # between attempts to reach a store that may not be open yet
 _GRACE = 5.0  # time during which another job's store is assumed to be closing
 _PROBE = 5.0  # time to connect to a responsive host and read what its store says about itself
+_LONGEST_IDENTITY = 1024
 
 
 def rendezvous(
@@ -56,7 +57,7 @@ def rendezvous(
             raise RendezvousError(f"the folder {os.path.dirname(path)!r} for the store's file {path} does not exist")
         place = Place(path, if_twice=". If the first was an earlier job, remove the file")
         file = FileStore(path, info.size)
-        return _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place))
+        return _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place, deadline))
     if info.socket is not None:
         store, place, opened = _join_run(info, info.socket, job, deadline)
     elif info.address is None:
@@ -72,7 +73,13 @@ def rendezvous(
             return met
         except DistError as error:
             again = _opened_again(info, job, deadline)
-            if again is None or again[2] == opened:  # the others are in the round that this rank has left
+            if again is not None and again[2] == opened:
+                raise RendezvousError(
+                    f"rank {info.rank}: its connection to the store at {place} broke during the rendezvous. The store "
+                    "still answers, but the other ranks are in the round that this rank has left: start the job again",
+                    arrived={info.rank: socket.gethostname()},
+                ) from error
+            if again is None:
                 raise RendezvousError(
                     f"rank {info.rank}: the store at {place} disappeared during the rendezvous: its host, "
                     f"{_host_of_store(info)}, died or closed it",
@@ -90,7 +97,8 @@ def admit(store: Store, rank: int, size: int, group: str, timeout: float) -> Sto
     info = LaunchInfo(rank=rank, size=size, source="torch.distributed")
     job = _Job(group, given_key().derive("group", group))
     place = Place(f"the store of the group {group}")
-    return _roll_call(store, info, Deadline(timeout), place, job.key, _recognize(store, info, job, place))
+    deadline = Deadline(timeout)
+    return _roll_call(store, info, deadline, place, job.key, _recognize(store, info, job, place, deadline))
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ def _join_run(info: LaunchInfo, path: str, job: _Job, deadline: Deadline) -> _Me
     place = Place(path)
     store = RunStore(path, job.key, deadline.seconds)
     _hosted[:] = [store]
-    return store, place, _recognize(store, info, job, place)
+    return store, place, _recognize(store, info, job, place, deadline)
 
 
 def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
@@ -201,22 +209,27 @@ def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
             if info.port is not None:
                 raise RendezvousError(_taken(info.port, error, owner)) from error
             continue
-        _check_way_back(info.address, port)
+        _check_way_back(info.address, port, deadline)
         store, opened = _open_store(listener, info.address, job, info.size, deadline.seconds)
         _hosted[:] = [store]
         return store, Place(info.address, port, _signature()), opened
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free port")
 
 
-def _check_way_back(address: str, port: int) -> None:
+def _check_way_back(address: str, port: int, deadline: Deadline) -> None:
     """The other ranks use this address. If rank 0 cannot reach itself there, the address is wrong or unroutable."""
     try:
-        socket.create_connection((address, port), timeout=_PROBE).close()
+        socket.create_connection((address, port), timeout=_patience(deadline)).close()
     except OSError as error:
         raise RendezvousError(
             f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as "
             f"{Place(address, port)} ({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
         ) from error
+
+
+def _patience(deadline: Deadline) -> float:
+    """Seconds for one attempt to connect. 0 would not wait for the connection at all."""
+    return min(_PROBE, deadline.left()) or 0.001
 
 
 def _for_example() -> str:
@@ -283,18 +296,21 @@ def _opened_again(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met | Non
 def _open(info: LaunchInfo, job: _Job, port: int, deadline: Deadline) -> _Met:
     """Connect to one port. Raises OSError if nothing listens there yet, RendezvousError if something else does."""
     assert info.address is not None
-    patience = min(_PROBE, deadline.left()) or 0.001
-    # TCPStore logs a C++ stack trace for each refused connection, so test the port first.
-    socket.create_connection((info.address, port), timeout=patience).close()
-    store = _client(info.address, port, deadline.seconds)
-    if store is None:
-        raise RendezvousError(f"the service at {Place(info.address, port)} is not a torch.distributed store")
     place = Place(info.address, port)
-    return store, place, _recognize(store, info, job, place)
+    # TCPStore logs a C++ stack trace for each refused connection, so test the port first.
+    socket.create_connection((info.address, port), timeout=_patience(deadline)).close()
+    patience = min(3 * _PROBE, deadline.left())
+    store = _client(info.address, port, deadline.seconds, patience)
+    if store is None:
+        raise RendezvousError(
+            f"the service at {place} is not a torch.distributed store, or too slow: it did not answer within "
+            f"{patience:.2g} s"
+        )
+    return store, place, _recognize(store, info, job, place, deadline)
 
 
-def _client(address: str, port: int, timeout: float) -> Store | None:
-    """A client of the store, or None if the service is not a store.
+def _client(address: str, port: int, timeout: float, patience: float) -> Store | None:
+    """A client of the store, or None if the service does not answer like a store within `patience` seconds.
 
     With a service that stays silent, TCPStore waits forever, whatever its timeout. On a separate thread, that costs
     only the thread. A store may be slow too: both its ends ask the DNS for each other's names, and a lost reply costs
@@ -308,7 +324,7 @@ def _client(address: str, port: int, timeout: float) -> Store | None:
         except BaseException as error:
             result.append(error)
 
-    start("ringway-connect", connect).join(3 * _PROBE)
+    start("ringway-connect", connect).join(patience)
     if not result:
         return None
     if isinstance(result[0], DistError):
@@ -352,29 +368,36 @@ def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple
 # --- recognize
 
 
-def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place) -> str:
-    """Check that the store belongs to this job, and return the nonce of whoever opened it."""
+def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place, deadline: Deadline) -> str:
+    """Check that the store belongs to this job, and return the nonce of whoever opened it.
+
+    Anyone who reaches the store may have written what it says, so no value may raise anything but RendezvousError.
+    """
     if place.port is None or info.hosted_by_launcher:
         # A file or a launcher's store does not name its job: the first rank to arrive writes it, the others compare.
         host = "torchrun" if place.port else _signature()
         said = bytes(store.compare_set(_IDENTITY, "", job.identity(info.size, host, secrets.token_hex(16))))
     else:
-        found = Deadline(_PROBE).poll(lambda: read(store, _IDENTITY))
+        found = Deadline(_patience(deadline)).poll(lambda: read(store, _IDENTITY))
         if found is None:
             raise RendezvousError(f"the store at {place} is not ringway's: it does not name its job")
         said = found
     try:
+        if len(said) > _LONGEST_IDENTITY:
+            raise ValueError("too long")
         theirs = json.loads(said)
         host, size, opened, tag = str(theirs["host"]), int(theirs["size"]), str(theirs["opened"]), str(theirs["tag"])
         matches = theirs["job"] == job.digest
-    except (ValueError, TypeError, KeyError):
+        expected = json.loads(job.identity(size, host, opened))["tag"]
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         raise RendezvousError(
             f"the store at {place} names its job in an unknown format: it is another version of ringway's, or a "
             "stranger changed it. Install the same version on all hosts"
         ) from None
+    host = printable(host, 128)
     if not matches:
         raise RendezvousError(f"the store at {place} belongs to another job, opened by {host}")
-    if bool(tag) == job.key.open or (tag and json.loads(job.identity(size, host, opened))["tag"] != tag):
+    if bool(tag) == job.key.open or tag != expected:
         theirs, ours = ("a" if tag else "no"), ("none" if job.key.open else "another" if tag else "one")
         raise RendezvousError(
             f"the store at {place}, opened by {host}, has {theirs} secret, and rank {info.rank} has {ours}: it is "

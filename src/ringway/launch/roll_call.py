@@ -36,7 +36,8 @@ FAREWELL = 5.0
 """Seconds that rank 0 waits, after a failed roll call, for the others to read which ranks were missing."""
 
 _LONGEST_PAUSE = 0.25
-_STRANGERS = 64  # sign-ins without proof that a rank passes over
+_STRANGERS = 64  # sign-ins without proof as one rank, at which the roll call fails
+_NAMED = 16  # of them, those that a rank names: a stranger can write any number
 _LONGEST_SIGN_IN = 1024
 _turns: Counter[str] = Counter()
 """How often this process has started on a store: a program may start, end and start again on one that outlives it."""
@@ -82,7 +83,7 @@ class SignIn:
         parts = text[:_LONGEST_SIGN_IN].decode(errors="replace").split("\n")
         if len(parts) != 6:
             return None
-        return cls(*("".join(c for c in part if c.isprintable())[:64] for part in parts))
+        return cls(*(printable(part, 64) for part in parts))
 
     @property
     def process(self) -> str:
@@ -156,9 +157,13 @@ class _Roll:
                     arrived={rank: first.process},
                 )
             self._name(rank, there)
-        raise Tampered(
-            f"{_STRANGERS} sign-ins as rank {rank} at {self._place} do not prove the job's secret; the last: "
-            f"{self._strangers[-1]}",
+        raise self._crowded_out(rank)
+
+    def _crowded_out(self, rank: int) -> Tampered:
+        return Tampered(
+            f"{_STRANGERS} sign-ins as rank {rank} at {self._place} do not prove the job's secret: a stranger keeps "
+            "the rank out. Keep strangers away from the store's port, or start the job with ringway run"
+            + self._about_strangers(),
             what=f"rank {rank}",
         )
 
@@ -167,6 +172,8 @@ class _Roll:
         return SignIn.unpack(text) if self._key.proves(tag, "sign in", str(rank), text) else None
 
     def _name(self, rank: int, signed: bytes) -> None:
+        if len(self._strangers) >= _NAMED:
+            return
         who = SignIn.unpack(signed[TAG_BYTES:])
         line = f"{who or 'a process'} signed in as rank {rank} without the job's secret and was not admitted"
         self._strangers.append(line)
@@ -194,20 +201,23 @@ class _Roll:
             keys = [_slot(rank, self._slots[rank]) for rank in waited_for]
             if not self._door.check(keys):
                 return False
-            found = dict(zip(waited_for, self._door.multi_get(keys), strict=True))
-            if not all(found.values()):  # a stranger's empty value: the rank will sign in over it
+            found = {rank: read(self._door, key) for rank, key in zip(waited_for, keys, strict=True)}
+            there = {rank: text for rank, text in found.items() if text}
+            if len(there) < len(found):  # a stranger deleted or emptied a value: the rank will sign in over it
                 return False
-            self._read(found)
+            self._read(there)
         return True
 
     def _read(self, signed: dict[int, bytes]) -> None:
         for rank, text in signed.items():
-            proved = self._proved(rank, bytes(text))
+            proved = self._proved(rank, text)
             if proved is not None:
                 self._seen[rank] = proved
             else:
-                self._name(rank, bytes(text))
+                self._name(rank, text)
                 self._slots[rank] += 1
+                if self._slots[rank] == _STRANGERS:
+                    raise self._crowded_out(rank)
 
     @cached_property
     def _transcript(self) -> bytes:
@@ -221,7 +231,7 @@ class _Roll:
         silent = absent(self._here, keys, Deadline(max(FAREWELL, self._deadline.left())))
         if silent:
             raise self._failed(f"{_ranges(silent)} signed in, but did not confirm the roll call", silent)
-        differ = [rank for rank, theirs in enumerate(self._here.multi_get(keys)) if bytes(theirs) != mine]
+        differ = [rank for rank, key in enumerate(keys) if read(self._here, key) != mine]
         if differ:
             raise Tampered(
                 f"{_ranges(differ)} saw other sign-ins at {self._place} than rank {self._info.rank}: a stranger "
@@ -276,6 +286,11 @@ class _Roll:
         for rank in sorted(self._seen):
             hosts.setdefault(self._seen[rank].host, []).append(rank)
         return hosts
+
+
+def printable(text: str, longest: int) -> str:
+    """What a stranger may have written, without control characters, for messages."""
+    return "".join(c for c in text if c.isprintable())[:longest]
 
 
 def _slot(rank: int, slot: int) -> str:

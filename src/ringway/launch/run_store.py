@@ -9,7 +9,7 @@ and both sides of every connection prove that they have the secret:
 
 Then requests and replies alternate, in frames: length (4 bytes), body. The kernel keeps the connection private. One
 that says anything else is closed. The body of a request is an op's name, a time limit in ms, and the op's arguments; a
-reply is a list of values, or empty for a wait that timed out.
+reply is a list of values, or empty for a wait that timed out or an `add` to a value that is not an integer.
 """
 
 from __future__ import annotations
@@ -182,7 +182,11 @@ class StoreServer:
                     values[key] = value
                 self._reply(peer, [b""])
             case b"add", [key, amount]:
-                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+                try:
+                    values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+                except ValueError:
+                    self._reply(peer, [])
+                    return
                 self._reply(peer, [values[key]])
             case b"append", [key, more]:
                 values[key] = values.get(key, b"") + more
@@ -311,7 +315,10 @@ class RunStore(Store):
         return self._ask("get", key, limit=self.timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, str(amount))[0])
+        total = self._ask("add", key, str(amount))
+        if not total:
+            raise ValueError(f"add: the value of {key!r} in the job's store is not an integer")
+        return int(total[0])
 
     def append(self, key: str, value: str | bytes) -> None:
         self._ask("append", key, value)

@@ -25,6 +25,7 @@ from ringway.backends.exchange import exchange
 from ringway.call import Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.launch.cpus import usable_cpus
+from ringway.store import read
 
 try:
     from mpi4py import MPI
@@ -109,8 +110,8 @@ class Departures:
         self._next_look = now + self._EVERY
         if self._seen is None:
             with suppress(Exception):
-                if self._info.store.check([_LEFT]):
-                    self._seen = now, int(self._info.store.get(_LEFT))
+                rank = read(self._info.store, _LEFT)
+                self._seen = None if rank is None else (now, int(rank))
         return self._seen[1] if self._seen is not None and now - self._seen[0] > self._GRACE else None
 
 
