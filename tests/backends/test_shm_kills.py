@@ -109,6 +109,10 @@ def _in_a_callback(self: Rank, world: ShmBackend) -> None:
 
 
 MOMENTS = [_in_group_creation, _in_a_collective, _in_a_message, _in_teardown, _in_a_callback]
+MEETS = {_in_group_creation.__name__, _in_teardown.__name__}
+"""Moments at which ranks meet in a TCP store. torch's server looks up the name of each process that connects, and a
+lost answer of the name server stops it for 5 s."""
+STORE_STALLS = 6.0
 
 
 def _held() -> list[int]:
@@ -230,6 +234,7 @@ def _kill_one(address: tuple[str, int], job: str, seed: int) -> dict[str, Any]:
         "wrong": [f"{moment}, seed {seed}, rank {victim} was killed: {report}" for report in wrong],
         "left": [f"{moment}, seed {seed}: {more}" for more in left if more != []],
         "seconds": [report[0] - killed for report in told if report is not None],
+        "stores": moment in MEETS,
         "seen": seen,
     }
 
@@ -264,7 +269,9 @@ def test_survivors_are_told_who_died_and_nothing_is_left(pool: RankPool) -> None
           f" an observer saw the deaths within {slowest_look:.3f} s")  # fmt: skip
     assert not wrong
     assert not left
-    assert seconds[-1] < min(1.0 + 10 * slowest_look, SECONDS / 2)
+    for kill in found:
+        limit = 1.0 + 10 * slowest_look + (STORE_STALLS if kill["stores"] else 0.0)
+        assert max(kill["seconds"]) < min(limit, SECONDS / 2), kill
 
 
 def test_a_dead_peer_with_the_same_pid_is_noticed() -> None:
