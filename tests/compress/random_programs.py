@@ -233,7 +233,9 @@ def run_for(seconds: float, first_seed: int, strategy: st.SearchStrategy[Program
         ran += 1
         try:
             pool.run(run, device, program, world_size=program.ranks, timeout=120, grace=5)
-        except BaseException:
+        except BaseException as error:
+            if not failed:
+                print(f"fails, now reduced: {program}\n{error}", flush=True)
             failed = True
             raise
 
@@ -693,7 +695,8 @@ def run_adam(place: Place, body: Adam) -> None:
         return made
 
     optimizer, added = optimizer_of(False), False
-    with_scaler = body.scaler and all(p.dtype is torch.float32 for p in parameters)
+    # On CUDA, torch's GradScaler takes no bfloat16. The parameter that is added later counts as well.
+    with_scaler = body.scaler and all(dtype is torch.float32 for _, _, dtype, _ in body.parameters)
     scaler = torch.amp.GradScaler(place.device.type, init_scale=64.0) if with_scaler else None
     for step in body.steps:
         if step.add and later is not None and not added:
