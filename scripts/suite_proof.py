@@ -49,6 +49,7 @@ PARTS = {
     "attack": Part(
         "10,000 attacks on jobs with a secret",
         (
+            "csrc/record/caller_source.cpp",
             "csrc/record/responder.cpp",
             "src/ringway/keys.py",
             "src/ringway/launch",

@@ -19,10 +19,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
 
+#include "record/caller_source.h"
 #include "record/hmac.h"
 #include "record/json.h"
 #include "record/stacks.h"
@@ -39,6 +41,7 @@ constexpr size_t kTagBytes = 32, kNonceBytes = 16;
 constexpr size_t kMaxRequest = 4096;
 constexpr size_t kListeners = 3;           // descriptors that are watched besides the callers
 constexpr size_t kMaxCallers = 64;
+constexpr int kAcceptsAtOnce = 16;  // between two looks at what callers have sent
 constexpr int64_t kPatienceWithCaller = 2'000'000'000;  // ns for a request, and for a reply
 constexpr int64_t kAcceptPause = 100'000'000;           // ns, if there is no descriptor for a connection
 constexpr int kLookForClose = 50;                       // ms
@@ -80,7 +83,7 @@ int listen_tcp(const std::string& address, int& port) {
     }
     const int fd = socket(where.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) throw failed("make a socket");
-    if (bind(fd, reinterpret_cast<sockaddr*>(&where), length) != 0 || listen(fd, 128) != 0) {
+    if (bind(fd, reinterpret_cast<sockaddr*>(&where), length) != 0 || listen(fd, SOMAXCONN) != 0) {
         ::close(fd);
         throw failed(("listen on " + address).c_str());
     }
@@ -97,7 +100,7 @@ int listen_local() {
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return -1;
     const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
-    if (bind(fd, reinterpret_cast<sockaddr*>(&where), bytes) == 0 && listen(fd, 16) == 0) return fd;
+    if (bind(fd, reinterpret_cast<sockaddr*>(&where), bytes) == 0 && listen(fd, SOMAXCONN) == 0) return fd;
     ::close(fd);
     return -1;
 }
@@ -183,7 +186,7 @@ void Responder::run() {
             callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
         }
         for (const int which : {1, 2})
-            if ((watched[which].revents & POLLIN) != 0 && !closing_ && !accept_from(watched[which].fd))
+            if ((watched[which].revents & POLLIN) != 0 && !accept_from(watched[which].fd))
                 accept_again_ns = monotonic_ns() + kAcceptPause;
     }
     for (const Caller& caller : callers_) ::close(caller.fd);
@@ -195,29 +198,41 @@ void Responder::run() {
 
 // False if the process has no room for another connection: asking again at once would only use up the CPU.
 bool Responder::accept_from(int listener) {
-    const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) return errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
-    const bool local = listener == local_listener_;
-    if (local && !same_user(fd)) {
-        ::close(fd);
-        return true;
+    for (int i = 0; i < kAcceptsAtOnce && !closing_; ++i) {
+        const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd < 0 && errno == ECONNABORTED) continue;
+        if (fd < 0) return errno == EAGAIN || errno == EINTR;
+        if (!admit(fd, listener == local_listener_)) ::close(fd);
     }
-    if (callers_.size() == kMaxCallers) {  // the oldest has had the most time
-        ::close(callers_.front().fd);
-        callers_.erase(callers_.begin());
-    }
-    Caller caller{fd, local, monotonic_ns() + kPatienceWithCaller, {}, {}};
-    if (!local) {
+    return true;
+}
+
+bool Responder::admit(int fd, bool local) {
+    Caller caller{fd, local, monotonic_ns() + kPatienceWithCaller, "", {}, {}};
+    if (local) {
+        if (!same_user(fd)) return false;
+    } else {
+        caller.source = caller_source(fd);
         char challenge[kNonceBytes];
-        const bool random = getrandom(challenge, sizeof(challenge), 0) == sizeof(challenge);
-        if (!random || send(fd, challenge, sizeof(challenge), MSG_NOSIGNAL) != sizeof(challenge)) {
-            ::close(fd);
-            return true;
-        }
+        if (caller.source.empty() || getrandom(challenge, sizeof(challenge), 0) != sizeof(challenge)) return false;
+        if (send(fd, challenge, sizeof(challenge), MSG_NOSIGNAL) != sizeof(challenge)) return false;
         caller.challenge.assign(challenge, sizeof(challenge));
     }
+    if (callers_.size() == kMaxCallers) evict_one();
     callers_.push_back(std::move(caller));
     return true;
+}
+
+// Drops the oldest caller of the source that has the most: a flood drops its own, and never a caller from elsewhere.
+void Responder::evict_one() {
+    std::map<std::string, size_t> counts;
+    for (const Caller& caller : callers_) ++counts[caller.source];
+    const auto most = std::max_element(counts.begin(), counts.end(),
+                                       [](const auto& a, const auto& b) { return a.second < b.second; });
+    const auto oldest = std::find_if(callers_.begin(), callers_.end(),
+                                     [&](const Caller& caller) { return caller.source == most->first; });
+    ::close(oldest->fd);
+    callers_.erase(oldest);
 }
 
 // Reads what has come, and answers a whole request. False if this connection is done.

@@ -65,11 +65,14 @@ class Responder {
         int fd;
         bool vouched_for;     // by the kernel: the same user on the same host
         int64_t deadline_ns;  // for the whole request, not for each part of it
+        std::string source;   // caller_source.h; empty if the kernel vouches for it
         std::string challenge;
         std::string request;
     };
 
     bool accept_from(int listener);
+    bool admit(int fd, bool local);
+    void evict_one();
     bool read_request(Caller& caller);
     void answer_request(const Caller& caller);
     void send_all(int connection, const std::string& text);

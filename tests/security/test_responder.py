@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -20,6 +23,7 @@ from ringway.store import Deadline
 TOKEN = "0123456789abcdef" * 2
 LIMIT = 20.0
 """Seconds after which a refusal counts as missing: ten times the responder's own limit."""
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -252,3 +256,55 @@ def test_slow_handshakes_end_in_bounded_time(responder: _core.Responder) -> None
             began = time.monotonic()
             assert ask(_address(listener.getsockname()[1]), stacks=False, timeout=0.5).state == "silent"
             assert time.monotonic() - began < LIMIT / 2
+
+
+def _flood(port: int, sources: Iterator[str], kept: int) -> None:
+    """Opens connections that say nothing, as fast as it can, and keeps the latest open."""
+    links: deque[socket.socket] = deque()
+    while True:
+        link = socket.socket()
+        link.setblocking(False)
+        links.append(link)
+        with suppress(OSError):
+            link.bind((next(sources), 0))
+            link.connect(("127.0.0.1", port))
+        if len(links) > kept:
+            links.popleft().close()
+
+
+@contextmanager
+def _flooded(port: int, uid: int, sources: Iterator[str], kept: int) -> Iterator[None]:
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setresuid(uid, uid, uid)
+            _flood(port, sources, kept)
+        finally:
+            os._exit(1)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _many() -> Iterator[str]:
+    chosen = random.Random(2)
+    while True:
+        yield f"127.{chosen.randrange(1, 255)}.{chosen.randrange(255)}.{chosen.randrange(1, 255)}"
+
+
+@pytest.mark.timeout(120)
+def test_a_flood_of_strangers_shuts_nobody_out(responder: _core.Responder) -> None:
+    """A caller that takes its time to prove the token is answered, whatever others open in the meantime."""
+    floods: list[tuple[int, Iterator[str], int]] = [(os.geteuid(), itertools.repeat("127.0.0.2"), 500)]
+    if os.geteuid() == 0:  # another user can come from the same address, and from any other of the host
+        floods += [(NOBODY, itertools.repeat("127.0.0.1"), 500), (NOBODY, _many(), 500), (NOBODY, _many(), 1)]
+    before = len(os.listdir("/proc/self/fd"))
+    for uid, sources, kept in floods:
+        with _flooded(responder.port, uid, sources, kept):
+            for attempt in range(10):
+                with _connected(responder.port) as link:
+                    time.sleep(0.05)
+                    assert request(link, TOKEN, "C", "", Deadline(LIMIT))["calls"] == [], (uid, kept, attempt)
+                    assert len(os.listdir("/proc/self/fd")) < before + 100
