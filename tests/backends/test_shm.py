@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,7 @@ from ringway.call import (
     Reduce,
     reduces,
 )
-from ringway.store import Deadline, read
+from ringway.store import Deadline, key_of, read
 from ringway.testing import RankContext, RankPool
 
 GROUPS = 1000 if os.environ.get("RINGWAY_SOAK") else 20
@@ -398,6 +399,52 @@ def test_a_connection_without_the_token_is_refused() -> None:
         assert not any(
             os.get_inheritable(fd) for fd in (segment.fd, *(peer.pidfd for peer in segment.peers)) if fd >= 0
         )
+        os.close(segment.fd)
+
+
+def _hellos(token: str) -> list[tuple[bytes, int]]:
+    """What a process of the same user may send instead of a hello, and how many descriptors with it."""
+    whole = {"token": token, "rank": 1, "name": "stranger", "pid": 1, "cpus": [0], "quota": None}
+    wrong = [{**whole, "token": "0" * 64}, {**whole, "token": "\u00e9\ud800"}, {**whole, "rank": 7}]
+    parts = [{key: whole[key] for key in whole if key != left_out} for left_out in whole]
+    texts = [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"[" * 60_000,
+        b"\xff\xfe",
+        *(json.dumps(part).encode() for part in wrong + parts),
+    ]
+    return [(text, count) for text in texts for count in (1, 3)] + [(json.dumps(wrong[0]).encode(), 253)]
+
+
+@pytest.mark.timeout(100)
+def test_malformed_hellos_leave_no_descriptors_behind() -> None:
+    store = c10d.HashStore()
+    segments: dict[int, shm_meeting.SharedSegment] = {}
+
+    def arrive(rank: int) -> None:
+        info = GroupInfo(rank=rank, size=2, ranks=[0, 1], store=store, name="both", timeout=60)
+        segments[rank] = shm_meeting.share_segment(info, replace)
+
+    host = threading.Thread(target=arrive, args=(0,))
+    host.start()
+    meeting = json.loads(Deadline(60).poll(lambda: read(store, shm_meeting._KEY)) or b"")
+    token = key_of(store).reveal(meeting["name"], meeting["token"])
+    before = _open_files()
+    for text, count in _hellos(token):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(30)
+            stranger.connect("\0" + meeting["name"])
+            socket.send_fds(stranger, [text], [0] * count)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1000) == b"", (text[:80], count)
+        assert _open_files() == before, (text[:80], count)
+    arrive(1)
+    host.join(60)
+    assert sorted(segments) == [0, 1]
+    for segment in segments.values():
         os.close(segment.fd)
 
 

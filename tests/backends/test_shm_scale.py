@@ -20,6 +20,7 @@ import torch.distributed as c10d
 import ringway as dist
 import ringway._core as _core
 from exits import in_child
+from few_files import leave_descriptors
 from ringway.backends.base import GroupInfo
 from ringway.backends.process import Process
 from ringway.backends.several.hosts import host_identity, pid_namespace
@@ -195,18 +196,19 @@ def test_256_ranks_hold_64_groups_within_1024_descriptors() -> None:
 
 def _short_of_files(context: RankContext, short: int, spare: int) -> tuple[str, str | None]:
     if context.rank == short:
-        limit = _files() + spare
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        leave_descriptors(spare)
     with pytest.raises(BackendUnavailable) as caught:
         ShmBackend(_group(context.store, context.rank, context.world_size))
     return caught.value.reason, caught.value.remedy
 
 
+@pytest.mark.timeout(50)  # less than the group's timeout: the others must be told
 def test_too_few_descriptors_are_named_on_every_rank(pool: RankPool) -> None:
-    """Whether rank 0 has too few for the connections, or another rank for what it is sent (MSG_CTRUNC)."""
-    for short, spare in ((0, 6), (3, 4)):
-        for reason, remedy in pool.run(_short_of_files, short, spare, world_size=8, timeout=60):
-            assert "files open" in reason, (short, reason)
+    """Whether rank 0 has too few for itself or for the connections, or another rank for itself, for its connection, or
+    for what it is sent (MSG_CTRUNC)."""
+    for short, spare in ((0, 0), (0, 1), (0, 6), (3, 0), (3, 1), (3, 4)):
+        for reason, remedy in pool.run(_short_of_files, short, spare, world_size=4, timeout=40):
+            assert "files open" in reason, (short, spare, reason)
             assert remedy is not None, reason
             assert "ulimit -n" in remedy
         pool.replace()
@@ -319,10 +321,10 @@ def test_a_rank_that_dies_between_its_first_message_and_the_segment_is_named() -
 def test_a_member_that_dies_while_another_is_late_is_named() -> None:
     store, pid = c10d.HashStore(), _ended_process()
     meeting = join._Host(_group(store, 0, 3))
-    meeting._members[1] = meeting._members[0]  # it has come, and died since
+    meeting._add(1, meeting.hello(), -1)  # it has come, and died since
     store.set("shm/pid/1", json.dumps([pid, pid_namespace()]))
     with pytest.raises(RendezvousError, match=rf"rank 1 \(pid {pid}\) ended") as caught:
-        meeting._gather()
+        meeting.share(lambda segment: segment)
     assert caught.value.missing == [1]
 
 
@@ -348,7 +350,7 @@ def test_ranks_that_have_not_introduced_themselves_learn_why_rank_0_gave_up() ->
     late = threading.Thread(target=join_late, daemon=True)
     meeting._accept_all = give_up  # type: ignore[method-assign]
     with pytest.raises(RendezvousError):
-        meeting._gather()
+        meeting.share(lambda segment: segment)
     late.join(30)
     assert f"rank 1 (pid {pid}) ended" in str(caught[0])
     assert read(store, join._given_up(2)) is None

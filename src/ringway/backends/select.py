@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from ringway.backends import registry
 from ringway.backends.several.hosts import HostLayout, host_identity
 from ringway.backends.several.policy import Policy
+from ringway.descriptors import shortage_named
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
@@ -247,7 +248,7 @@ def _tell_each_other(mine: RankFacts, info: LaunchInfo, store: Store, timeout: f
     if info.size == 1:
         return {0: mine}
     deadline = Deadline(timeout)
-    with ExitStack() as open_until_all_told:
+    with shortage_named("the choice of a backend"), ExitStack() as open_until_all_told:
         if info.rank == 0:
             store.set("facts/meet", open_until_all_told.enter_context(meeting_point()))
         name = _said(store, "facts/meet", 0, deadline).decode()

@@ -23,6 +23,7 @@ from typing import Any
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed import DistError
 
+from ringway.descriptors import is_shortage, shortage_named
 from ringway.errors import ConfigError, DiscoveryError, RendezvousError
 from ringway.keys import Key
 from ringway.launch import ports
@@ -50,6 +51,11 @@ def rendezvous(
     """
     if info.size == 1 and path is None:
         return HashStore()  # a single rank needs no port and no address
+    with shortage_named("the rendezvous"):
+        return _rendezvous(info, timeout, token, path, require_secret)
+
+
+def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, require_secret: bool) -> Store:
     deadline = Deadline(timeout)
     job = _Job.of(info, token, require_secret)
     if path is not None:
@@ -201,6 +207,8 @@ def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
         try:
             listener = ports.listen(info.address, port)
         except OSError as error:
+            if is_shortage(error):
+                raise
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise RendezvousError(f"rank 0 cannot listen on port {port}: {error}") from error
             owner = ports.holder(port)
@@ -221,6 +229,8 @@ def _check_way_back(address: str, port: int, deadline: Deadline) -> None:
     try:
         socket.create_connection((address, port), timeout=_patience(deadline)).close()
     except OSError as error:
+        if is_shortage(error):
+            raise
         raise RendezvousError(
             f"rank 0 on {socket.gethostname()} opened port {port}, but cannot reach it as "
             f"{Place(address, port)} ({error}); set MASTER_ADDR to an address of rank 0's host{_for_example()}"
@@ -258,6 +268,8 @@ def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
             try:
                 return _open(info, job, port, deadline)
             except OSError as error:
+                if is_shortage(error):
+                    raise
                 obstacles[port] = str(error)
             except RendezvousError as error:
                 obstacles[port] = str(error)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ringway.descriptors import is_shortage, shortage_named
 from ringway.errors import UsageError
 from ringway.launch import ports
 from ringway.launch.cpus import usable_cpus
@@ -48,7 +49,7 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
     they continue without it. Processes that ranks started and left behind end with the run, or with the launcher, even
     if that is killed.
     """
-    with store_of_a_run() as variables:
+    with shortage_named(f"a run of {ranks} ranks"), store_of_a_run() as variables:
         return _run(command, ranks, variables, on_death, grace)
 
 
@@ -144,6 +145,8 @@ class _Processes:
                 start_new_session=True,
             )
         except OSError as error:
+            if is_shortage(error):
+                raise
             raise UsageError(f"cannot start '{command[0]}': {error.strerror or error}") from error
         rank = len(self._all)
         self._all.append(process)

@@ -28,6 +28,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
+from ringway.descriptors import shortage_named
 from ringway.keys import TAG_BYTES, Key
 from ringway.threads import start
 
@@ -279,7 +280,7 @@ class RunStore(Store):
         fields = [part.encode() if isinstance(part, str) else bytes(part) for part in arguments]
         request = [op.encode(), b"%d" % min(_FOREVER, int(seconds * 1000)), *fields]
         try:
-            with self._link() as link:
+            with shortage_named("the store of ringway run"), self._link() as link:
                 values = link.ask(request, seconds + _MARGIN)
         except OSError as error:
             raise DistNetworkError(f"the store of ringway run does not answer: {error}") from error
@@ -396,18 +397,28 @@ class PrivateSocket:
     def __init__(self) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         folder = tempfile.mkdtemp(prefix="ringway-")  # of mode 0700
+        try:
+            self._fd = self._bind(folder)
+        except BaseException:
+            self.listener.close()
+            raise
+        finally:
+            os.rmdir(folder)
+        self.listener.listen(1024)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def _bind(self, folder: str) -> int:
         where = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         name = f"/proc/self/fd/{where}/store"  # the address of a unix socket holds only 107 bytes
         try:
             self.listener.bind(name)
-            os.chmod(name, 0o600)
-            self._fd = os.open(name, os.O_PATH | os.O_CLOEXEC)
-            os.unlink(name)
+            try:
+                os.chmod(name, 0o600)
+                return os.open(name, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.unlink(name)
         finally:
             os.close(where)
-            os.rmdir(folder)
-        self.listener.listen(1024)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def __enter__(self) -> PrivateSocket:
         return self

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ringway.descriptors import shortage_named
 from ringway.errors import ConfigError
 from ringway.keys import Key
 from ringway.launch.info import LaunchInfo
@@ -69,7 +70,8 @@ class PrivateSecret:
 
 def _read(path: str) -> str:
     try:
-        with open(os.path.expanduser(path), encoding="ascii", errors="replace") as file:
+        name = os.path.expanduser(path)
+        with shortage_named("the job's secret"), open(name, encoding="ascii", errors="replace") as file:
             status = os.fstat(file.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (os.geteuid(), 0):
                 raise ConfigError(

@@ -15,7 +15,6 @@ import contextlib
 import hmac
 import json
 import os
-import resource
 import secrets
 import select
 import socket
@@ -32,7 +31,6 @@ from ringway.backends.shm.link import (
     FDS_A_MESSAGE,
     ask,
     close,
-    descriptors_used,
     error_in,
     in_words,
     no_descriptors,
@@ -40,6 +38,7 @@ from ringway.backends.shm.link import (
     send,
 )
 from ringway.backends.shm.peers import KnownPeers, Presence, own_pidfd
+from ringway.descriptors import is_shortage, limit, used
 from ringway.errors import BackendUnavailable, RendezvousError
 from ringway.launch.locality import same_user
 from ringway.store import Deadline, key_of, read
@@ -55,6 +54,7 @@ _SPARE = 8
 """Descriptors besides those for the members: the segment, the listener, one that arrives twice."""
 
 Group = TypeVar("Group")
+Opened = TypeVar("Opened")
 
 
 @dataclass
@@ -73,12 +73,12 @@ def share_segment(info: GroupInfo, attach: Callable[[SharedSegment], Group]) -> 
         limit = _core.SHM_MAX_RANKS
         raise BackendUnavailable("shm", f"a group of {info.size} ranks is larger than its limit of {limit}")
     meeting = _Host(info) if info.rank == 0 else _Joiner(info)
-    meeting.presence.post(info.rank)
     try:
         return meeting.share(attach)
     finally:
-        with contextlib.suppress(Exception):  # the store may be gone
-            meeting.presence.withdraw(info.rank)
+        if not meeting.stays_away:
+            with contextlib.suppress(Exception):  # the store may be gone
+                meeting.presence.withdraw(info.rank)
 
 
 class _Meeting(abc.ABC):
@@ -91,6 +91,8 @@ class _Meeting(abc.ABC):
         self.presence = Presence(info.store)
         self.deadline = Deadline(min(info.timeout, _PATIENCE))
         self.ended: set[int] = set()
+        self.stays_away = False
+        """Whether this rank has told the others that it does not come."""
 
     @abc.abstractmethod
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
@@ -106,9 +108,14 @@ class _Meeting(abc.ABC):
         return {"rank": self.info.rank, "pid": os.getpid(), "name": self.known.own, "cpus": cpus, "quota": quota}
 
     def check_alive(self, members: Iterable[int]) -> None:
-        """Raises if one of the members has ended: the group can no longer form."""
+        """Raises if one of the members has ended, or does not come: the group can no longer form."""
         for member in members:
-            pid = self.known.pid_if_dead(self.info.ranks[member]) or self.presence.pid_if_dead(member)
+            ended, why_not = self.presence.of(member)
+            if why_not is not None:
+                self.ended.add(member)
+                self.presence.withdraw(member)
+                raise error_in({**why_not, "error": f"{self.rank(member)}: {why_not['error']}"})
+            pid = self.known.pid_if_dead(self.info.ranks[member]) or ended
             if pid is not None:
                 self.ended.add(member)
                 self.presence.withdraw(member)
@@ -150,26 +157,34 @@ class _Host(_Meeting):
 
     def __init__(self, info: GroupInfo) -> None:
         super().__init__(info)
-        own = self.hello()
-        peer = self.known.add(own["name"], own["pid"], own_pidfd())
-        self._members = {0: _Member(peer, own["name"], own["cpus"], own["quota"])}
+        self._members: dict[int, _Member] = {}
+        self._listener: socket.socket | None = None
         self._nameless: dict[int, socket.socket] = {}
         """By descriptor: connections that have not said yet which rank they are."""
         self._turned_away: set[int] = set()
 
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
         try:
+            self.presence.post(0)
+            self._add(0, self.hello(), own_pidfd())
             if self.info.size > 1:
                 self._gather()
             return self._hand_out(attach)
         except BaseException as error:
+            named = no_descriptors(1, error) if is_shortage(error) else error
+            self._give_up(named)
             for link in self._links().values():
                 with contextlib.suppress(OSError):
-                    send(link, in_words(error))
-            raise
+                    send(link, in_words(named))
+            raise named from named.__cause__
         finally:
+            self._stop_listening()
             for link in self._links().values():
                 link.close()
+
+    def _add(self, rank: int, hello: dict[str, Any], pidfd: int, link: socket.socket | None = None) -> None:
+        peer = self.known.add(hello["name"], hello["pid"], pidfd)
+        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], hello["quota"], link)
 
     def _links(self) -> dict[int, socket.socket]:
         return {rank: member.link for rank, member in self._members.items() if member.link is not None}
@@ -180,32 +195,33 @@ class _Host(_Meeting):
     def _gather(self) -> None:
         """Accepts the other ranks, each with its descriptor."""
         name, token = f"ringway-shm-{secrets.token_hex(16)}", secrets.token_hex(32)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + name)
-            listener.listen(self.info.size)
-            listener.setblocking(False)
-            hidden = key_of(self.store).hide(name, token)
-            self.store.set(_KEY, json.dumps({"name": name, "token": hidden, "host": host_identity()}))
-            try:
-                self._accept_all(listener, token)
-            except BaseException as error:
-                self._give_up(listener, error)
-                raise
-            finally:
-                for link in self._nameless.values():
-                    link.close()
-                with contextlib.suppress(Exception):  # a later group may meet in the same store under the same name
-                    self.store.delete_key(_KEY)
+        self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind("\0" + name)
+        listener.listen(self.info.size)
+        listener.setblocking(False)
+        hidden = key_of(self.store).hide(name, token)
+        self.store.set(_KEY, json.dumps({"name": name, "token": hidden, "host": host_identity()}))
+        self._accept_all(listener, token)
+        self._stop_listening()
 
-    def _give_up(self, listener: socket.socket, error: BaseException) -> None:
+    def _stop_listening(self) -> None:
+        if self._listener is None:
+            return
+        for link in (self._listener, *self._nameless.values()):
+            link.close()
+        self._listener = None
+        with contextlib.suppress(Exception):  # a later group may meet in the same store under the same name
+            self.store.delete_key(_KEY)
+
+    def _give_up(self, error: BaseException) -> None:
         """Tells the ranks that are not members yet why the group does not form: through the store if they come later,
         over the connection if they have one. The store comes first: a rank that has a connection clears its key."""
         with contextlib.suppress(Exception):  # the store may be gone
-            for rank in set(self._missing()) - self.ended:
+            for rank in set(self._missing()) - self.ended - {0}:
                 self.store.set(_given_up(rank), json.dumps(in_words(error)))
         with contextlib.suppress(OSError):  # until there are no more
-            while True:
-                link, _ = listener.accept()
+            while self._listener is not None:
+                link, _ = self._listener.accept()
                 self._nameless[link.fileno()] = link
         for link in self._nameless.values():
             if same_user(link):
@@ -249,8 +265,7 @@ class _Host(_Meeting):
     def _descriptor_shortage(self) -> BackendUnavailable | None:
         """Why this process cannot have a connection and a pidfd for each member at the same time."""
         needed = self.info.size + sum(not self.known.has(rank) for rank in self.info.ranks) + _SPARE
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return no_descriptors(needed) if descriptors_used() + needed > limit else None
+        return no_descriptors(needed) if used() + needed > limit() else None
 
     def _admit(self, link: socket.socket, token: str, refusal: BackendUnavailable | None) -> None:
         try:
@@ -262,8 +277,8 @@ class _Host(_Meeting):
         except (RendezvousError, ValueError):  # it has left, or is not one of us
             link.close()
             return
-        rank = hello.get("rank")
-        if not hmac.compare_digest(str(hello.get("token")), token) or rank not in self._missing():
+        rank, said = hello.get("rank"), str(hello.get("token")).encode(errors="replace")
+        if not hmac.compare_digest(said, token.encode()) or rank not in self._missing() or not _is_whole(hello):
             close(fds)
             link.close()
             return
@@ -273,8 +288,8 @@ class _Host(_Meeting):
             link.close()
             self._turned_away.add(rank)
             return
-        peer = self.known.add(hello["name"], int(hello["pid"]), fds[0] if fds else -1)
-        self._members[rank] = _Member(peer, hello["name"], hello["cpus"], hello["quota"], link)
+        close(fds[1:])
+        self._add(rank, hello, fds[0] if fds else -1, link)
 
     def _hand_out(self, attach: Callable[[SharedSegment], Group]) -> Group:
         """Gives every member the segment, and the descriptors of the processes that it does not know yet."""
@@ -284,7 +299,7 @@ class _Host(_Meeting):
         try:
             segment = SharedSegment(_core.shm_create_segment(self.info.size), peers, cpus)
         except MemoryError as error:
-            raise no_memory(error) from None
+            raise no_descriptors(1) if used() >= limit() else no_memory(error) from None
         links = self._links()
         try:
             names = [member.name for member in members]
@@ -315,23 +330,47 @@ class _Joiner(_Meeting):
     """The side of all other ranks."""
 
     def share(self, attach: Callable[[SharedSegment], Group]) -> Group:
-        link, token = self._connected()
-        with link:
-            if not same_user(link):
-                raise BackendUnavailable("shm", f"{self.rank(0)} runs as another user")
-            own = own_pidfd()
-            try:
-                self.say(link, {**self.hello(), "token": token}, [own] if own >= 0 else [])
-            finally:
-                close([own])
+        with self._introduced() as link:
             try:
                 group = self.attached(self._received(link), attach)
             except BaseException as error:
                 self.say(link, in_words(error))
                 raise
             self.say(link, {"ok": True})
-            self._next(link)
+            close(self._next(link)[1])
             return group
+
+    def _introduced(self) -> socket.socket:
+        """A connection to rank 0, which has been told who this rank is."""
+        self._opened(lambda: self.presence.post(self.info.rank))
+        own = self._opened(own_pidfd)
+        try:
+            link, token = self._connected()
+            try:
+                if not same_user(link):
+                    raise self._not_coming(BackendUnavailable("shm", f"{self.rank(0)} runs as another user"))
+                self.say(link, {**self.hello(), "token": token}, [own] if own >= 0 else [])
+            except BaseException:
+                link.close()
+                raise
+            return link
+        finally:
+            close([own])
+
+    def _opened(self, make: Callable[[], Opened]) -> Opened:
+        """What `make` opens. If this process may open no more files, the others are told that it does not come."""
+        try:
+            return make()
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            raise self._not_coming(no_descriptors(1, error)) from None
+
+    def _not_coming(self, why: BackendUnavailable) -> BackendUnavailable:
+        self._check_given_up()  # rank 0 no longer reads what others post
+        self.presence.refuse(self.info.rank, in_words(why))
+        self.stays_away = True
+        return why
 
     def _next(self, link: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """The next message of rank 0. Raises the error that it may report instead."""
@@ -357,7 +396,7 @@ class _Joiner(_Meeting):
                     f"{self.rank(0)} did not make the shared segment of the group {self.info.name} in time",
                     missing=[self.info.ranks[0]],
                 )
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link = self._opened(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             try:
                 link.connect("\0" + meeting["name"])
                 return link, key_of(self.store).reveal(meeting["name"], meeting["token"])
@@ -367,7 +406,7 @@ class _Joiner(_Meeting):
                     gone.add(meeting["name"])
                     continue
                 reached = f"{self.rank(self.info.rank)} cannot reach {self.rank(0)}'s socket ({error})"
-                raise BackendUnavailable("shm", f"{reached}: they are not on one host") from None
+                raise self._not_coming(BackendUnavailable("shm", f"{reached}: they are not on one host")) from None
 
     def _question(self, gone: set[str]) -> Callable[[], dict[str, str] | None]:
         asked = 0
@@ -400,7 +439,7 @@ class _Joiner(_Meeting):
             known = {rank: self.known.get(name) for rank, name in enumerate(facts["names"])}
             self.say(link, {"lacks": [rank for rank, peer in known.items() if peer is None]})
             while (part := self._next(link))[0]["ranks"]:
-                for rank, pidfd in zip(part[0]["ranks"], part[1], strict=True):
+                for rank, pidfd in zip(part[0]["ranks"], part[1], strict=True):  # rank 0 passes one for each
                     known[rank] = self.known.add(facts["names"][rank], facts["pids"][rank], pidfd)
                 self.say(link, {"ok": True})
             peers = [
@@ -410,6 +449,10 @@ class _Joiner(_Meeting):
         except BaseException:
             close(fds)
             raise
+
+
+def _is_whole(hello: dict[str, Any]) -> bool:
+    return isinstance(hello.get("name"), str) and isinstance(hello.get("pid"), int) and {"cpus", "quota"} <= set(hello)
 
 
 def _given_up(rank: int) -> str:

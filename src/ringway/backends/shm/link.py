@@ -6,19 +6,21 @@ import array
 import errno
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ringway.descriptors import limit, shortage
 from ringway.errors import BackendUnavailable, RendezvousError, RingwayError
 from ringway.store import Deadline
 
 FDS_A_MESSAGE = 200
-"""Descriptors in one message: the kernel takes 253. The receiver confirms each message before the next one is sent, so
+"""Descriptors in one message. The receiver confirms each message before the next one is sent, so
 no more than these are in flight: the kernel limits what a user has in flight to `ulimit -n`."""
 
+_MOST_FDS = 253
+"""The kernel's limit for one message. With room for all, truncation means that this process may open no more."""
 _MESSAGE_BYTES = 64 << 10
 _RETRY_SECONDS = 0.002
 
@@ -47,7 +49,7 @@ def receive(link: socket.socket, deadline: Deadline, rank: int | None) -> tuple[
     fds = array.array("i")
     try:
         # Not socket.recv_fds, which drops the flag: a program that this one starts must inherit nothing.
-        room = socket.CMSG_LEN((FDS_A_MESSAGE + 1) * fds.itemsize)
+        room = socket.CMSG_LEN(_MOST_FDS * fds.itemsize)
         try:
             data, extra, flags, _ = link.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # it closed without reading all; why it did so may be here, after the reset
@@ -60,12 +62,27 @@ def receive(link: socket.socket, deadline: Deadline, rank: int | None) -> tuple[
         raise RendezvousError(f"{who} ended while the group met ({error})", missing=missing) from None
     for _, _, part in extra:
         fds.frombytes(part[: len(part) // fds.itemsize * fds.itemsize])
-    if not data:
-        raise RendezvousError(f"{who} ended while the group met", missing=missing)
-    if flags & socket.MSG_CTRUNC:  # the kernel closed those for which this process has no number left
+    try:
+        if not data:
+            raise RendezvousError(f"{who} ended while the group met", missing=missing)
+        message = _parsed(data)
+        if flags & socket.MSG_CTRUNC:  # the kernel closed those for which this process has no number left
+            raise no_descriptors(message.get("descriptors", 1))
+        return message, list(fds)
+    except BaseException:
         close(fds)
-        raise no_descriptors(json.loads(data).get("descriptors", 1))
-    return json.loads(data), list(fds)
+        raise
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Raises ValueError for anything but a message: other processes of this user may connect too."""
+    try:
+        message = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("not a message")
+    return message
 
 
 def ask(link: socket.socket, deadline: Deadline, rank: int) -> dict[str, Any]:
@@ -77,25 +94,15 @@ def ask(link: socket.socket, deadline: Deadline, rank: int) -> dict[str, Any]:
     return message
 
 
-def no_descriptors(needed: int) -> BackendUnavailable:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = descriptors_used()
-    return BackendUnavailable(
-        "shm",
-        f"pid {os.getpid()} has {used} files open, may open {limit} (ulimit -n), and needs {needed} more for the group",
-        remedy=f"Raise the limit to {used + needed} or more: ulimit -n, LimitNOFILE=, docker's --ulimit nofile=",
-    )
-
-
-def descriptors_used() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # not the one that lists them
+def no_descriptors(needed: int, error: OSError | None = None) -> BackendUnavailable:
+    reason, remedy = shortage(needed, "the group", error)
+    return BackendUnavailable("shm", reason, remedy=remedy)
 
 
 def _too_many_in_flight() -> BackendUnavailable:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return BackendUnavailable(
         "shm",
-        f"other processes of this user keep {limit} descriptors in flight between them, which is the limit (ulimit -n)",
+        f"other processes of this user keep {limit()} descriptors in flight, which is the limit (ulimit -n)",
         remedy="Raise it: ulimit -n, LimitNOFILE=, docker's --ulimit nofile=",
     )
 

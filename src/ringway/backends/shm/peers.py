@@ -11,11 +11,13 @@ import secrets
 import select
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as c10d
 
 import ringway._core as _core
 from ringway.backends.several.hosts import pid_namespace
+from ringway.descriptors import is_shortage
 from ringway.store import read
 
 
@@ -58,7 +60,9 @@ def own_pidfd() -> int:
     """A descriptor that shows the end of this process, or -1 where the kernel has none."""
     try:
         return os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):
+    except (AttributeError, OSError) as error:
+        if is_shortage(error):
+            raise
         return -1
 
 
@@ -69,8 +73,8 @@ def has_ended(pidfd: int) -> bool:
 
 
 class Presence:
-    """Pids that ranks post in the group's store before they wait for each other. So a rank that dies on the way is
-    noticed, not only missed at the deadline."""
+    """What ranks post in the group's store before they wait for each other: their pid, or why they do not come. So a
+    rank that fails on the way is noticed, not only missed at the deadline."""
 
     def __init__(self, store: c10d.Store) -> None:
         self._store = store
@@ -78,27 +82,33 @@ class Presence:
     def post(self, rank: int) -> None:
         self._store.set(_key(rank), json.dumps([os.getpid(), pid_namespace()]))
 
+    def refuse(self, rank: int, why: dict[str, Any]) -> None:
+        """The rank does not come. The first rank that reads why withdraws it."""
+        self._store.set(_key(rank), json.dumps(why))
+
     def withdraw(self, rank: int) -> None:
         self._store.delete_key(_key(rank))
 
-    def pid_if_dead(self, rank: int) -> int | None:
-        """The pid that a rank of the group posted, if that process has ended."""
+    def of(self, rank: int) -> tuple[int | None, dict[str, Any] | None]:
+        """The pid that a rank of the group posted, if that process has ended; and why the rank does not come."""
         posted = read(self._store, _key(rank))
-        if posted is None:
-            return None
-        pid, namespace = json.loads(posted)
-        if namespace != pid_namespace():
-            return None  # the same number is another process here
-        try:
-            pidfd = os.pidfd_open(int(pid))
-        except ProcessLookupError:
-            return int(pid)
-        except (AttributeError, OSError):
-            return None
-        try:
-            return int(pid) if has_ended(pidfd) else None
-        finally:
-            os.close(pidfd)
+        found = None if posted is None else json.loads(posted)
+        return (None, found) if isinstance(found, dict) else (found and _pid_if_dead(*found), None)
+
+
+def _pid_if_dead(pid: int, namespace: str) -> int | None:
+    if namespace != pid_namespace():
+        return None  # the same number is another process here
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return pid
+    except (AttributeError, OSError):
+        return None
+    try:
+        return pid if has_ended(pidfd) else None
+    finally:
+        os.close(pidfd)
 
 
 def _key(rank: int) -> str:
