@@ -25,7 +25,7 @@ from ringway.call import ALL_REDUCE, Call
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.testing import RankContext, RankPool
 
-KILLS = 1000 if os.environ.get("RINGWAY_SOAK") else 20
+KILLS = 1000 if os.environ.get("RINGWAY_SOAK") else 12
 
 
 # Killed ranks

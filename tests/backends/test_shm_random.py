@@ -23,7 +23,7 @@ from ringway.call import Reduce, premul_sum, reduces
 from ringway.testing import RankContext, RankPool
 from ringway.testing.reference import bits, reduced, relative_tolerance, small_values
 
-PROGRAMS = 10_000 if os.environ.get("RINGWAY_SOAK") else 30
+PROGRAMS = 10_000 if os.environ.get("RINGWAY_SOAK") else 20
 STEPS = 12
 COUNTS = (0, 1, 3, 8, 33, 500, 4_096, 9_000, 20_011, 70_000, 200_003)
 DTYPES = (

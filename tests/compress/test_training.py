@@ -34,14 +34,14 @@ def test_onebit_adams_warm_up_is_adamw(pool: RankPool) -> None:
     assert ours["calls"] == 0
 
 
-@pytest.mark.parametrize("codec", ["onebit", "onebit:tensor", "int8", "int4", "fp8"])
-def test_onebit_adam_trains_like_adam(pool: RankPool, codec: str) -> None:
-    ours, other = pool.run(rank_training.onebit_adam, codec, 30, 120, None, world_size=2)
-    theirs = pool.run(rank_training.adamw, 120, world_size=2)[0]
-    assert torch.equal(ours["weights"], other["weights"])
-    assert ours["calls"] >= 90 * 2
-    assert sum(ours["losses"][-10:]) < 1.5 * sum(theirs["losses"][-10:])
-    assert sum(ours["losses"][-10:]) < 0.5 * sum(ours["losses"][30:40])
+def test_onebit_adam_trains_like_adam(pool: RankPool) -> None:
+    theirs = pool.run(rank_training.adamw, 90, world_size=2)[0]
+    for codec in ("onebit", "onebit:tensor", "int8", "int4", "fp8"):
+        ours, other = pool.run(rank_training.onebit_adam, codec, 30, 90, None, world_size=2)
+        assert torch.equal(ours["weights"], other["weights"]), codec
+        assert ours["calls"] >= 60 * 2, codec
+        assert sum(ours["losses"][-10:]) < 1.5 * sum(theirs["losses"][-10:]), codec
+        assert sum(ours["losses"][-10:]) < 0.5 * sum(ours["losses"][30:40]), codec
 
 
 @pytest.mark.parametrize("resume_at", [3, 8])

@@ -74,9 +74,12 @@ def test_torchrun(pool: RankPool, expected: str) -> None:
     _check(run.stdout, expected)
 
 
-def test_mpich(expected: str) -> None:
+def test_mpich(pool: RankPool, expected: str) -> None:
     folder = mpi_home("mpich")
-    _check(_run([folder / "bin" / "mpiexec", "-n", "2", folder / "bin" / "python", PROGRAM]), expected)
+    launcher = [folder / "bin" / "mpiexec", "-n", "2"]
+    run = run_launched(pool, launcher, PROGRAM, ranks=2, environment=_clean_environment(), prefix=folder)
+    assert run.returncode == 0, run.stderr
+    _check(run.stdout, expected)
 
 
 def test_open_mpi(expected: str) -> None:

@@ -46,7 +46,7 @@ SEQUENCE_PLAN: dict[str, Any] = {
     "blocks.*.up": Column(sequence_dim=1),
     "blocks.*.down": Row(sequence_dim=1),
 }
-STEPS = 50 if os.environ.get("RINGWAY_SOAK") else 20
+STEPS = 50 if os.environ.get("RINGWAY_SOAK") else 12
 BATCH = 4
 
 
