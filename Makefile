@@ -62,7 +62,8 @@ test: lint
 	@$(call checked,$(APART))
 	@$(PY) scripts/proofs.py
 
-# Tests that start no processes, or are marked quick.
+# Tests that start no processes, or are marked quick. They hardly wait, so more of them at a time would not help.
+quick: SPREAD := -n 2 --dist worksteal
 quick: lint
 	@$(call checked,quick or not (ranks or processes or sanitizers or browser))
 

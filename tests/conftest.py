@@ -63,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 PRELOAD = (
     "pytest",
+    "hypothesis",
     "torch._dynamo",  # DDP, FakeTensorMode and DTensor import it: two seconds for each rank that has to
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def test_native_kernels_equal_the_reference() -> None:
-    for case in kernel_checks.cases((1, 7, 8, 100, 1001, 5003, 300_000), SPECS):
+    for case in kernel_checks.cases((1, 7, 8, 100, 1001, 5003, 140_000), SPECS):
         kernel_checks.compare(case, "native")
 
 

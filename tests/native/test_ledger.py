@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.processes
 def test_a_bucket_counts_beyond_32_bits(tmp_path: Path) -> None:
     program = tmp_path / "ledger"
     sources = [ROOT / "tests/native/ledger.cpp", ROOT / "csrc/record/ledger.cpp"]

@@ -4,61 +4,78 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+import ringway as dist
+import slow_link
 from ringway.launch import ports
+from ringway.testing import RankContext, RankPool
 
 pytestmark = pytest.mark.processes
 
 SECRET = "0123456789abcdef" * 4
 LIMIT = 200
+PORT = 29412
 
-_RANK = """
-import os, sys, time
-import torch
-import ringway as dist
-while os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
-dist.init_distributed(timeout=100)
-tensor = torch.ones(3)
-dist.all_reduce(tensor)
-print("SUM", tensor.tolist(), dist.allgather_object(dist.get_rank()), flush=True)
-dist.destroy_process_group()
-"""
 
-_STRANGER = """
-import socket, sys, time
-from datetime import timedelta
-inside, outside, port, flag = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-deadline = time.monotonic() + 100
-while True:
+def _rank(rank: int, flag: str) -> None:
+    while rank == 1 and not os.path.exists(flag):
+        time.sleep(0.01)
+    dist.init_distributed(timeout=100)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    print("SUM", tensor.tolist(), dist.allgather_object(dist.get_rank()), flush=True)
+    dist.destroy_process_group()
+
+
+def _stranger(inside: str, outside: str, flag: str, attempts: int) -> None:
+    deadline = time.monotonic() + 100
+    while True:
+        try:
+            socket.create_connection((inside, PORT), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
     try:
-        socket.create_connection((inside, port), 1).close()
-        break
+        socket.create_connection((outside, PORT), 2).close()
+        print("REACHED the other interface")
     except OSError:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-try:
-    socket.create_connection((outside, port), 2).close()
-    print("REACHED the other interface")
-except OSError:
-    print("REFUSED on the other interface")
-for number in range(int(sys.argv[5])):  # connections that say nothing, half a request, and noise
-    with socket.create_connection((inside, port), 5) as link:
-        link.sendall(bytes([number % 256]) * (number % 40))
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-store = TCPStore(inside, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-forged = b"t" * 32 + "\\n".join(("evil.example", "666", "1001", "mallory", "0.1.0", "ab" * 16)).encode()
-PrefixStore("ringway/attempt 0/round 1", store).set("rank 1", forged)
-print("SIGNED IN")
-open(flag, "w").close()
-"""
+        print("REFUSED on the other interface")
+    for number in range(attempts):  # connections that say nothing, half a request, and noise
+        with socket.create_connection((inside, PORT), 5) as link:
+            link.sendall(bytes([number % 256]) * (number % 40))
+    store = TCPStore(inside, PORT, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    forged = b"t" * 32 + "\n".join(("evil.example", "666", "1001", "mallory", "0.1.0", "ab" * 16)).encode()
+    PrefixStore("ringway/attempt 0/round 1", store).set("rank 1", forged)  # type: ignore[arg-type]
+    print("SIGNED IN")
+    Path(flag).touch()
+
+
+def _in_namespace(
+    context: RankContext, namespaces: list[str], address: str, flag: str, stranger: tuple[str, str, str, int] | None
+) -> None:
+    """Two ranks and, if there is one, the stranger. Each is in its network namespace."""
+    slow_link.enter(namespaces[context.rank])
+    if context.rank == 2:
+        assert stranger is not None
+        _stranger(*stranger)
+        return
+    own = [name for name in os.environ if name.startswith(("SLURM_", "GLOO_", "MASTER_"))]
+    for name in own:
+        del os.environ[name]
+    os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(PORT))
+    _rank(context.rank, flag)
 
 
 def _obstacle() -> str | None:
@@ -101,38 +118,42 @@ def _namespaces(names: list[str], links: dict[tuple[str, str], str]) -> Iterator
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=60, check=False)
 
 
-def _start(namespace: str, program: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RINGWAY_", "GLOO_", "MASTER_"))}
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", program, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, env=kept | {"OMP_NUM_THREADS": "1"} | variables, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
-
-
-def _finished(processes: list[subprocess.Popen[str]]) -> list[str]:
+def _run(
+    pool: RankPool,
+    namespaces: list[str],
+    address: str,
+    flag: Path,
+    stranger: tuple[str, str, str, int] | None = None,
+) -> list[str]:
+    """Run a job of two ranks, and perhaps a stranger, and return what each printed."""
+    pool.replace()  # processes that are in no group yet
     try:
-        return [process.communicate(timeout=LIMIT)[0] for process in processes]
+        ended = pool.try_run(
+            _in_namespace,
+            namespaces,
+            address,
+            str(flag),
+            stranger,
+            world_size=len(namespaces),
+            timeout=LIMIT,
+            environment={"RINGWAY_JOB_SECRET": SECRET},
+        )
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def _ranks(namespaces: list[str], address: str, flag: Path, **variables: str) -> list[subprocess.Popen[str]]:
-    given = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29412", **variables}
-    return [_start(space, _RANK, str(flag), RANK=str(rank), **given) for rank, space in enumerate(namespaces)]
+        pool.replace()
+    assert all(outcome.ok for outcome in ended), "\n".join(map(str, ended))
+    return [outcome.output for outcome in ended]
 
 
 @pytest.mark.timeout(600)
-def test_a_stranger_on_the_network_is_not_admitted(tmp_path: Path) -> None:
+def test_a_stranger_on_the_network_is_not_admitted(pool: RankPool, tmp_path: Path) -> None:
     """The job's two hosts have a link of their own. The stranger has one to the first host, and routes to it."""
     flag = tmp_path / "signed in"
     links = {("a", "b"): "10.61.0", ("a", "c"): "10.62.0"}
     with _namespaces(["a", "b", "c"], links) as made:
         _ip("-n", made["c"], "route", "add", "10.61.0.0/24", "via", "10.62.0.1")
-        ranks = _ranks([made["a"], made["b"]], "10.61.0.1", flag, RINGWAY_JOB_SECRET=SECRET)
-        attempts = str(int(os.environ.get("RINGWAY_ATTACK", "100")) // 4)
-        stranger = _start(made["c"], _STRANGER, "10.61.0.1", "10.62.0.1", "29412", str(flag), attempts)
-        first, second, said = _finished([*ranks, stranger])
+        attempts = int(os.environ.get("RINGWAY_ATTACK", "100")) // 4
+        stranger = ("10.61.0.1", "10.62.0.1", str(flag), attempts)
+        first, second, said = _run(pool, list(made.values()), "10.61.0.1", flag, stranger)
     assert "SIGNED IN" in said, said
     assert "REFUSED on the other interface" in said, said
     for output in (first, second):
@@ -160,7 +181,7 @@ def _wireguard_obstacle() -> str | None:
 
 
 @pytest.mark.timeout(600)
-def test_a_job_runs_over_wireguard(tmp_path: Path) -> None:
+def test_a_job_runs_over_wireguard(pool: RankPool, tmp_path: Path) -> None:
     """The recipe of docs/security.md, on two namespaces."""
     flag = tmp_path / "go"
     flag.touch()
@@ -192,8 +213,7 @@ def test_a_job_runs_over_wireguard(tmp_path: Path) -> None:
             setup = ["wg", "set", "wg0", "private-key", keys[name][0], "listen-port", "51820", *peer]
             subprocess.run(["ip", "netns", "exec", made[name], *setup], check=True, timeout=60, capture_output=True)
             _ip("-n", made[name], "link", "set", "wg0", "up")
-        ranks = _ranks([made["a"], made["b"]], "10.9.0.1", flag, RINGWAY_JOB_SECRET=SECRET)
-        for output in _finished(ranks):
+        for output in _run(pool, list(made.values()), "10.9.0.1", flag):
             assert "SUM [2.0, 2.0, 2.0] [0, 1]" in output, output
         shown = ["ip", "netns", "exec", made["a"], "wg", "show", "wg0", "transfer"]
         moved = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout.split()

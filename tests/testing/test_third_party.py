@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
-from ringway.testing import ConformanceFailed, check_backend
+from ringway.testing import ConformanceFailed, RankContext, RankPool, check_backend
 
 pytestmark = pytest.mark.processes
 
@@ -24,11 +26,17 @@ def test_a_sound_backend_passes() -> None:
     assert len(report.seconds) > 20
 
 
-def test_an_unsound_backend_is_reported() -> None:
+def _register(context: RankContext) -> None:
+    sys.path.insert(0, HERE)
+    importlib.import_module("third_party")
+
+
+def test_an_unsound_backend_is_reported(pool: RankPool) -> None:
+    pool.replace()
+    pool.run(_register, world_size=2)
     with pytest.raises(ConformanceFailed) as caught:
-        check_backend(
-            "unsound", (2,), preload=["third_party"], cases=["all_gather", "broadcast", "tags_are_kept_apart"]
-        )
+        check_backend("unsound", (2,), pool=pool, cases=["all_gather", "broadcast", "tags_are_kept_apart"])
+    pool.replace()
     cases = {finding.case for _, finding in caught.value.report.findings}
     assert cases == {"all_gather", "tags_are_kept_apart"}
     assert "output 1 is wrong in" in str(caught.value)
