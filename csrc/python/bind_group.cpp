@@ -1,4 +1,6 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -44,7 +46,7 @@ uint64_t begin_call(GroupRecord& record, nb::handle call, uint32_t label) {
     const uint32_t site = current_site();
     const GroupRecord::Begun begun =
         record.begin(view.op(), view.nbytes(), view.dtype(), view.reduce(), view.peer(), label, site);
-    record.starting();
+    record.starting(view.op(), begun.sequence);
     view.recorded(begun.sequence, site);
     return begun.token;
 }
@@ -82,6 +84,7 @@ void bind_group(nb::module_& m) {
         .def("started", &GroupRecord::started)
         .def_prop_ro("is_starting", &GroupRecord::is_starting)
         .def_static("exchange_starting", &GroupRecord::exchange_starting)
+        .def("take_back", &GroupRecord::take_back)
         .def("compare", &GroupRecord::compare, nb::arg("board"))
         .def_prop_ro("difference", &difference)
         .def_prop_ro("keeps_times", [](GroupRecord& self) { return self.recorder().keeps_times(); })
@@ -98,15 +101,19 @@ void bind_group(nb::module_& m) {
             [](FastPath& self, int op, nb::handle outputs, nb::handle inputs, int peer) -> uint64_t {
                 PlainCall call;
                 if (!self.read(static_cast<Op>(op), outputs, inputs, peer, call)) return 0;
-                const uint64_t token = self.begin(call, current_site()).token;
-                self.record().starting();
-                return token;
+                const GroupRecord::Begun begun = self.begin(call, current_site());
+                self.record().starting(call.op, begun.sequence);
+                return begun.token;
             },
             nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"))
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
         .def("hold", &FastPath::hold, nb::arg("change"))
         .def("has", &FastPath::has, nb::arg("op"));
 
+    m.def("pass_on", [](nb::object function, nb::args arguments) {
+        GroupRecord::passing_on();
+        return function(*arguments);
+    });
     m.def(
         "set_tensor_types",
         [](nb::tuple types, nb::object exchange) { set_tensor_types(types.ptr(), exchange.ptr()); },

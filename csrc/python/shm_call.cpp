@@ -74,6 +74,7 @@ void read_facts(const CallView& view, double timeout_s, Request& r) {
 // Nothing but the engine runs between this and the start of the call, so no signal handler can come first. What earlier
 // calls kept is released before: a finalizer may run Python.
 void starts(const CallView& view) {
+    GroupRecord::passing_on();
     const nb::object record = view.record();
     if (!record.is_none()) nb::cast<GroupRecord&>(record).started();
 }

@@ -136,6 +136,11 @@ void CallBoard::post(const Entry& call) {
     }
 }
 
+void CallBoard::withdraw(uint64_t sequence) {
+    std::atomic<uint64_t>& number = own_->slots[sequence % kSlots].number;
+    if (number.load(std::memory_order_relaxed) == sequence + 1) number.store(0, std::memory_order_release);
+}
+
 void CallBoard::report(const Seat& other, const PostedCall& own, const PostedCall& theirs) {
     uint32_t none = 0;
     if (!header_->state.compare_exchange_strong(none, 1)) return;

@@ -50,6 +50,8 @@ class CallBoard {
 
     // Throws DifferentCalls if another rank made a different call under the same number, or under an earlier one.
     void post(const Entry& call);
+    // This rank's call of that number was not started.
+    void withdraw(uint64_t sequence);
     // The group's fault; null while there is none.
     const Fault* fault() const;
 

@@ -36,6 +36,17 @@ GroupRecord::Begun GroupRecord::begin(Op op, int64_t bytes, DType dtype, Reduce 
     return {token, entry.sequence};
 }
 
+std::optional<bool> GroupRecord::take_back() {
+    const auto own = find_starting();
+    if (own == starting_here.end()) return {};
+    const auto [id, sequence, message, passed_on] = *own;
+    if (passed_on != passed_on_here) return {};
+    uint64_t next = sequence + 1;
+    if (!(message ? messages_ : collectives_).compare_exchange_strong(next, sequence)) return false;
+    if (board_ != nullptr && !message) board_->withdraw(sequence);
+    return true;
+}
+
 void GroupRecord::end(uint64_t token, State state) {
     recorder_->end(token, state);
     completed_.fetch_add(1, std::memory_order_relaxed);

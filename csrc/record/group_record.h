@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,19 +38,25 @@ class GroupRecord {
     // A call that is numbered in one step and started in a later one is `starting` in between. A signal handler that runs
     // there, on the same thread, must make no call of the group: it would get the later number and start first. Other
     // threads may.
-    void starting() {
-        if (!is_starting()) starting_here.push_back(id_);
+    void starting(Op op, uint64_t sequence) {
+        if (!is_starting()) starting_here.push_back({id_, sequence, is_point_to_point(op), passed_on_here});
     }
     void started() {
-        starting_here.erase(std::remove(starting_here.begin(), starting_here.end(), id_), starting_here.end());
+        const auto own = find_starting();
+        if (own != starting_here.end()) starting_here.erase(own);
     }
     // Whether a call of this thread is.
-    bool is_starting() const {
-        return std::find(starting_here.begin(), starting_here.end(), id_) != starting_here.end();
-    }
+    bool is_starting() const { return find_starting() != starting_here.end(); }
 
-    // The groups that have a call starting on this thread.
-    using Starting = std::vector<uint64_t>;
+    // A backend calls this when it is about to send something, whatever call it belongs to. No Python runs between this
+    // and the start, so an error of a signal handler comes either before it or after the start.
+    static void passing_on() { ++passed_on_here; }
+    // Gives back the number of the call that is starting on this thread, so that the next call gets it. Nothing if there is
+    // none, or if some of the call may have been sent; false if a later call has a number already.
+    std::optional<bool> take_back();
+
+    // The calls that are starting on this thread: group, number, whether it is a message, passed_on_here at that time.
+    using Starting = std::vector<std::array<uint64_t, 4>>;
     // Replaces them, and returns what they were. A completion callback may run inside a call that is starting, and may
     // make calls: it runs with none.
     static Starting exchange_starting(Starting groups) { return std::exchange(starting_here, std::move(groups)); }
@@ -70,6 +78,10 @@ class GroupRecord {
 
     static inline std::atomic<uint64_t> ids{0};
     static inline thread_local Starting starting_here;
+    static inline thread_local uint64_t passed_on_here = 0;
+    Starting::iterator find_starting() const {
+        return std::find_if(starting_here.begin(), starting_here.end(), [this](const auto& call) { return call[0] == id_; });
+    }
     const uint64_t id_ = ids.fetch_add(1, std::memory_order_relaxed);  // unlike an address, never used again
 };
 

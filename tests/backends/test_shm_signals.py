@@ -18,7 +18,7 @@ import torch.distributed as c10d
 import ringway as dist
 from ringway.backends.torch.gloo import GlooFastPath
 from ringway.call import Call
-from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.errors import CommTimeout, PeerLost, UsageError
 from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
@@ -289,31 +289,71 @@ def test_a_handlers_call_is_refused_before_the_interrupted_call_has_started(
     assert pool.run(_refused_before_the_start, backend, world_size=2, timeout=60) == [refused, 0]
 
 
-def _unhandled_refusal(context: RankContext, backend: str) -> list[str]:
-    """Rank 0's handler lets the refusal through, so that the interrupted call never starts."""
-    context.start(backend, timeout=timedelta(seconds=2))
+def _too_early(*_: Any) -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def _refuse(*_: Any) -> None:
+    raise LookupError("the handler's own error")
+
+
+RAISES: list[tuple[Callable[..., Any], type[BaseException]]] = [
+    (_too_early, UsageError),
+    (_refuse, LookupError),
+    (signal.default_int_handler, KeyboardInterrupt),
+]
+
+
+def _raised_before_the_start(context: RankContext, backend: str) -> tuple[list[list[float]], int]:
+    """Rank 0's handlers keep calls from starting. It makes each call again. Rank 1 makes it once."""
+    context.start(backend, timeout=timedelta(seconds=30))
     dist.barrier()
-    errors: list[str] = []
-    undo: Callable[[], None] | None = None
-    if context.rank == 0:
-        signal.signal(signal.SIGUSR1, lambda *_: dist.all_reduce(torch.ones(2)))
-        undo = _inside_gloos_fast_path() if backend == "gloo" else _listening()
-    for _ in range(2):
-        try:
-            _all_reduce(4)
-        except RingwayError as error:
-            errors.append(str(error))
-        if undo is not None:
+    calls: list[tuple[Callable[[], Callable[[], None]], bool]] = [(_listening, False), (_inside_the_backend, True)]
+    if backend == "gloo":
+        calls.append((_inside_gloos_fast_path, False))
+    sums = []
+    for (way, async_op), (handler, error) in itertools.product(calls, RAISES):
+        if context.rank == 0:
+            signal.signal(signal.SIGUSR1, handler)
+            undo = way()
+            with pytest.raises(error):
+                dist.all_reduce(_numbers(4), async_op=async_op)
             undo()
-            undo = None
-    return errors
+        sums.append(_all_reduce(4).tolist())
+    return sums, world.communicator(None).record.collectives
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_call_that_a_handler_keeps_from_starting_ends_the_group(pool: RankPool, backend: str) -> None:
-    """The next call would pair with the other ranks' interrupted one."""
-    first, second = pool.run(_unhandled_refusal, backend, world_size=2, timeout=60)
-    pool.replace()
-    assert "a signal handler called all_reduce" in first[0]
-    assert "this rank was interrupted in the middle of a call" in first[1]
-    assert len(second) == 2, second
+def test_a_call_that_a_handler_keeps_from_starting_leaves_no_trace(pool: RankPool, backend: str) -> None:
+    """The next call has its number, as if the signal had come before the call."""
+    (sums, number), other = pool.run(_raised_before_the_start, backend, world_size=2, timeout=60)
+    assert (sums, number) == other
+    assert sums == [[2.0 * i + 1 for i in range(4)]] * len(sums)
+
+
+def _raised_after_the_start(context: RankContext) -> list[list[float]]:
+    """gloo has the call when rank 0's handler raises, so rank 0 goes on with the next one."""
+    context.start("gloo", timeout=timedelta(seconds=30))
+    dist.barrier()
+    before = GlooFastPath._start
+
+    def start(self: Any, token: int, tensor: torch.Tensor) -> Any:
+        work = before(self, token, tensor)
+        signal.raise_signal(signal.SIGUSR1)
+        return work
+
+    first = _numbers(4)
+    if context.rank == 0:
+        signal.signal(signal.SIGUSR1, _refuse)
+        GlooFastPath._start = start  # type: ignore[method-assign]
+        with pytest.raises(LookupError):
+            dist.all_reduce(first)
+        GlooFastPath._start = before  # type: ignore[method-assign]
+    else:
+        dist.all_reduce(first)
+    return [_all_reduce(4).tolist(), first.tolist()]
+
+
+def test_a_call_that_has_started_keeps_its_number(pool: RankPool) -> None:
+    expected = [2.0 * i + 1 for i in range(4)]
+    assert pool.run(_raised_after_the_start, world_size=2, timeout=60) == [[expected, expected]] * 2

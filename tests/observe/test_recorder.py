@@ -9,7 +9,7 @@ import torch
 
 import ringway as dist
 import ringway._core as _core
-from ringway.call import ALL_REDUCE, SEND, Call
+from ringway.call import ALL_REDUCE, BARRIER, SEND, Call
 from ringway.testing import RankContext, RankPool
 from ringway.work import CompletionCell
 
@@ -141,3 +141,22 @@ def _status(context: RankContext, backend: str) -> None:
 def test_status_and_recent_calls(pool: RankPool) -> None:
     for backend in ("gloo", "shm"):
         pool.run(_status, backend, world_size=2)
+
+
+def test_a_call_that_has_not_started_gives_its_number_back() -> None:
+    group = _core.GroupRecord(_core.Recorder(64), "group")
+    call = Call(BARRIER)
+    assert group.take_back() is None  # nothing is starting
+    group.begin_call(call, 0)
+    assert group.take_back() is True
+    assert group.collectives == 0
+    group.started()
+    group.begin_call(call, 0)
+    assert _core.pass_on(lambda: group.collectives) == 1
+    assert group.take_back() is None  # it may have been sent
+    group.started()
+    group.begin_call(call, 0)
+    group.begin(ALL_REDUCE.code, 64, 0, 0, -1, 0)  # as another thread does
+    assert group.take_back() is False
+    assert group.collectives == 3
+    group.started()

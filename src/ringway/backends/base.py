@@ -64,8 +64,8 @@ class Health(Protocol):
     def failed(self, error: BaseException) -> None:
         """A call failed after it had returned to its caller."""
 
-    def interrupted_by(self, error: BaseException) -> None:
-        """`error` leaves a call that may not have started."""
+    def interrupted_by(self, error: BaseException) -> bool:
+        """`error` leaves a call that may not have started. Whether nothing of it was sent."""
 
 
 class _LikeTorch(abc.ABCMeta):
@@ -99,6 +99,8 @@ class Backend(metaclass=_LikeTorch):
     """Whether calls between `start_coalescing` and `end_coalescing` start together, at the end."""
     notices_deaths: ClassVar[bool] = True
     """Whether a call fails soon after another rank's process has ended."""
+    says_when_it_sends: ClassVar[bool] = False
+    """Whether its methods start everything that they send through `_core.pass_on`."""
     abandoned = False
     """Whether the backend still runs calls that were given up: `close` must not wait for them."""
 

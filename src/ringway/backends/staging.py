@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ringway._core as _core
 from ringway.backends.base import Backend
 from ringway.call import Call, Reduce
 from ringway.work import Handle
@@ -30,13 +32,14 @@ BOOL_AS_BYTES = {
 
 def native(backend: Backend, method: Runner) -> Runner:
     """The backend's own method, with every call converted to what it accepts."""
+    start = method if backend.says_when_it_sends else partial(_core.pass_on, method)
 
     def run(call: Call) -> Handle:
         if _accepted(backend, call):
-            return method(call)
+            return start(call)
         staging = _Staging(backend, call)
         staging.call.record = call.record
-        handle = method(staging.call)
+        handle = start(staging.call)
         return handle.then(staging.finish) if staging.has_finish else handle
 
     return run

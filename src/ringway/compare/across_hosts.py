@@ -34,6 +34,8 @@ _SAMPLE_EVERY = 64
 _TRIES = 16
 _PREFIX = "ringway/compare"
 
+_NONE: tuple[int, int, int, list[Any]] = (-1, 0, 0, [])
+
 Facts = tuple[int, int, int, int, int]
 """A call's op, bytes, dtype, reduction and root, as `_core.signature` takes them. The root is the group's."""
 
@@ -68,18 +70,21 @@ class HostComparison:
         self._since: list[tuple[Facts, int]] = []
         self._stored: dict[int, str] = {}
         self._off = False
+        self._latest = _NONE
+        """The latest call's number, and what was here before it."""
 
     def compare(self, sequence: int, facts: Facts, token: int) -> None:
         """Adds a call, which the recorder knows by `token`. Raises CollectiveMismatch if the ranks' calls differ."""
         if self._off:
             return
+        self._latest = sequence, self._digest, self._before, self._since
         self._digest = crc32(_core.signature(*facts).to_bytes(8, "little"), self._digest)
         self._since.append((facts, token))
         if sequence >= _FIRST_CALLS and (sequence + 1) % self._every:
             return
         own = self._own_side(sequence)
         self._before = self._digest
-        self._since.clear()
+        self._since = []
         try:
             other = self._exchange(sequence, json.dumps(own))
         except Exception as error:  # if the store is gone, the collective itself fails with a better message
@@ -91,6 +96,13 @@ class HostComparison:
             return
         if other is not None:
             self._judge(sequence, own, other)
+
+    def take_back(self, sequence: int) -> None:
+        """The call of this number was not made. If it is the latest, forget it: the next call has its number."""
+        if self._latest[0] == sequence:
+            _, self._digest, self._before, self._since = self._latest
+            self._since.pop()
+            self._latest = _NONE
 
     def _own_side(self, sequence: int) -> dict[str, Any]:
         """This rank's calls since the last time. Calls repeat, so each kind is written once."""

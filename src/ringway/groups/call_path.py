@@ -147,7 +147,8 @@ class CallPath:
             except BaseException as error:
                 raise self._ended(token, error, watched) or error from None
         except BaseException as error:
-            self._health.interrupted_by(error)
+            if self._health.interrupted_by(error) and self._across_hosts is not None:
+                self._across_hosts.take_back(call.sequence)
             raise
         finally:
             self._record.started()

@@ -96,16 +96,23 @@ class Health:
         """A call failed after it had returned to its caller."""
         self.fail(error)
 
-    def interrupted_by(self, error: BaseException) -> None:
-        """`error` leaves a call. If a signal handler raised it before the call had started, the group ends: the other
-        ranks count on the call, and would take this rank's next one for it."""
-        if self._record.is_starting and (isinstance(error, CallTooEarly) or not isinstance(error, Exception)):
+    def interrupted_by(self, error: BaseException) -> bool:
+        """`error` leaves a call that may not have started: a signal handler raised it, or the backend. If nothing of
+        the call was sent, its number goes to the next call, as if this one had not been made, and the result is True.
+        If a part may have been sent, an interrupt or a refusal ends the group: the other ranks count on the call, and
+        would take this rank's next one for it."""
+        given_back = self._record.take_back()
+        if given_back:
+            return True
+        sent = self._record.is_starting and (isinstance(error, CallTooEarly) or not isinstance(error, Exception))
+        if given_back is False or sent:
             self.end(
                 RingwayError(
                     f"this rank was interrupted in the middle of a call of the group {self._name}, which has ended; "
                     "make a new group"
                 )
             )
+        return False
 
     def pending(self, work: Work) -> None:
         """Ends this work too if the group ends."""

@@ -69,7 +69,7 @@ class MpiFastPath(_core.FastPath):
                 return False
             done = False
             try:
-                self._sum(outputs)
+                _core.pass_on(self._sum, outputs)
                 done = True
             finally:
                 self._record.end(token, done)

@@ -121,7 +121,7 @@ class NcclBackend(TorchBackend):
             raise self._works.aborted_with
         began = time.monotonic()
         try:
-            return method(*arguments)
+            return _core.pass_on(method, *arguments)
         except RuntimeError as error:
             raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
 

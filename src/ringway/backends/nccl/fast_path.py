@@ -128,7 +128,7 @@ class NcclFastPath(_core.FastPath):
         call, issue = known
         began = time.monotonic()
         try:
-            work = issue(outputs, inputs)
+            work = _core.pass_on(issue, outputs, inputs)
             captured = torch.cuda.is_current_stream_capturing()
             if work is not None:  # a torch that does not run it on the current stream
                 work.wait()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import ringway._core as _core
 from ringway.backends.queue import CallQueue
 from ringway.call import Call
 from ringway.errors import CommTimeout
@@ -76,7 +77,7 @@ class CallOrder:
             handle = runner(call)
             return _CallInFlight(self, backend, handle) if call.async_op and handle is not DONE else handle
         before = self._started()
-        job = self._queue.submit(call, lambda: self._after(before, runner, call))
+        job = _core.pass_on(self._queue.submit, call, lambda: self._after(before, runner, call))
         return job if job is DONE else _CallInFlight(self, QUEUED, job)
 
     def _may_go(self, backend: str) -> bool:

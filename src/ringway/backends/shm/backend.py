@@ -64,6 +64,7 @@ class ShmBackend(Backend):
 
     name: ClassVar[str] = "shm"
     needs_contiguous: ClassVar[bool] = True
+    says_when_it_sends: ClassVar[bool] = True
 
     def __init__(self, group: GroupInfo) -> None:
         super().__init__(group)

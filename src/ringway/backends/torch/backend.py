@@ -14,6 +14,7 @@ import torch
 import torch.distributed as c10d
 from torch._C import _distributed_c10d as native
 
+import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.torch.handles import C10dHandle, GlooMessage, mapped
 from ringway.call import ANY_SOURCE, BARRIER, Call, Reduce
@@ -47,6 +48,7 @@ class C10dBackend(Backend):
 
     name = "c10d"
     messages_have_futures = True
+    says_when_it_sends: ClassVar[bool] = True
 
     def __init__(self, info: GroupInfo, group: Any) -> None:
         super().__init__(info)
@@ -66,7 +68,7 @@ class C10dBackend(Backend):
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         """Every op goes through here: marshal, start, and map what torch raises at once."""
         try:
-            work = method(*arguments)
+            work = _core.pass_on(method, *arguments)
         except RuntimeError as error:
             raise mapped(error, call, 0.0) from error
         handle = C10dHandle if call.op.collective or self.messages_have_futures else GlooMessage

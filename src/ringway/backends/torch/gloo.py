@@ -65,7 +65,7 @@ class GlooFastPath(_core.FastPath):
 
     def _start(self, token: int, tensor: torch.Tensor) -> Any:
         try:
-            return self._allreduce([tensor], self._options)
+            return _core.pass_on(self._allreduce, [tensor], self._options)
         except BaseException:
             self._record.end(token, False)
             raise
