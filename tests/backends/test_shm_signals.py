@@ -17,8 +17,9 @@ import torch.distributed as c10d
 
 import ringway as dist
 from ringway.backends.torch.gloo import GlooFastPath
-from ringway.call import Call
+from ringway.call import BARRIER, Call
 from ringway.errors import CommTimeout, PeerLost, UsageError
+from ringway.groups.call_path import CallPath
 from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
@@ -329,6 +330,32 @@ def test_a_call_that_a_handler_keeps_from_starting_leaves_no_trace(pool: RankPoo
     (sums, number), other = pool.run(_raised_before_the_start, backend, world_size=2, timeout=60)
     assert (sums, number) == other
     assert sums == [[2.0 * i + 1 for i in range(4)]] * len(sums)
+
+
+def _raised_in_a_recorded_block(context: RankContext) -> int:
+    """A block that counts as a call: rank 0's handler raises between its number and its body."""
+    context.start("gloo", timeout=timedelta(seconds=30))
+    before = CallPath._begin
+
+    def begin(self: Any, call: Call) -> int:
+        token = before(self, call)
+        signal.raise_signal(signal.SIGUSR1)
+        return token
+
+    if context.rank == 0:
+        signal.signal(signal.SIGUSR1, _refuse)
+        CallPath._begin = begin  # type: ignore[method-assign]
+        with pytest.raises(LookupError), world.communicator(None).calls.recorded(BARRIER, "block"):
+            pass
+        CallPath._begin = before  # type: ignore[method-assign]
+    with world.communicator(None).calls.recorded(BARRIER, "block"):
+        dist.all_reduce(torch.ones(2), group=None)
+    return world.communicator(None).record.collectives
+
+
+def test_a_recorded_block_that_a_handler_keeps_from_starting_leaves_no_trace(pool: RankPool) -> None:
+    first, second = pool.run(_raised_in_a_recorded_block, world_size=2, timeout=60)
+    assert first == second
 
 
 def _raised_after_the_start(context: RankContext) -> list[list[float]]:

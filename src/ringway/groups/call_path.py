@@ -147,11 +147,15 @@ class CallPath:
             except BaseException as error:
                 raise self._ended(token, error, watched) or error from None
         except BaseException as error:
-            if self._health.interrupted_by(error) and self._across_hosts is not None:
-                self._across_hosts.take_back(call.sequence)
+            self._interrupted(call, error)
             raise
         finally:
             self._record.started()
+
+    def _interrupted(self, call: Call, error: BaseException) -> None:
+        """`error` leaves a call that may not have started. If it has not, the next call gets its number."""
+        if self._health.interrupted_by(error) and self._across_hosts is not None:
+            self._across_hosts.take_back(call.sequence)
 
     def recorded(self, op: Op, label: str) -> Recorded:
         """A block that is recorded as one call although no backend runs it."""
@@ -214,6 +218,9 @@ class Recorded:
         self._calls._require_order(self._call)
         try:
             self._token = self._calls._begin(self._call)
+        except BaseException as error:
+            self._calls._interrupted(self._call, error)
+            raise
         finally:
             self._calls._record.started()
 
