@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import platform
 import signal
 import statistics
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import proofs
 import torch
@@ -231,7 +232,11 @@ def costs(context: RankContext) -> Any:
     return {name: {side: round(1e6 * statistics.median(times[name, side]), 1) for side in sides} for name in calls}
 
 
-Row = tuple[str, bool, str]
+class Row(NamedTuple):
+    title: str
+    holds: bool
+    values: list[Any]
+    """Of each rank."""
 
 
 def _run(
@@ -246,7 +251,7 @@ def _run(
     print(("yes" if holds else "NO "), title, values, flush=True)
     if not holds:
         print(*(outcome.output[-3000:] for outcome in outcomes), sep="\n", flush=True)
-    return title, holds, str(values)
+    return Row(title, holds, values)
 
 
 def _named(kind: str, seconds: float, *names: str) -> Callable[[list[Any]], bool]:
@@ -274,28 +279,70 @@ def main() -> int:
             ("costs, 2 ranks", costs, (), lambda v: isinstance(v[0], dict), 2),
             ("costs, 1 rank", costs, (), lambda v: isinstance(v[0], dict), 1),
         ]
-        for number in range(arguments.rounds):
+        for _ in range(arguments.rounds):
             plan += [
-                (f"a mismatch of {kind}, round {number}", mismatch, (kind,), _both("CollectiveMismatch"), 2)
+                (f"a mismatch of {kind}", mismatch, (kind,), _both("CollectiveMismatch"), 2)
                 for kind in ("op", "size", "dtype", "root")
             ]
             plan += [
-                (f"a missing call, {number}", missing_call, (), _named("CommTimeout", LIMIT + 3, "rank 1"), 2),
-                (f"kill -9, {number}", victim, ("kill",), _named("PeerLost", 1.0, "rank 1"), 2),
-                (f"an exception, {number}", victim, ("exception",), _named("PeerLost", 3.0, "rank 1"), 2),
-                (f"SIGSTOP, {number}", victim, ("stop",), _named("CommTimeout", LIMIT + 4, "rank 1"), 2),
+                ("a missing call", missing_call, (), _named("CommTimeout", LIMIT + 3, "rank 1"), 2),
+                ("kill -9", victim, ("kill",), _named("PeerLost", 1.0, "rank 1"), 2),
+                ("an exception", victim, ("exception",), _named("PeerLost", 3.0, "rank 1"), 2),
+                ("SIGSTOP", victim, ("stop",), _named("CommTimeout", LIMIT + 4, "rank 1"), 2),
             ]
         for title, function, given, fine, ranks in plan:
             if arguments.only in title:
                 rows.append(_run(pool, title, function, *given, fine=fine, ranks=ranks))
-    holding = sum(fine for _, fine, _ in rows)
+    holding = sum(row.holds for row in rows)
     print(f"{holding} of {len(rows)} hold")
-    lines = ["| what | holds | seen |", "|---|---|---|"]
-    lines += [
-        f"| {t} | {'yes' if f else 'NO'} | {s.replace(chr(10), ' ').replace('|', '/')[:600]} |" for t, f, s in rows
+    if holding < len(rows):
+        return 1
+    title = "Faults of nccl groups, two ranks on one GPU"
+    proofs.write(arguments.output, title, PROVES, _page(rows, arguments.rounds), arguments.commit)
+    return 0
+
+
+def _page(rows: list[Row], rounds: int) -> str:
+    """Only for runs in which everything holds."""
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    lines = [
+        "    LD_PRELOAD=libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 PYTHONPATH=src python scripts/nccl_faults.py"
+        f" --rounds {rounds}",
+        "",
+        f"{torch.cuda.get_device_name(0)}, {platform.machine()}, Python {platform.python_version()},"
+        f" torch {torch.__version__}, NCCL {version}.",
+        "",
+        "| what | holds | seconds until the error, least to most |",
+        "|---|---|---|",
     ]
-    proofs.write(arguments.output, "Faults of nccl groups, two ranks", PROVES, "\n".join(lines), arguments.commit)
-    return 0 if holding == len(rows) else 1
+    for title in dict.fromkeys(row.title for row in rows):
+        alike = [row for row in rows if row.title == title]
+        told = sorted(value[2] for row in alike for value in row.values if isinstance(value, tuple) and len(value) == 3)
+        told = [seconds for seconds in told if isinstance(seconds, float) and seconds > 0]
+        lines.append(
+            f"| {title} | {len(alike)} of {len(alike)} | {f'{told[0]:.2f} to {told[-1]:.2f}' if told else ''} |"
+        )
+    lines += [
+        "",
+        "In every round with a fault, each survivor raised the named error, its process and its CUDA context lived, and"
+        " memory",
+        "that nothing behind the call writes was intact. After a kill, an exception and a stop, the survivor made a new"
+        " group of",
+        "its own and used it. No process hung or was taken down.",
+        "",
+        "How long a call of 4 KiB holds its caller: median of 200 in µs for torch's own group, and the ratio to it."
+        ' "bridge" is',
+        "`torch.distributed`'s function on ringway's group. Rank 0:",
+    ]
+    for row in rows:
+        if row.title.startswith("costs"):
+            lines += ["", f"| {row.title} | torch, µs | ringway | bridge |", "|---|---|---|---|"]
+            lines += [
+                f"| {name} | {each['torch']} | {each['ringway'] / each['torch']:.2f} "
+                f"| {each['bridge'] / each['torch']:.2f} |"
+                for name, each in row.values[0].items()
+            ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

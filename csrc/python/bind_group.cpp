@@ -98,14 +98,17 @@ void bind_group(nb::module_& m) {
              nb::keep_alive<1, 2>())
         .def(
             "begin",
-            [](FastPath& self, int op, nb::handle outputs, nb::handle inputs, int peer) -> uint64_t {
+            [](FastPath& self, int op, nb::handle outputs, nb::handle inputs, int peer, int reduce) -> uint64_t {
                 PlainCall call;
                 if (!self.read(static_cast<Op>(op), outputs, inputs, peer, call)) return 0;
+                call.reduce = static_cast<Reduce>(reduce);
                 const GroupRecord::Begun begun = self.begin(call, current_site());
                 self.record().starting(call.op, begun.sequence);
                 return begun.token;
             },
-            nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"))
+            nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"),
+            nb::arg("reduce") = static_cast<int>(Reduce::Sum))
+        .def("start", [](FastPath&, nb::args) { return nb::none(); })
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
         .def("hold", &FastPath::hold, nb::arg("change"))
         .def("has", &FastPath::has, nb::arg("op"));

@@ -3,6 +3,7 @@
 
 namespace nb = nanobind;
 
+void bind_device(nb::module_& m);
 void bind_group(nb::module_& m);
 void bind_pack(nb::module_& m);
 void bind_recorder(nb::module_& m);
@@ -15,6 +16,7 @@ NB_MODULE(_core, m) {
     bind_pack(m);
     bind_recorder(m);
     bind_group(m);
+    bind_device(m);
     bind_responder(m);
     bind_shm(m);
 }

@@ -67,13 +67,44 @@ class FastPath:
     def __init__(
         self, record: GroupRecord, rank: int, size: int, device: int, moved: int, summed: int, ops: int
     ) -> None: ...
-    def begin(self, op: int, outputs: Any, inputs: Any, peer: int) -> int:
+    def begin(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: int = 0) -> int:
         """Numbers, records and compares a call that the path takes, and returns its token; else 0, and no trace. Once
-        the call has started, `GroupRecord.started` must be called."""
+        the call has started, `GroupRecord.started` must be called. The path checks the dtype for sums only."""
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool: ...
+    def start(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: Any) -> Any:
+        """The Work of an asynchronous call that the path takes; else None, and no trace. Most paths take none."""
     def serve(self, op: int, ranges: Sequence[tuple[int, int]]) -> None: ...
     def hold(self, change: int) -> None: ...
     def has(self, op: int) -> bool: ...
+
+class StreamWatch:
+    """Loads the CUDA driver, or raises RuntimeError."""
+
+    def __init__(self, library: str) -> None: ...
+
+class StreamCalls:
+    """The calls of one group on CUDA streams.
+
+    Quick calls end in the record. `report` gets the others, which may have failed: (token, note) of the calls that
+    ended late, the note of a call that has waited for long or None, whether that one is overdue, and the name of CUDA's
+    error if the device cannot be asked.
+    """
+
+    def __init__(
+        self,
+        watch: StreamWatch,
+        record: GroupRecord,
+        report: Callable[[list[tuple[int, int]], int | None, bool, str], None],
+    ) -> None: ...
+    limit: float
+    """Seconds until a call is overdue; 0 for never."""
+    def follow(self, token: int, note: int, device: int, stream: int, /) -> bool:
+        """Follows a call just issued on a stream. False if the stream captures a graph."""
+    @property
+    def pending(self) -> int: ...
+    def fail(self) -> None:
+        """Pending calls end as failed."""
+    def close(self) -> None: ...
 
 class Responder:
     def __init__(self, recorder: Recorder, address: str, token: str, facts: str) -> None: ...

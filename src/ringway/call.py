@@ -126,7 +126,7 @@ def premul_sum(factor: float | Tensor) -> ReduceOp:
 
 def parse_reduce(op: object) -> tuple[Reduce, Any]:
     """What torch's `ReduceOp`, or one of its members, means: our code, and PREMUL_SUM's factor."""
-    if op is _SUM:
+    if op is _SUM or op == _SUM:  # torch makes a new object for each question
         return Reduce.SUM, None
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op={op!r} is not a ReduceOp; use one of {', '.join(m.name for m in Reduce)}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +78,39 @@ class ScriptedTensor:
 
     def numel(self) -> int:
         return 4
+
+
+class StandInDriver:
+    """The CUDA driver's stand-in (cuda_stand_in.cpp), on whose streams events pass when a test says so."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.stand_in_reach.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        self._library.stand_in_reset()
+
+    def reach(self, events: int = 1 << 60, stream: int = 0) -> None:
+        self._library.stand_in_reach(stream, events)
+
+    def capture(self, on: bool) -> None:
+        self._library.stand_in_capture(int(on))
+
+    def fail(self, status: int) -> None:
+        self._library.stand_in_fail(status)
+
+    @property
+    def events(self) -> int:
+        """How many events were made."""
+        return int(self._library.stand_in_events())
+
+
+def build_stand_in(folder: Path) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None, "a C++ compiler built the core; now it is gone"
+    library = folder / "libcuda_stand_in.so"
+    source = Path(__file__).with_name("cuda_stand_in.cpp")
+    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, timeout=120)
+    return library
 
 
 class ScriptedCuda:

@@ -1,19 +1,27 @@
-"""nccl's fast path, on a fake group and a fake device: CPU tensors take the place of CUDA tensors."""
+"""nccl's fast path, on a fake group and a stand-in for the CUDA driver: CPU tensors take the place of CUDA tensors."""
 
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from scripted_cuda import ScriptedCuda, ScriptedWork, scripted_info, until
+from scripted_cuda import ScriptedCuda, ScriptedWork, StandInDriver, build_stand_in, scripted_info, until
 
 import ringway._core as _core
-from ringway.backends.nccl.fast_path import NcclFastPath
+from ringway.backends.nccl.backend import NcclBackend
+from ringway.backends.nccl.fast_path import Driver, NcclFastPath
+from ringway.backends.nccl.open_calls import FastWork
+from ringway.backends.process import Process
 from ringway.backends.torch.adopt import adopt
-from ringway.call import ALL_REDUCE, BARRIER, OPS, ReduceOp
+from ringway.call import ALL_REDUCE, BARRIER, OPS, Reduce, ReduceOp
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.communicator import Communicator
 from ringway.observe.recorder import recorded
@@ -28,10 +36,14 @@ class Group:
         self.asked: list[tuple[Any, ...]] = []
         self.works: list[ScriptedWork] = []
         self.error: Exception | None = None
+        self.synchronous = False
+        """Whether synchronous calls run on the current stream and have no work, as in later versions of torch."""
 
     def __getattr__(self, name: str) -> Any:
-        def method(*arguments: Any) -> ScriptedWork:
+        def method(*arguments: Any) -> ScriptedWork | None:
             self.asked.append((name, *arguments))
+            if self.synchronous and arguments and not getattr(arguments[-1], "asyncOp", True):
+                return None
             self.works.append(ScriptedWork(self.error))
             return self.works[-1]
 
@@ -41,22 +53,36 @@ class Group:
 class Setting:
     """A communicator of two ranks whose calls take the fast path, and its group, device and recorder."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, library: Path, *, ours: bool = False) -> None:
+        """`ours`: ringway made the group, and keeps its deadlines."""
         self.cuda = ScriptedCuda(monkeypatch)
+        self.driver = StandInDriver(library)
+        monkeypatch.setattr(Driver, "library", str(library))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: self.cuda._stream(DEVICE))
         monkeypatch.setattr(NcclFastPath, "device", _core.CPU)
         self.group = Group()
         self.recorder = _core.Recorder(64)
-        info = scripted_info(size=2)
-        self.communicator = Communicator(info, {"cpu": adopt(info, self.group, "nccl")}, self.recorder, [])
+        info = replace(scripted_info(size=2), timeout=0.3, process=Process())
+        backend = NcclBackend(info, self.group) if ours else adopt(info, self.group, "nccl")
+        self.communicator = Communicator(info, {"cpu": backend}, self.recorder, [])
 
     def records(self) -> list[tuple[str, str, int]]:
         return [(one.op, one.state, one.nbytes) for one in map(recorded, self.recorder.recent(64))]
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_stand_in(tmp_path_factory.mktemp("driver"))
+
+
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
-    return Setting(monkeypatch)
+def setting(monkeypatch: pytest.MonkeyPatch, library: Path) -> Setting:
+    return Setting(monkeypatch, library)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, library: Path) -> Setting:
+    return Setting(monkeypatch, library, ours=True)
 
 
 def test_each_op_reaches_torch_and_ends_with_the_stream(setting: Setting) -> None:
@@ -81,7 +107,9 @@ def test_each_op_reaches_torch_and_ends_with_the_stream(setting: Setting) -> Non
     assert setting.group.asked[1][-1].rootRank == 1
     assert all(work.waits == [()] for work in setting.group.works), "the stream stands behind each"
     assert {state for _, state, _ in setting.records()} == {"issued"}
-    setting.cuda.reached.add(DEVICE)
+    setting.driver.reach(2)
+    until(lambda: [state for _, state, _ in setting.records()] == ["completed"] * 2 + ["issued"] * 3)
+    setting.driver.reach()
     until(lambda: {state for _, state, _ in setting.records()} == {"completed"})
     assert [nbytes for _, _, nbytes in setting.records()] == [32] * 5
 
@@ -92,7 +120,7 @@ def _identities(values: Any) -> Any:
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_captured_call_ends_when_it_is_captured(setting: Setting, capturing: bool) -> None:
-    setting.cuda.capturing = capturing
+    setting.driver.capture(capturing)
     setting.communicator.all_reduce(torch.zeros(3))
     assert setting.records() == [("all_reduce", "completed" if capturing else "issued", 12)]
 
@@ -102,6 +130,7 @@ def test_calls_that_are_not_plain_take_the_general_path_and_are_recorded_once(se
     dist = setting.communicator
     square = torch.zeros(4, 4)
     setting.cuda.reached.add(DEVICE)
+    setting.driver.reach()
     dist.all_reduce(square.t()[1:])
     dist.all_reduce(square, ReduceOp.MAX)
     dist.all_reduce(square, log_name="gradients")
@@ -117,18 +146,18 @@ def test_calls_that_are_not_plain_take_the_general_path_and_are_recorded_once(se
     assert len(setting.records()) == 4
 
 
-def test_an_event_is_reused_once_the_stream_has_passed_it(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    event = torch.cuda.Event
-    monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(event()) or made[-1])
-    for _ in range(3):
-        setting.communicator.all_reduce(torch.zeros(3))
-    assert len(made) == 3
-    setting.cuda.reached.add(DEVICE)
-    until(lambda: {state for _, state, _ in setting.records()} == {"completed"})
-    for _ in range(3):
-        setting.communicator.all_reduce(torch.zeros(3))
-    assert len(made) == 3
+def test_an_event_is_reused_once_the_stream_has_passed_it(setting: Setting) -> None:
+    def three_calls() -> None:
+        for _ in range(3):
+            setting.communicator.all_reduce(torch.zeros(3))
+
+    three_calls()
+    assert setting.driver.events == 3
+    setting.driver.reach(3)
+    until(lambda: setting.communicator.record.completed == 3)
+    time.sleep(0.02)  # the events come back just after
+    three_calls()
+    assert setting.driver.events == 3
 
 
 def test_a_timeout_applies_on_the_fast_path_too(setting: Setting) -> None:
@@ -157,32 +186,125 @@ def test_an_immediate_error_is_mapped_and_ends_the_group(setting: Setting) -> No
     assert len(setting.records()) == 1
 
 
-def test_a_late_error_ends_the_group(setting: Setting) -> None:
-    setting.communicator.broadcast(torch.zeros(3), src=1)
-    work = setting.group.works[-1]
-    work.error = RuntimeError("NCCL error: ncclRemoteError")
-    work.finished.set()  # torch takes an error for an end; the stream does not get there
-    until(lambda: setting.communicator.fault is not None)
-    assert setting.records() == [("broadcast", "failed", 12)]
-    setting.communicator.health.end_if_calls_differ()
-    with pytest.raises(PeerLost, match=r"broadcast #0 \(root 1, group scripted\)"):
-        setting.communicator.all_reduce(torch.zeros(3), ReduceOp.MAX)
-    assert len(setting.records()) == 1
+@pytest.mark.parametrize("freed", [False, True])
+def test_an_error_that_torchs_watchdog_cleaned_up_ends_the_group(own: Setting, freed: bool) -> None:
+    """Whether or not that has freed the stream, as if the call had succeeded."""
+    own.communicator.set_timeout(60)
+    own.communicator.broadcast(torch.zeros(3), src=1)
+    own.group.get_error = lambda: SimpleNamespace(name="REMOTE_ERROR")  # type: ignore[method-assign]
+    time.sleep(0.15)
+    if freed:
+        own.driver.reach()
+    until(lambda: own.communicator.fault is not None)
+    until(lambda: own.records() == [("broadcast", "failed", 12)])
+    with pytest.raises(PeerLost, match="REMOTE_ERROR"):
+        own.communicator.all_reduce(torch.zeros(3), ReduceOp.MAX)
+    assert len(own.records()) == 1
 
 
-def test_a_call_whose_event_cannot_be_recorded_has_failed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(event: Any, stream: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda.Event, "record", broken)
-    with pytest.raises(RingwayError, match=r"all_reduce #0 .*illegal memory access"):
+def test_a_call_whose_event_cannot_be_recorded_has_failed(setting: Setting) -> None:
+    setting.driver.fail(700)
+    with pytest.raises(RingwayError, match=r"all_reduce #0 .*CUDA_ERROR_ILLEGAL_ADDRESS"):
         setting.communicator.all_reduce(torch.zeros(3))
     assert setting.records() == [("all_reduce", "failed", 12)]
 
 
+def test_a_device_that_fails_ends_its_calls_but_not_the_watch(setting: Setting) -> None:
+    setting.communicator.all_reduce(torch.zeros(3))
+    setting.driver.fail(700)
+    until(lambda: setting.records() == [("all_reduce", "failed", 12)])
+    setting.driver.fail(0)
+    setting.driver.reach()
+    setting.communicator.all_reduce(torch.zeros(3))
+    until(lambda: setting.records()[-1] == ("all_reduce", "completed", 12))
+
+
+def test_an_asynchronous_call_ends_with_the_stream_that_waits_for_it(setting: Setting) -> None:
+    tensor = torch.zeros(3)
+    work: Any = setting.communicator.all_reduce(tensor, async_op=True)
+    assert isinstance(work, FastWork)
+    assert setting.group.asked[-1][-1].asyncOp
+    assert work.result()[0] is tensor
+    assert not work.is_completed()
+    assert setting.driver.events == 0
+    assert work.wait()
+    assert work.wait()
+    assert (setting.driver.events, len(setting.group.works[-1].waits)) == (1, 2)
+    kept = weakref.ref(setting.group.works.pop())
+    del work
+    until(lambda: kept() is None)
+    assert setting.records() == [("all_reduce", "issued", 12)]
+    setting.driver.reach(1)
+    until(lambda: setting.records() == [("all_reduce", "completed", 12)])
+
+
+def test_asynchronous_calls_that_nobody_waits_for_end_with_torchs_works(setting: Setting) -> None:
+    calls, tensor = setting.communicator.calls, torch.zeros(3)
+    works = [calls.start_fast(ALL_REDUCE.code, tensor, tensor, reduce=Reduce.AVG) for _ in range(3)]
+    assert all(isinstance(work, FastWork) for work in works)
+    setting.group.works[0].finished.set()
+    setting.group.works[2].finished.set()  # out of order: the device has not passed the second yet
+    until(lambda: [state for _, state, _ in setting.records()] == ["completed", "issued", "issued"])
+    setting.group.works[1].finished.set()
+    until(lambda: [state for _, state, _ in setting.records()] == ["completed"] * 3)
+    assert works[2].is_completed()  # type: ignore[union-attr]
+
+
+def test_the_future_of_an_asynchronous_call_is_torchs(setting: Setting) -> None:
+    """It orders streams. One that waits for the device would hold up DDP's backward."""
+    work: Any = setting.communicator.all_reduce(torch.zeros(3), async_op=True)
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    setting.group.works[-1].get_future = lambda: future  # type: ignore[attr-defined]
+    assert work.get_future() is future
+
+
+def test_asynchronous_calls_that_are_special_take_the_general_path(setting: Setting) -> None:
+    dist, tensor = setting.communicator, torch.zeros(4)
+    for make in (
+        lambda: dist.all_reduce(tensor, ReduceOp.MAX, async_op=True),
+        lambda: dist.all_reduce(torch.zeros(4, dtype=torch.int32), ReduceOp.AVG, async_op=True),
+        lambda: dist.all_reduce(tensor, async_op=True, log_name="gradients"),
+        lambda: dist.all_to_all_single(tensor, tensor.clone(), [1, 3], [1, 3], async_op=True),
+    ):
+        assert not isinstance(make(), FastWork)
+    setting.recorder.choose(True, True, False, [], [])  # the logger wants the times
+    assert not isinstance(dist.all_reduce(tensor, async_op=True), FastWork)
+    assert len(setting.records()) == 5
+
+
+@pytest.mark.parametrize("how", ["synchronous", "waited for", "not waited for"])
+def test_an_overdue_call_ends_the_group(own: Setting, how: str) -> None:
+    own.group.synchronous = True
+    work = own.communicator.broadcast(torch.zeros(3), src=1, async_op=how != "synchronous")
+    if how == "waited for":
+        assert work is not None
+        work.wait()
+    until(lambda: own.communicator.fault is not None)
+    assert isinstance(own.communicator.fault, CommTimeout)
+    assert "broadcast #0" in str(own.communicator.fault)
+    assert "abort" in [name for name, *_ in own.group.asked]
+    until(lambda: own.records() == [("broadcast", "failed", 12)])
+    own.communicator.devices.settle()
+    if work is not None:
+        with pytest.raises(CommTimeout):
+            work.wait()
+
+
+def test_settling_waits_for_the_fast_path(own: Setting) -> None:
+    own.communicator.set_timeout(60)
+    own.group.synchronous = True
+    own.communicator.all_reduce(torch.zeros(3))
+    settled = threading.Event()
+    threading.Thread(target=lambda: (own.communicator.devices.settle(), settled.set()), daemon=True).start()
+    assert not settled.wait(0.3)
+    own.driver.reach()
+    assert settled.wait(30)
+    assert own.communicator.fault is None
+
+
 def test_nothing_outlives_its_group(setting: Setting) -> None:
     """Not even until the next garbage collection, because torch's group ends in its destructor."""
-    setting.cuda.reached.add(DEVICE)
+    setting.driver.reach()
     setting.communicator.all_reduce(torch.zeros(3))
     until(lambda: setting.records() == [("all_reduce", "completed", 12)])
     work = weakref.ref(setting.group.works.pop())

@@ -58,6 +58,9 @@ class GroupInfo:
 class Health(Protocol):
     """What a backend sees of its group's health."""
 
+    fault: BaseException | None
+    """What ended the group."""
+
     def check(self) -> None:
         """Raise if the group has failed, so that its waits can no longer succeed."""
 

@@ -18,7 +18,7 @@ from ringway.threads import start
 from ringway.work import Completion
 
 LOOK_SOON = 0.0002
-LOOK_LATER = 0.002
+LOOK_LATER = 0.02
 """The pause once every caller who wants to know soon has waited for `SOON`, or if there is none."""
 SOON = 0.005
 

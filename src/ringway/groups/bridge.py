@@ -62,14 +62,16 @@ class Bridge(c10d.ProcessGroup):
             self._collecting.append(work)
         return work
 
-    def _done_fast(self, op: Op, output: Tensor, input: Tensor, opts: Any, peer: int = -1) -> bool:
-        """Whether the fast path has done a synchronous call: a sum, or one that only moves data."""
-        return (
-            self._collecting is None
-            and not getattr(opts, "asyncOp", True)
-            and seconds(opts.timeout) is None
-            and self.communicator.calls.run_fast(op.code, output, input, peer)
-        )
+    def _fast(
+        self, op: Op, output: Tensor, input: Tensor, opts: Any, peer: int = -1, reduce: Reduce = Reduce.SUM
+    ) -> Work | None:
+        """What a fast path returns for the call, or `_NOT_DONE`: then nothing has happened."""
+        if self._collecting is not None or not hasattr(opts, "asyncOp") or opts.timeout.days >= 0:
+            return _NOT_DONE
+        calls = self.communicator.calls
+        if opts.asyncOp:
+            return calls.start_fast(op.code, output, input, peer, reduce) or _NOT_DONE
+        return None if reduce is Reduce.SUM and calls.run_fast(op.code, output, input, peer) else _NOT_DONE
 
     @staticmethod
     def _reduction(opts: Any) -> tuple[Reduce, Any]:
@@ -83,8 +85,9 @@ class Bridge(c10d.ProcessGroup):
         reduce, factor = self._reduction(opts)
         if members[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
-        if reduce is Reduce.SUM and self._done_fast(ALL_REDUCE, members[0], members[0], opts):
-            return None
+        work = self._fast(ALL_REDUCE, members[0], members[0], opts, reduce=reduce)
+        if work is not _NOT_DONE:
+            return work
         return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -95,8 +98,10 @@ class Bridge(c10d.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        if len(members) == 1 and self._done_fast(ops.BROADCAST, members[0], members[0], opts, root):
-            return None
+        if len(members) == 1:
+            work = self._fast(ops.BROADCAST, members[0], members[0], opts, root)
+            if work is not _NOT_DONE:
+                return work
         return self._issue(Call(ops.BROADCAST, members, members, peer=root), opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -118,8 +123,9 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_GATHER_COALESCED, inputs, by_input), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
-        if self._done_fast(ops.ALL_GATHER_SINGLE, output, input, opts):
-            return None
+        work = self._fast(ops.ALL_GATHER_SINGLE, output, input, opts)
+        if work is not _NOT_DONE:
+            return work
         return self._issue(Call(ops.ALL_GATHER_SINGLE, [input], [output]), opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -142,8 +148,9 @@ class Bridge(c10d.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
         reduce, factor = self._reduction(opts)
-        if reduce is Reduce.SUM and self._done_fast(ops.REDUCE_SCATTER_SINGLE, output, input, opts):
-            return None
+        work = self._fast(ops.REDUCE_SCATTER_SINGLE, output, input, opts, reduce=reduce)
+        if work is not _NOT_DONE:
+            return work
         return self._issue(Call(ops.REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -162,8 +169,10 @@ class Bridge(c10d.ProcessGroup):
         opts: Any = None,
     ) -> Work | None:
         splits = (list(input_splits) or None, list(output_splits) or None)
-        if splits == (None, None) and self._done_fast(ops.ALL_TO_ALL_SINGLE, output, input, opts):
-            return None
+        if splits == (None, None):
+            work = self._fast(ops.ALL_TO_ALL_SINGLE, output, input, opts)
+            if work is not _NOT_DONE:
+                return work
         call = Call(ops.ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
         return self._issue(call, opts)
 
@@ -228,6 +237,9 @@ class Bridge(c10d.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+_NOT_DONE: Any = object()
 
 
 def _unchanged(error: BaseException | None) -> BaseException | None:

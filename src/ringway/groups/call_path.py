@@ -12,7 +12,7 @@ from typing import Any
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
 from ringway.backends.compose import Plan
-from ringway.call import ANY_SOURCE, RECV, Call, Op
+from ringway.call import ANY_SOURCE, RECV, Call, Op, Reduce
 from ringway.compare.across_hosts import HostComparison
 from ringway.errors import CollectiveMismatch, UsageError
 from ringway.groups.checks import admit, check
@@ -89,6 +89,20 @@ class CallPath:
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
         return False
+
+    def start_fast(
+        self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Reduce = Reduce.SUM
+    ) -> Work | None:
+        """The Work of an asynchronous call that a fast path has started. If None, nothing has happened, and `issue`
+        must."""
+        try:
+            for start in self._paths.starts[op]:
+                work: Work | None = start(op, outputs, inputs, peer, reduce)
+                if work is not None:
+                    return work
+        except _FAST_FAILURES as error:
+            raise self._health.fail(error) from None
+        return None
 
     def issue(self, call: Call) -> Work | None:
         """Checks, numbers, records and starts a call. Returns a Work if the call is asynchronous."""

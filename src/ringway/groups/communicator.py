@@ -128,15 +128,23 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("src", src, group_src)
-        if not async_op and log_name is None and self.calls.run_fast(BROADCAST.code, tensor, tensor, root):
-            return None
+        if log_name is None:
+            if not async_op:
+                if self.calls.run_fast(BROADCAST.code, tensor, tensor, root):
+                    return None
+            elif (work := self.calls.start_fast(BROADCAST.code, tensor, tensor, root)) is not None:
+                return work
         return self.calls.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
         self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if op is _SUM and not async_op and log_name is None and self.calls.run_fast(_ALL_REDUCE, tensor, tensor):
-            return None
+        if op is _SUM and log_name is None:
+            if not async_op:
+                if self.calls.run_fast(_ALL_REDUCE, tensor, tensor):
+                    return None
+            elif (work := self.calls.start_fast(_ALL_REDUCE, tensor, tensor)) is not None:
+                return work
         reduce, factor = parse_reduce(op)
         if getattr(tensor, "layout", None) is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, reduce, async_op)
@@ -185,12 +193,12 @@ class Communicator:
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
-        if (
-            not async_op
-            and log_name is None
-            and self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor)
-        ):
-            return None
+        if log_name is None:
+            if not async_op:
+                if self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
+                    return None
+            elif (work := self.calls.start_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor)) is not None:
+                return work
         return self.calls.issue(
             Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name)
         )
@@ -258,13 +266,12 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if (
-            op is _SUM
-            and not async_op
-            and log_name is None
-            and self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input)
-        ):
-            return None
+        if op is _SUM and log_name is None:
+            if not async_op:
+                if self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input):
+                    return None
+            elif (work := self.calls.start_fast(REDUCE_SCATTER_SINGLE.code, output, input)) is not None:
+                return work
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
             Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
@@ -292,9 +299,12 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        even = not (output_split_sizes or input_split_sizes)
-        if even and not async_op and log_name is None and self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input):
-            return None
+        if not (output_split_sizes or input_split_sizes) and log_name is None:
+            if not async_op:
+                if self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input):
+                    return None
+            elif (work := self.calls.start_fast(ALL_TO_ALL_SINGLE.code, output, input)) is not None:
+                return work
         return self.calls.issue(
             Call(
                 ALL_TO_ALL_SINGLE,

@@ -8,10 +8,12 @@ from typing import Any
 
 import ringway._core as _core
 from ringway.backends.base import Backend, Health
-from ringway.call import BARRIER, OPS
+from ringway.call import BARRIER, OPS, Reduce
 
 Run = Callable[[int, Any, Any, int, int, bool], bool]
-_NONE: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
+Start = Callable[[int, Any, Any, int, Reduce], Any]
+_NO_RUNS: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
+_NO_STARTS: tuple[tuple[Start, ...], ...] = ((),) * len(OPS)
 
 
 class FastPaths:
@@ -20,13 +22,16 @@ class FastPaths:
     def __init__(self, record: _core.GroupRecord) -> None:
         self._record = record
         self._offered: dict[Backend, list[_core.FastPath]] = {}
-        self.by_op = _NONE
+        self.by_op = _NO_RUNS
         """By the op's code: the `run` of each path to try, in order. The first device's come first, so a group of
         several devices costs them nothing more."""
+        self.starts = _NO_STARTS
+        """By the op's code: the `start` of each path that takes asynchronous calls."""
 
     def open(self, backends: Iterable[Backend], health: Health) -> None:
         """Opens the paths of these backends, the first device's first. A barrier has no device: it is the first's."""
         by_op: list[list[Run]] = [[] for _ in OPS]
+        starts: list[list[Start]] = [[] for _ in OPS]
         for number, backend in enumerate(backends):
             if backend not in self._offered:
                 # Weakly: the group's health holds its paths.
@@ -35,10 +40,13 @@ class FastPaths:
                 for op in OPS:
                     if path.has(op.code) and not (op is BARRIER and number):
                         by_op[op.code].append(path.run)
+                        if type(path).start is not _core.FastPath.start:
+                            starts[op.code].append(path.start)
         self.by_op = tuple(tuple(paths) for paths in by_op)
+        self.starts = tuple(tuple(paths) for paths in starts)
 
     def close(self) -> None:
-        self.by_op = _NONE
+        self.by_op, self.starts = _NO_RUNS, _NO_STARTS
 
     def clear(self) -> None:
         """The group is over: the paths go with its backends."""

@@ -22,7 +22,7 @@ from torch import Tensor
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
-from ringway.backends.nccl.fast_path import NcclFastPath
+from ringway.backends.nccl.fast_path import Driver, NcclFastPath
 from ringway.backends.nccl.group import Aborts, make_nccl
 from ringway.backends.nccl.handles import (
     Barrier,
@@ -44,6 +44,7 @@ _REDUCED = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
 _LEAVE_SECONDS = 10.0
+_SETTLE_SECONDS = 0.00005
 
 
 class NcclBackend(TorchBackend):
@@ -79,14 +80,23 @@ class NcclBackend(TorchBackend):
         return dtype in _MOVED
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        watch = self.group.process.part(Driver).watch
+        if watch is None:
+            return ()
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
-        self._fast_path = NcclFastPath(self.group, self._works, self._group, record, health, summed, _MOVED)
+        self._fast_path = NcclFastPath(self.group, self._works, self._group, record, health, watch, summed, _MOVED)
         self._fast_path.set_timeout(self._limit)
         return (self._fast_path,)
+
+    def _all_ended(self) -> bool:
+        """Whether no call is in flight on the device."""
+        return self._works.all_ended() and not (self._fast_path and self._fast_path.pending())
 
     def set_timeout(self, seconds: float) -> None:
         if self._ours:
             self._works.limit = seconds
+            if self._fast_path is not None:
+                self._fast_path.set_limit(seconds)
             return
         self._limit = seconds
         if self._fast_path is not None:
@@ -204,7 +214,9 @@ class NcclBackend(TorchBackend):
     # The end
 
     def settle(self) -> None:
-        self._works.settle()
+        works = self._works
+        while not (works.closed or works.aborted_with) and (works.failing is not None or not self._all_ended()):
+            time.sleep(_SETTLE_SECONDS)
 
     def _reported_error(self) -> BaseException | None:
         try:
@@ -219,6 +231,8 @@ class NcclBackend(TorchBackend):
         groups that torch made."""
         if self._ours and not self._closed:
             self._works.aborted_with = self._works.aborted_with or error
+            if self._fast_path is not None:
+                self._fast_path.fail()
             self.group.process.part(Aborts).abort(self._group)
 
     def close(self) -> None:
@@ -230,9 +244,9 @@ class NcclBackend(TorchBackend):
         if self._works.aborted_with is not None:
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while not self._works.all_ended() and time.monotonic() < deadline:
+        while not self._all_ended() and time.monotonic() < deadline:
             time.sleep(0.005)
-        if not self._works.all_ended():
+        if not self._all_ended():
             self._abort_group()
         elif self._ours:  # without a shutdown its destructor would complain
             with suppress(RuntimeError):
@@ -243,11 +257,13 @@ class NcclBackend(TorchBackend):
             self._closed = self._works.closed = True
             if self._works.aborted_with is None:
                 self._abort_group()
+            if self._fast_path is not None:
+                self._fast_path.fail()
 
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
             return
-        if not self._works.all_ended():
+        if not self._all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()

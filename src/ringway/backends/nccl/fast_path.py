@@ -1,13 +1,14 @@
-"""nccl's fast path: synchronous calls on plain CUDA tensors go straight to torch, with an event behind each.
-
-The device watch waits for the event, so the recorder learns when the device has passed the call.
-"""
+"""nccl's fast path: calls on plain CUDA tensors go straight to torch. The native core records an event behind each, and
+learns without the interpreter's lock when the device has passed it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch._C import _distributed_c10d as native
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
-from ringway.backends.nccl.handles import OnStream, Works
+from ringway.backends.nccl.handles import Works, overdue
+from ringway.backends.nccl.open_calls import FastWork, Issue, Kind, OpenCalls
 from ringway.backends.torch.backend import REDUCE_OPS, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import (
@@ -32,52 +34,28 @@ from ringway.call import (
     dtype_bits,
     op_bits,
 )
+from ringway.errors import RingwayError
+from ringway.work import Work
 
-Issue = Callable[[Any, Any], Any]
-_KNOWN_STREAMS = 256
-"""torch has about a hundred streams, but a program may bring a new one for each call."""
-
-
-def _synchronous(kind: Any, call: Call, **values: Any) -> Any:
-    """Options with which torch runs a call on the current stream."""
-    options = options_for(kind, call, **values)
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = False
-    return options
+_NOTE_KINDS = 1 << 16
+"""A note is a call's number times this, plus the number of its kind."""
 
 
-class _Stream:
-    """A stream of the program, and events that are free again."""
+class Driver:
+    """The CUDA driver's watch of streams. Part of `Process`."""
 
-    def __init__(self, index: int) -> None:
-        self.stream = torch.cuda.current_stream(index)
-        self.spare: list[Any] = []
+    library = "libcuda.so.1"
 
-
-class _Pending(OnStream):
-    """A call on the fast path. It owns its event, so the event can be reused."""
-
-    def __init__(self, path: NcclFastPath, call: Call, token: int, on: _Stream) -> None:
-        event = on.spare.pop() if on.spare else torch.cuda.Event()
-        super().__init__(path.works, call, path.record.collectives - 1, 0, on.stream, event, captured=False)
-        self._spare = on.spare
-        self._path = path
-        self._token = token
-
-    def outcome(self) -> BaseException | None:
-        error = super().outcome()
-        if error is None:
-            self._spare.append(self._event)
-        return error
-
-    def ended(self, error: BaseException | None) -> None:
-        self._path.record.end(self._token, error is None)
-        if error is not None:
-            self._path.health.failed(error)
+    @cached_property
+    def watch(self) -> _core.StreamWatch | None:
+        """None without NVIDIA's driver: then there is no fast path."""
+        with suppress(RuntimeError):
+            return _core.StreamWatch(self.library)
+        return None
 
 
 class NcclFastPath(_core.FastPath):
-    """A call is done once torch has issued it and the current stream waits for it."""
+    """A call is done once torch has issued it and, if it is synchronous, the current stream waits for it."""
 
     device = _core.CUDA
 
@@ -88,89 +66,168 @@ class NcclFastPath(_core.FastPath):
         group: Any,
         record: _core.GroupRecord,
         health: Health,
+        watch: _core.StreamWatch,
         summed: Iterable[torch.dtype],
         moved: Iterable[torch.dtype],
     ) -> None:
         ops = (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE)
         super().__init__(record, info.rank, info.size, self.device, dtype_bits(moved), dtype_bits(summed), op_bits(ops))
         self.works = works
-        self.record = record
-        self.health = health
+        self._record = record
+        self._health = health
         self._info = info
         self._group = group
-        self._streams: dict[tuple[int, int], _Stream] = {}
+        # Weakly: the watch's thread may outlive the group.
+        this = weakref.ref(self)
+
+        def report(ended: list[tuple[int, int]], waiting: int | None, overdue: bool, failure: str) -> None:
+            path = this()
+            if path is not None:
+                path._late(ended, waiting, overdue, failure)
+
+        def failed(error: BaseException) -> None:
+            path = this()
+            if path is not None:
+                path._failed(error)
+
+        self._calls = _core.StreamCalls(watch, record, report)
+        self.open = OpenCalls(works, record, failed)
+        self._kinds: list[Kind] = []
+        self.set_limit(works.limit or 0.0)
         self.set_timeout(None)
+
+    def set_limit(self, seconds: float) -> None:
+        """The deadline of calls from now on, if ringway keeps it."""
+        self._calls.limit = seconds
 
     def set_timeout(self, seconds: float | None) -> None:
         """The deadline that torch keeps for calls from now on; None leaves it as it is."""
         self._timeout = seconds
-        self._known: dict[tuple[int, int], tuple[Call, Issue]] = {}
+        self._known: dict[tuple[int, int, int, bool], Kind] = {}
+
+    def pending(self) -> int:
+        return self._calls.pending + len(self.open)
+
+    def fail(self) -> None:
+        """The group has failed or ended: its calls end with it."""
+        self._calls.fail()
+        self.open.fail()
 
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
         # In a coalesced block, and while another call starts, the general path decides.
-        if self.works.coalesced is not None or self.record.is_starting:
+        if self.works.coalesced is not None or self._record.is_starting:
             return False
         try:
-            return self._run(op, outputs, inputs, peer)
+            token = self.begin(op, outputs, inputs, peer, Reduce.SUM)
+            if token == 0:
+                return False
+            kind = self._known.get((op, peer, Reduce.SUM, False)) or self._kind(op, peer, Reduce.SUM, False)
+            self._issue(kind, token, outputs, inputs)
+            return True
         except BaseException as error:
-            self.health.interrupted_by(error)
+            self._health.interrupted_by(error)
             raise
         finally:
-            self.record.started()
+            self._record.started()
 
-    def _run(self, op: int, outputs: Any, inputs: Any, peer: int) -> bool:
-        token = self.begin(op, outputs, inputs, peer)
-        if token == 0:
-            return False
-        known = self._known.get((op, peer))
-        if known is None:
-            known = self._known[op, peer] = self._prepared(OPS[op], peer)
-        call, issue = known
+    def start(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: Reduce) -> Work | None:
+        if reduce is not Reduce.SUM and not (reduce is Reduce.AVG and outputs.is_floating_point()):
+            return None
+        if self.works.coalesced is not None or self._record.is_starting:
+            return None
+        # The logger and the trace want to know at once when a call ends, and a captured call never ends.
+        if self._record.keeps_times or torch.cuda.is_current_stream_capturing():
+            return None
+        try:
+            token = self.begin(op, outputs, inputs, peer, reduce)
+            if token == 0:
+                return None
+            kind = self._known.get((op, peer, reduce, True)) or self._kind(op, peer, reduce, True)
+            return self._issue(kind, token, outputs, inputs)
+        except BaseException as error:
+            self._health.interrupted_by(error)
+            raise
+        finally:
+            self._record.started()
+
+    def _issue(self, kind: Kind, token: int, outputs: Any, inputs: Any) -> Work | None:
+        """Issues a call. Returns the Work of an asynchronous one."""
         began = time.monotonic()
         try:
-            work = _core.pass_on(issue, outputs, inputs)
-            captured = torch.cuda.is_current_stream_capturing()
+            work = _core.pass_on(kind.issue, outputs, inputs)
+            if kind.async_op:
+                found = FastWork(self, kind, self._record.collectives - 1, token, work, outputs)
+                self.open.add(found)
+                return found
             if work is not None:  # a torch that does not run it on the current stream
                 work.wait()
-            if captured:  # the graph runs it at each replay
-                self.record.end(token, True)
-            else:
-                pending = _Pending(self, call, token, self._stream(outputs.get_device()))
-                pending.number = self.works.issued(None, pending if work is None else work)
-                self.works.watch.add(pending.line, pending, pending.ended, self.record.keeps_times)
+            self.follow(kind, self._record.collectives - 1, token, outputs)
+            return None
         except BaseException as error:
-            self.record.end(token, False)
+            self._record.end(token, False)
             if not isinstance(error, Exception):
                 raise
-            call = replace(call, inputs=(inputs,), outputs=(outputs,), sequence=self.record.collectives - 1)
+            call = replace(kind.call, inputs=(inputs,), outputs=(outputs,), sequence=self._record.collectives - 1)
             raise mapped(self.works.aborted_with or error, call, time.monotonic() - began) from error
-        return True
 
-    def _prepared(self, op: Op, root: int) -> tuple[Call, Issue]:
-        """A call without its tensors, for messages, and the function that issues it with torch's options made once."""
-        call = Call(op, peer=root, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
-        group, total = self._group, REDUCE_OPS[Reduce.SUM]
+    def follow(self, kind: Kind, sequence: int, token: int, outputs: Any) -> None:
+        """The current stream stands behind a call."""
+        device = outputs.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if not self._calls.follow(token, sequence * _NOTE_KINDS + kind.number, device, stream):
+            self._record.end(token, True)  # the graph runs it at each replay
+
+    def _late(self, ended: list[tuple[int, int]], waiting: int | None, is_overdue: bool, failure: str) -> None:
+        """Calls ended late, or one has waited for long, or the device cannot be asked: the group may have failed."""
+        error = RingwayError(f"CUDA error: {failure}") if failure else self.works.error()
+        note = ended[0][1] if ended else waiting
+        if error is None and is_overdue:
+            error, note = overdue(self._named(waiting), self.works.limit or 0.0), waiting
+        for token, _ in ended:
+            self._record.end(token, error is None)
+        if error is not None:
+            self._failed(mapped(error, self._named(note), 0.0))
+
+    def _named(self, note: int | None) -> Call:
+        """The call that a note is about, for messages."""
+        if note is None or note % _NOTE_KINDS >= len(self._kinds):
+            return Call(ALL_REDUCE, group=self._info.name, ranks=self._info.ranks)
+        return replace(self._kinds[note % _NOTE_KINDS].call, sequence=note // _NOTE_KINDS)
+
+    def _failed(self, error: BaseException) -> None:
+        self.works.will_fail(error)
+        self._health.failed(error)
+        if self._health.fault is not None:
+            self.fail()
+
+    def _kind(self, op: int, peer: int, reduce: Reduce, async_op: bool) -> Kind:
+        made = Kind(len(self._kinds), async_op, *self._prepared(OPS[op], peer, reduce, async_op))
+        self._kinds.append(made)
+        self._known[op, peer, reduce, async_op] = made
+        return made
+
+    def _prepared(self, op: Op, root: int, reduce: Reduce, async_op: bool) -> tuple[Call, Issue]:
+        """A call without its tensors, and the function that issues it with torch's options made once."""
+        call = Call(op, reduce=reduce, peer=root, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
+        group, how = self._group, REDUCE_OPS[reduce]
+
+        def options(kind: Any, **values: Any) -> Any:
+            made = options_for(kind, call, **values)
+            if hasattr(made, "asyncOp"):
+                made.asyncOp = async_op  # torch runs a synchronous call on the current stream
+            return made
+
         if op is ALL_REDUCE:
-            options = _synchronous(c10d.AllreduceOptions, call, reduceOp=total)
-            return call, lambda tensor, _: group.allreduce([tensor], options)
+            given = options(c10d.AllreduceOptions, reduceOp=how)
+            return call, lambda tensor, _: group.allreduce([tensor], given)
         if op is BROADCAST:
-            options = _synchronous(c10d.BroadcastOptions, call, rootRank=root, rootTensor=0)
-            return call, lambda tensor, _: group.broadcast([tensor], options)
+            given = options(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
+            return call, lambda tensor, _: group.broadcast([tensor], given)
         if op is ALL_GATHER_SINGLE:
-            options = _synchronous(native.AllgatherOptions, call)
-            return call, lambda output, input: group._allgather_base(output, input, options)
+            given = options(native.AllgatherOptions)
+            return call, lambda output, input: group._allgather_base(output, input, given)
         if op is REDUCE_SCATTER_SINGLE:
-            options = _synchronous(c10d.ReduceScatterOptions, call, reduceOp=total)
-            return call, lambda output, input: group._reduce_scatter_base(output, input, options)
-        options = _synchronous(c10d.AllToAllOptions, call)
-        return call, lambda output, input: group.alltoall_base(output, input, [], [], options)
-
-    def _stream(self, index: int) -> _Stream:
-        """The current stream of the device. Asking torch for the stream object takes longer than all the rest."""
-        raw = torch._C._cuda_getCurrentRawStream(index)
-        known = self._streams.get((index, raw))
-        if known is None:
-            if len(self._streams) >= _KNOWN_STREAMS:
-                self._streams.clear()
-            known = self._streams[index, raw] = _Stream(index)
-        return known
+            given = options(c10d.ReduceScatterOptions, reduceOp=how)
+            return call, lambda output, input: group._reduce_scatter_base(output, input, given)
+        given = options(c10d.AllToAllOptions)
+        return call, lambda output, input: group.alltoall_base(output, input, [], [], given)

@@ -24,7 +24,6 @@ _DOUBTFUL_SECONDS = 0.1
 asked: if a peer is lost, the next call reports it."""
 
 
-_SETTLE_SECONDS = 0.00005
 _BARRIER_SECONDS = 0.0002
 
 
@@ -65,8 +64,8 @@ class Works:
 
     def ended(self, communicator: Hashable, number: int, error: BaseException | None) -> None:
         """Drops a call that has ended: torch's work would keep its tensors alive."""
-        if self.limit is not None and isinstance(error, (CommTimeout, PeerLost)):
-            self.failing = error
+        if error is not None:
+            self.will_fail(error)
         with self._changing:
             if self._last.get(communicator, (0, None))[0] == number:
                 del self._last[communicator]
@@ -80,10 +79,16 @@ class Works:
     def all_ended(self) -> bool:
         return all(_has_ended(work) for _, work in list(self._last.values()))
 
-    def settle(self) -> None:
-        """Waits until every call has ended on the device, and until the group has failed if one of them has."""
-        while not (self.closed or self.aborted_with) and (self.failing is not None or not self.all_ended()):
-            time.sleep(_SETTLE_SECONDS)
+    def error(self) -> BaseException | None:
+        """What ended the group's communicator, as far as torch knows."""
+        last = self.last(None)
+        known = error_of(last) if last is not None and _has_ended(last) else None
+        return self.aborted_with or known or self.group_error()
+
+    def will_fail(self, error: BaseException) -> None:
+        """The group is about to fail with this error."""
+        if self.limit is not None and isinstance(error, (CommTimeout, PeerLost)):
+            self.failing = error
 
 
 def on_current_stream(works: Works, call: Call, captured: bool) -> OnStream:
@@ -166,13 +171,13 @@ class NcclHandle(C10dHandle):
             self._failure = error
             return True
         if time.monotonic() > self._deadline:
-            self._failure = overdue(self._call, self._began)
+            self._failure = overdue(self._call, time.monotonic() - self._began)
         return self._failure is not None
 
     def outcome(self) -> BaseException | None:
         error = self._works.aborted_with or self._failure
-        if error is None and _doubtful(self._began):
-            error = _error_of(self._work) or self._works.group_error()
+        if error is None and doubtful(self._began):
+            error = error_of(self._work) or self._works.group_error()
         found = None if error is None else self._error(error)
         self._works.ended(communicator_of(self._call), self._number, found)
         return found
@@ -249,23 +254,22 @@ class OnStream(Handle):
     def outcome(self) -> BaseException | None:
         call = replace(self._call, sequence=self._sequence)
         error = self._works.aborted_with or self._communicator_error()
-        if error is None and not self._captured and _doubtful(self._began):
+        if error is None and not self._captured and doubtful(self._began):
             error = self._works.group_error()
         if error is None and self._is_overdue() and not (self._captured or self._event.query()):
-            error = overdue(call, self._began)
+            error = overdue(call, time.monotonic() - self._began)
         found = None if error is None else mapped(error, call, time.monotonic() - self._began)
         self._works.ended(communicator_of(call), self.number, found)
         return found
 
     def _communicator_error(self) -> BaseException | None:
-        if not _doubtful(self._began):
+        if not doubtful(self._began):
             return None
         last = self._works.last(communicator_of(self._call))
-        return _error_of(last) if last is not None and _has_ended(last) else None
+        return error_of(last) if last is not None and _has_ended(last) else None
 
 
-def overdue(call: Call, began: float) -> CommTimeout:
-    waited = time.monotonic() - began
+def overdue(call: Call, waited: float) -> CommTimeout:
     return CommTimeout(
         f"{call.describe()} did not end on its device within {waited:.1f} s",
         op=call.op.name,
@@ -279,7 +283,7 @@ def communicator_of(call: Call) -> Hashable:
     return None if call.op.collective else (call.op.name, call.peer)
 
 
-def _doubtful(began: float) -> bool:
+def doubtful(began: float) -> bool:
     return time.monotonic() - began > _DOUBTFUL_SECONDS
 
 
@@ -290,7 +294,7 @@ def _has_ended(work: Any) -> bool:
         return True
 
 
-def _error_of(work: Any) -> BaseException | None:
+def error_of(work: Any) -> BaseException | None:
     """The error of a work that has ended, as far as torch can express it in Python."""
     try:
         error = work.exception()

@@ -6,6 +6,7 @@ first rank that knows why a group failed writes it to the store, so every rank r
 
 from __future__ import annotations
 
+import ringway._core as _core
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.groups.listener import Group, Listener
 from ringway.groups.world import world
@@ -54,7 +55,7 @@ class FailureExplainer(Listener):
             call = _failed_call(group)
             if call is None:
                 return error
-            waited = (call.completed_ns - call.issued_ns) / 1e9
+            waited = ((call.completed_ns or _core.monotonic_ns()) - call.issued_ns) / 1e9
             explained = self._judged(job, call, waited, self._watch.investigate(call, waited), error)
         self._publish(job, group, explained)
         return explained
@@ -85,5 +86,8 @@ class FailureExplainer(Listener):
 
 
 def _failed_call(group: Group) -> RecordedCall | None:
-    calls = [c for c in recent_calls(world.recorder.capacity) if c.group == group.name and c.state == "failed"]
-    return max(calls, key=lambda call: call.completed_ns, default=None)
+    """The call that failed last, or else the one that has waited longest: on a device, it ends after the group."""
+    calls = [call for call in recent_calls(world.recorder.capacity) if call.group == group.name]
+    failed = [call for call in calls if call.state == "failed"]
+    pending = (call for call in calls if call.state == "issued")
+    return max(failed, key=lambda call: call.completed_ns, default=None) or next(pending, None)

@@ -1,0 +1,116 @@
+// Calls on CUDA streams. An event behind each call, and a thread that learns without the GIL when the device has passed
+// it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/driver.h"
+#include "record/group_record.h"
+
+namespace ringway::device {
+
+// A call that took long, or whose end the device could not tell.
+struct LateCall {
+    uint64_t token;
+    uint64_t note;
+};
+
+// The calls of one group.
+class StreamCalls {
+  public:
+    // What happened since the last report.
+    struct News {
+        std::vector<LateCall> ended;  // late
+        LateCall waiting{0, 0};       // has waited for long: the first that is overdue, or the first; a token of 0 is none
+        bool overdue = false;
+        std::string failure;  // what the device said if it could not be asked
+    };
+    using Report = std::function<void(const News& news)>;
+
+    // Quick calls end in the record on the watch's thread. Late ones are reported instead, because they may have failed:
+    // `report` ends their records. It is also called from time to time while a call takes long.
+    StreamCalls(GroupRecord& record, Report report) : record_(record), report_(std::move(report)) {}
+
+    // Seconds until a call is overdue; none by default.
+    std::atomic<double> limit{0.0};
+
+    // How many calls the device has not passed yet, as far as the watch knows.
+    size_t pending() const { return pending_.load(std::memory_order_acquire); }
+    // The group has failed: pending calls end as failed.
+    void fail() { failed_.store(true, std::memory_order_release); }
+    // The group is over. Nothing is reported any more, and the record is no longer used once this returns.
+    void close();
+
+  private:
+    friend class StreamWatch;
+    GroupRecord& record_;
+    std::mutex using_;  // the record and the report
+    Report report_;
+    bool closed_ = false;
+    std::atomic<size_t> pending_{0};
+    std::atomic<bool> failed_{false};
+    int64_t reported_ns_ = 0;  // the watch's
+};
+
+// One for each process.
+class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
+  public:
+    explicit StreamWatch(const std::string& library) : driver_(library) {}
+
+    // Records an event on the stream of the device, behind a call that was just issued there. False if the stream captures
+    // a graph: then the call runs whenever that is replayed, and nothing is followed. Throws std::runtime_error.
+    bool follow(const std::shared_ptr<StreamCalls>& calls, uint64_t token, uint64_t note, int device, uintptr_t stream);
+
+    // Ends the thread once it has nothing left to follow.
+    void stop();
+
+  private:
+    struct Place {
+        int device;
+        Stream stream;
+        bool operator<(const Place& other) const {
+            return device != other.device ? device < other.device : stream < other.stream;
+        }
+    };
+    struct Followed {
+        Place place;
+        Event event;
+        Context context;
+        std::shared_ptr<StreamCalls> calls;
+        LateCall call;
+        int64_t since_ns;
+        int64_t deadline_ns;
+    };
+    struct Device {
+        Context context = nullptr;
+        std::vector<Event> spare;
+    };
+    struct Told;
+
+    Context context_of(int device);
+    Event spare_event(Device& device);
+    void serve();
+    void take_new(std::map<Place, std::deque<Followed>>& lines);
+    void look(std::deque<Followed>& line, std::map<StreamCalls*, Told>& told);
+
+    Driver driver_;
+    std::mutex lock_;
+    std::condition_variable wake_;
+    std::map<int, Device> devices_;
+    std::vector<Followed> new_;
+    bool started_ = false;
+    bool asleep_ = false;
+    bool stop_ = false;
+};
+
+}  // namespace ringway::device

@@ -1,0 +1,87 @@
+// A stand-in for the CUDA driver, with the functions that csrc/device uses, on streams that a test controls. It tests the
+// code around the driver on hosts without a GPU; what the real driver does is proven on a GPU (docs/proofs/nccl_faults.md).
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+namespace {
+
+constexpr int kNotReady = 600;
+struct Event {
+    void* stream = nullptr;
+    uint64_t place = 0;  // calls on the stream before it, itself included
+};
+std::mutex lock;
+std::map<void*, uint64_t> recorded, reached;
+std::atomic<int> capturing{0}, failure{0}, events{0}, contexts{0};
+thread_local void* current = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+// The test's side
+void stand_in_reach(void* stream, uint64_t events_passed) {
+    std::lock_guard<std::mutex> guard(lock);
+    reached[stream] = events_passed;
+}
+void stand_in_reset() {
+    std::lock_guard<std::mutex> guard(lock);
+    recorded.clear();
+    reached.clear();
+    capturing = failure = events = 0;
+}
+void stand_in_capture(int on) { capturing = on; }
+void stand_in_fail(int status) { failure = status; }
+int stand_in_events() { return events; }
+
+// The driver's side
+int cuInit(unsigned) { return 0; }
+int cuDeviceGet(int* device, int ordinal) {
+    *device = ordinal;
+    return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+    *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1000);
+    return 0;
+}
+int cuCtxGetCurrent(void** context) {
+    *context = current;
+    return 0;
+}
+int cuCtxSetCurrent(void* context) {
+    current = context;
+    return 0;
+}
+int cuEventCreate(void** event, unsigned) {
+    ++events;
+    *event = new Event;
+    return current == nullptr ? 201 : 0;
+}
+int cuEventRecord(void* event, void* stream) {
+    if (failure != 0) return failure;
+    std::lock_guard<std::mutex> guard(lock);
+    *static_cast<Event*>(event) = {stream, ++recorded[stream]};
+    return 0;
+}
+int cuEventQuery(void* event) {
+    if (failure != 0) return failure;
+    std::lock_guard<std::mutex> guard(lock);
+    const Event& asked = *static_cast<Event*>(event);
+    return reached[asked.stream] >= asked.place ? 0 : kNotReady;
+}
+int cuEventDestroy_v2(void* event) {
+    delete static_cast<Event*>(event);
+    return 0;
+}
+int cuStreamIsCapturing(void*, int* status) {
+    *status = capturing;
+    return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+int cuGetErrorName(int status, const char** name) {
+    *name = status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : nullptr;
+    return *name == nullptr ? 1 : 0;
+}
+}
