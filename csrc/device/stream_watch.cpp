@@ -12,7 +12,8 @@ constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING: such events 
 constexpr int kThreadLocalMode = 1;     // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 constexpr int64_t kLateNs = 100'000'000;
 constexpr int64_t kReportNs = 100'000'000;
-// While the recorder's times are used, and otherwise.
+// While a caller waits for the device, while the recorder's times are used, and otherwise.
+constexpr auto kLookNow = std::chrono::microseconds(10);
 constexpr auto kLookSoon = std::chrono::microseconds(50);
 constexpr auto kLook = std::chrono::milliseconds(1);
 // Looks with nothing to follow before the thread sleeps: to wake it costs its waker more than all the rest.
@@ -108,6 +109,16 @@ bool StreamWatch::follow(const std::shared_ptr<StreamCalls>& calls, uint64_t tok
     new_.push_back(std::move(followed));
     if (asleep_) wake_.notify_one();
     return true;
+}
+
+void StreamWatch::settle(const StreamCalls& calls, double seconds) {
+    std::unique_lock<std::mutex> guard(lock_);
+    if (calls.pending() == 0 || calls.failed()) return;
+    ++settling_;
+    wake_.notify_one();
+    looked_.wait_for(guard, std::chrono::duration<double>(seconds),
+                     [&calls] { return calls.pending() == 0 || calls.failed(); });
+    --settling_;
 }
 
 void StreamWatch::stop() {
@@ -211,10 +222,16 @@ void StreamWatch::serve() {
             if (report) report(about.news);
             calls->pending_.fetch_sub(about.news.ended.size(), std::memory_order_release);
         }
-        if (soon) {
+        std::unique_lock<std::mutex> guard(lock_);
+        if (settling_ > 0) {
+            looked_.notify_all();
+            guard.unlock();
+            std::this_thread::sleep_for(kLookNow);
+        } else if (soon) {
+            guard.unlock();
             std::this_thread::sleep_for(kLookSoon);
         } else {
-            std::this_thread::sleep_for(kLook);
+            wake_.wait_for(guard, kLook, [this] { return settling_ > 0; });
         }
     }
 }

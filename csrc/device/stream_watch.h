@@ -46,6 +46,7 @@ class StreamCalls {
 
     // How many calls the device has not passed yet, as far as the watch knows.
     size_t pending() const { return pending_.load(std::memory_order_acquire); }
+    bool failed() const { return failed_.load(std::memory_order_acquire); }
     // The group has failed: pending calls end as failed.
     void fail() { failed_.store(true, std::memory_order_release); }
     // The group is over. Nothing is reported any more, and the record is no longer used once this returns.
@@ -70,6 +71,10 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     // Records an event on the stream of the device, behind a call that was just issued there. False if the stream captures
     // a graph: then the call runs whenever that is replayed, and nothing is followed. Throws std::runtime_error.
     bool follow(const std::shared_ptr<StreamCalls>& calls, uint64_t token, uint64_t note, int device, uintptr_t stream);
+
+    // Waits until the device has passed the calls or the group has failed, and no longer than `seconds`. The watch looks
+    // more often meanwhile.
+    void settle(const StreamCalls& calls, double seconds);
 
     // Ends the thread once it has nothing left to follow.
     void stop();
@@ -108,6 +113,8 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     std::condition_variable wake_;
     std::map<int, Device> devices_;
     std::vector<Followed> new_;
+    std::condition_variable looked_;
+    int settling_ = 0;  // callers of settle
     bool started_ = false;
     bool asleep_ = false;
     bool stop_ = false;

@@ -55,6 +55,10 @@ class Calls {
     bool follow(uint64_t token, uint64_t note, int device, uintptr_t stream) {
         return watch_->follow(calls_, token, note, device, stream);
     }
+    void settle(double seconds) {
+        const GilRelease released;
+        watch_->settle(*calls_, seconds);
+    }
     StreamCalls& operator*() { return *calls_; }
 
   private:
@@ -81,6 +85,7 @@ void bind_device(nb::module_& m) {
             },
             nb::arg("watch"), nb::arg("record"), nb::arg("report"), nb::keep_alive<1, 3>())
         .def("follow", &Calls::follow)  // no argument names: nanobind calls it faster without
+        .def("settle", &Calls::settle, nb::arg("seconds"))
         .def("fail", [](Calls& self) { (*self).fail(); })
         .def("close", [](Calls& self) { (*self).close(); })
         .def_prop_ro("pending", [](Calls& self) { return (*self).pending(); })

@@ -102,6 +102,8 @@ class StreamCalls:
         """Follows a call just issued on a stream. False if the stream captures a graph."""
     @property
     def pending(self) -> int: ...
+    def settle(self, seconds: float) -> None:
+        """Waits, no longer than that, until the device has passed the calls or the group has failed."""
     def fail(self) -> None:
         """Pending calls end as failed."""
     def close(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -299,6 +300,41 @@ def test_settling_waits_for_the_fast_path(own: Setting) -> None:
     assert not settled.wait(0.3)
     own.driver.reach()
     assert settled.wait(30)
+    assert own.communicator.fault is None
+
+
+def test_calls_end_while_another_thread_holds_the_interpreters_lock(setting: Setting) -> None:
+    setting.communicator.all_reduce(torch.zeros(3))
+    began = _core.monotonic_ns()
+    setting.driver.reach()
+    ctypes.PyDLL(None).usleep(500_000)
+    ended = _core.monotonic_ns()
+    row = recorded(setting.recorder.recent(1)[0])
+    assert row.state == "completed"
+    assert began < row.completed_ns < ended
+
+
+def test_settling_asks_torchs_works_that_nobody_waited_for(own: Setting) -> None:
+    """DDP waits for futures only. The device watch looks rarely."""
+    own.communicator.set_timeout(60)
+    own.communicator.devices.first._works.watch.add = lambda *arguments, **more: None  # type: ignore[attr-defined]
+    works = [own.communicator.all_reduce(torch.zeros(3), async_op=True) for _ in range(2)]
+    for work in own.group.works:
+        work.finished.set()
+    own.communicator.devices.settle()
+    assert [state for _, state, _ in own.records()] == ["completed"] * 2
+    del works
+
+
+def test_a_wait_with_a_timeout_does_not_wait_inside_torch(own: Setting) -> None:
+    """torch would abort the group."""
+    own.communicator.set_timeout(60)
+    work: Any = own.communicator.all_reduce(torch.zeros(3), async_op=True)
+    with pytest.raises(CommTimeout, match=r"all_reduce #0 .* it continues"):
+        work.wait(0.05)
+    assert own.group.works[-1].waits == []
+    own.group.works[-1].finished.set()
+    assert work.wait(30)
     assert own.communicator.fault is None
 
 

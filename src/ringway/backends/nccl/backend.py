@@ -216,6 +216,8 @@ class NcclBackend(TorchBackend):
     def settle(self) -> None:
         works = self._works
         while not (works.closed or works.aborted_with) and (works.failing is not None or not self._all_ended()):
+            if self._fast_path is not None:
+                self._fast_path.settle()
             time.sleep(_SETTLE_SECONDS)
 
     def _reported_error(self) -> BaseException | None:
@@ -257,14 +259,14 @@ class NcclBackend(TorchBackend):
             self._closed = self._works.closed = True
             if self._works.aborted_with is None:
                 self._abort_group()
-            if self._fast_path is not None:
-                self._fast_path.fail()
 
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
             return
         if not self._all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")
+        if self._fast_path is not None:
+            self._fast_path.fail()
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
 

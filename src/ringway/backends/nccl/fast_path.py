@@ -39,6 +39,8 @@ from ringway.work import Work
 
 _NOTE_KINDS = 1 << 16
 """A note is a call's number times this, plus the number of its kind."""
+_SETTLE_SECONDS = 0.02
+"""How long a caller waits for the device before it asks torch's works, and looks whether the group has failed."""
 
 
 class Driver:
@@ -106,7 +108,13 @@ class NcclFastPath(_core.FastPath):
         self._known: dict[tuple[int, int, int, bool], Kind] = {}
 
     def pending(self) -> int:
+        """How many calls the device has not passed."""
+        self.open.sweep()
         return self._calls.pending + len(self.open)
+
+    def settle(self) -> None:
+        """Waits a moment for the device, if that can help."""
+        self._calls.settle(_SETTLE_SECONDS)
 
     def fail(self) -> None:
         """The group has failed or ended: its calls end with it."""
@@ -161,21 +169,26 @@ class NcclFastPath(_core.FastPath):
                 return found
             if work is not None:  # a torch that does not run it on the current stream
                 work.wait()
-            self.follow(kind, self._record.collectives - 1, token, outputs)
-            return None
         except BaseException as error:
             self._record.end(token, False)
             if not isinstance(error, Exception):
                 raise
             call = replace(kind.call, inputs=(inputs,), outputs=(outputs,), sequence=self._record.collectives - 1)
             raise mapped(self.works.aborted_with or error, call, time.monotonic() - began) from error
+        self.follow(kind, self._record.collectives - 1, token, outputs)
+        return None
 
     def follow(self, kind: Kind, sequence: int, token: int, outputs: Any) -> None:
         """The current stream stands behind a call."""
         device = outputs.get_device()
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if not self._calls.follow(token, sequence * _NOTE_KINDS + kind.number, device, stream):
-            self._record.end(token, True)  # the graph runs it at each replay
+        try:
+            if not self._calls.follow(token, sequence * _NOTE_KINDS + kind.number, device, stream):
+                self._record.end(token, True)  # the graph runs it at each replay
+        except RuntimeError as error:
+            self._record.end(token, False)
+            call = replace(kind.call, outputs=(outputs,), sequence=sequence)
+            raise RingwayError(f"{call.describe()} failed: {error}") from error
 
     def _late(self, ended: list[tuple[int, int]], waiting: int | None, is_overdue: bool, failure: str) -> None:
         """Calls ended late, or one has waited for long, or the device cannot be asked: the group may have failed."""

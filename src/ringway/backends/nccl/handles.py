@@ -24,7 +24,7 @@ _DOUBTFUL_SECONDS = 0.1
 asked: if a peer is lost, the next call reports it."""
 
 
-_BARRIER_SECONDS = 0.0002
+_BLOCKED_SECONDS = 0.0002
 
 
 class Works:
@@ -77,12 +77,12 @@ class Works:
             self.watch.add(line, ending, completion, soon)
 
     def all_ended(self) -> bool:
-        return all(_has_ended(work) for _, work in list(self._last.values()))
+        return all(has_ended(work) for _, work in list(self._last.values()))
 
     def error(self) -> BaseException | None:
         """What ended the group's communicator, as far as torch knows."""
         last = self.last(None)
-        known = error_of(last) if last is not None and _has_ended(last) else None
+        known = error_of(last) if last is not None and has_ended(last) else None
         return self.aborted_with or known or self.group_error()
 
     def will_fail(self, error: BaseException) -> None:
@@ -129,7 +129,12 @@ class NcclHandle(C10dHandle):
         self._deadline = works.deadline(call)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Orders the current stream behind the collective. Blocks only in a barrier, and with torch's blocking wait."""
+        """Orders the current stream behind the collective. Blocks only in a barrier, with a timeout, and with torch's
+        blocking wait."""
+        if timeout is not None and self._works.limit is not None:
+            # At the end of its own wait, torch would abort the group.
+            self._wait_until_done(timeout)
+            timeout = None
         try:
             if timeout is None:
                 self._work.wait()
@@ -139,6 +144,13 @@ class NcclHandle(C10dHandle):
             raise self._error(self._works.aborted_with or error) from None
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
+
+    def _wait_until_done(self, timeout: float | None) -> None:
+        limit = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if limit is not None and time.monotonic() > limit:
+                raise self._call.not_done(timeout)
+            time.sleep(_BLOCKED_SECONDS)
 
     def when_done(self, completion: Completion) -> None:
         # A late subscriber: its own line, because the order of issue does not hold any more.
@@ -187,11 +199,7 @@ class Barrier(NcclHandle):
     """A barrier blocks its caller. torch's own wait would do so without a deadline."""
 
     def wait(self, timeout: float | None = None) -> None:
-        limit = None if timeout is None else time.monotonic() + timeout
-        while not self.done():
-            if limit is not None and time.monotonic() > limit:
-                raise self._call.not_done(timeout)
-            time.sleep(_BARRIER_SECONDS)
+        self._wait_until_done(timeout)
         error = self.outcome()
         if error is not None:
             raise error
@@ -266,7 +274,7 @@ class OnStream(Handle):
         if not doubtful(self._began):
             return None
         last = self._works.last(communicator_of(self._call))
-        return error_of(last) if last is not None and _has_ended(last) else None
+        return error_of(last) if last is not None and has_ended(last) else None
 
 
 def overdue(call: Call, waited: float) -> CommTimeout:
@@ -287,7 +295,7 @@ def doubtful(began: float) -> bool:
     return time.monotonic() - began > _DOUBTFUL_SECONDS
 
 
-def _has_ended(work: Any) -> bool:
+def has_ended(work: Any) -> bool:
     try:
         return bool(work.is_completed())
     except Exception:  # its communicator was aborted

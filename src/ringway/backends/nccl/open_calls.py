@@ -19,7 +19,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 import ringway._core as _core
-from ringway.backends.nccl.handles import NcclHandle, Works, doubtful, error_of, overdue
+from ringway.backends.nccl.handles import NcclHandle, Works, doubtful, error_of, has_ended, overdue
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call
 from ringway.work import CompletionCell, Work
@@ -76,9 +76,8 @@ class OpenCalls:
     def __len__(self) -> int:
         return len(self._open)
 
-    # The device watch polls this object as one ending: it ends when no call is open.
-
-    def done(self) -> bool:
+    def sweep(self) -> None:
+        """Ends the calls that the device has passed."""
         for work in list(self._open.values()):  # on one stream, so they end in this order
             if not work.has_ended_on_device():
                 break
@@ -87,6 +86,11 @@ class OpenCalls:
                 self._record.end(work.token, error is None)
                 if error is not None:
                     self._failed(error)
+
+    # The device watch polls this object as one ending: it ends when no call is open.
+
+    def done(self) -> bool:
+        self.sweep()
         return not self._open
 
     def outcome(self) -> BaseException | None:
@@ -151,7 +155,7 @@ class FastWork(Work):
 
     def has_ended_on_device(self) -> bool:
         works = self._path.works
-        if works.aborted_with is not None or self._torchs.is_completed():
+        if works.aborted_with is not None or has_ended(self._torchs):
             return True
         self._overdue = works.limit is not None and time.monotonic() - self._began > works.limit
         return self._overdue
