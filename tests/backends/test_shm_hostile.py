@@ -23,6 +23,7 @@ import torch.distributed as c10d
 
 import ringway as dist
 import ringway._core as _core
+from exits import in_child
 from interrupts import interrupt_inside
 from ringway.call import DTYPE_CODE
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
@@ -304,34 +305,63 @@ def test_no_thread_for_asynchronous_calls_is_an_error_everywhere(pool: RankPool,
         assert "rank 0 could not start the thread" in text
 
 
-def _few_threads(context: RankContext) -> tuple[list[float], set[int], str]:
+def _few_threads(context: RankContext) -> list[float]:
     """One more thread can be started, on the stack of one that has ended; then none."""
-    values, threads = torch.arange(1 << 20, dtype=torch.float32), []
+    values, measured = torch.arange(1 << 20, dtype=torch.float32), []
     array, none = (values.data_ptr(), DTYPE_CODE[torch.float32]), (0, DTYPE_CODE[torch.float32])
     asleep, last = threading.Event(), threading.Event()
-    refused, recorder = "", _core.Recorder(16)
     with _little_memory():
         ending = threading.Thread(target=last.wait, daemon=True)
         with suppress(RuntimeError):
             ending.start()
         _use_up_old_stacks(asleep)
         last.set()
-        threads.append(_core.pack_measure((0, 0), array, none, values.numel(), 4))
+        measured.append(_core.pack_measure((0, 0), array, none, values.numel(), 4))
+    asleep.set()
+    measured.append(_core.pack_measure((0, 0), array, none, values.numel(), 1))
+    return measured
+
+
+def test_threads_that_cannot_be_started_are_done_without(pool: RankPool) -> None:
+    pool.replace()
+    measured = pool.run(_few_threads, world_size=1, timeout=60)[0]
+    pool.replace()
+    assert measured[0] == measured[1]
+
+
+def _one_helper() -> None:
+    """In a process without privileges, which may start one thread more."""
+    values = torch.arange(1 << 20, dtype=torch.float32)
+    array, none = (values.data_ptr(), DTYPE_CODE[torch.float32]), (0, DTYPE_CODE[torch.float32])
+    expected = _core.pack_measure((0, 0), array, none, values.numel(), 1)
+    unused = 1_999_999_999  # a user without other processes, which would count
+    os.setresuid(unused, unused, unused)
+    threads = len(os.listdir("/proc/self/task")) + 1
+    resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+    assert _core.pack_measure((0, 0), array, none, values.numel(), 4) == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes the user of a process")
+def test_the_first_of_several_threads_ends_if_the_second_cannot_be_started() -> None:
+    assert in_child(_one_helper) == 0
+
+
+def _no_responder(context: RankContext) -> tuple[str, set[int]]:
+    asleep, refused, recorder = threading.Event(), "", _core.Recorder(16)
+    with _little_memory():
         _use_up_old_stacks(asleep)
         try:
             _core.Responder(recorder, "127.0.0.1", "x" * 32, "{}")
         except RuntimeError as error:
             refused = str(error)
     asleep.set()
-    threads.append(_core.pack_measure((0, 0), array, none, values.numel(), 1))
-    return threads, signal.pthread_sigmask(signal.SIG_BLOCK, []), refused
+    return refused, signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_threads_that_cannot_be_started_are_done_without(pool: RankPool) -> None:
+def test_a_responder_without_a_thread_blocks_no_signals(pool: RankPool) -> None:
     pool.replace()
-    measured, blocked, refused = pool.run(_few_threads, world_size=1, timeout=60)[0]
+    refused, blocked = pool.run(_no_responder, world_size=1, timeout=60)[0]
     pool.replace()
-    assert measured[0] == measured[1]
     assert blocked == set()
     assert "the responder cannot start its thread" in refused
 

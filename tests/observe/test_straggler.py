@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import time
 from contextlib import redirect_stdout
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as c10d
 
+from ringway.observe.log import straggler
 from ringway.observe.log.straggler import compare
 from ringway.observe.trace import clock
 from ringway.testing import RankContext, RankPool
@@ -59,6 +61,20 @@ def test_a_deliberate_straggler_is_ranked_first(pool: RankPool, backend: str) ->
     ranking = printed[printed.index("Rank  Came last") :].splitlines()
     assert ranking[1].split()[0] == "2"
     assert results[1][1] == ""
+
+
+def one_report_more(context: RankContext) -> list[bool]:
+    """Rank 0 asks for a report that rank 1 does not ask for. Returns whether each of its reports has a note."""
+    dist = context.start("gloo", timeout=timedelta(seconds=6))  # a rank waits half of it for the others
+    dist.all_reduce(torch.ones(4))
+    notes = [bool(straggler.analyse().note)] if context.rank == 0 else []
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+    return notes
+
+
+def test_a_report_that_one_rank_misses_does_not_end_the_group(pool: RankPool) -> None:
+    assert pool.run(one_report_more, world_size=2, timeout=60) == [[True], []]
 
 
 def test_uneven_records_and_clocks_are_tolerated() -> None:

@@ -25,9 +25,9 @@ from ringway.testing import RankContext, RankPool
 PLAN = {"0": "column", "2": "row"}
 
 
-def _model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def _model(dtype: torch.dtype = torch.float64, width: int = 9) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).to(dtype)
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4)).to(dtype)
 
 
 def _batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -127,7 +127,7 @@ def warned(context: RankContext) -> list[str]:
 def refused(context: RankContext) -> None:
     """Data-parallel hooks over the group that a model is split over would give all ranks rank 0's part."""
     dist = context.start("shm")
-    model = _model()
+    model = _model(width=8)  # parts of the same shape: nothing else tells them apart
     split = register_model_parallel_hooks(model, PLAN)
     before = _whole(split)
     with pytest.raises(UsageError, match=r"'0' is split over the ranks \[0, 1\].*mesh.get_group"):
