@@ -264,12 +264,14 @@ def test_a_message_of_another_size_is_a_mismatch(pool: RankPool) -> None:
 def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, list[int], float, float | None]:
     context.start("shm")
     dist.barrier()
+    timeout = 3.0
     if context.rank == 2:
         context.store.wait(["rank 0 gave up", "rank 1 gave up"])
+        timeout = 200.0
     began = time.monotonic()
     info = dist.communicator().info
     try:
-        call = Call(ALL_REDUCE, (torch.ones(4),), (torch.ones(4),), async_op=asynchronous, timeout=3.0)
+        call = Call(ALL_REDUCE, (torch.ones(4),), (torch.ones(4),), async_op=asynchronous, timeout=timeout)
         work = dist.communicator().calls.issue(call)
         if work is not None:
             work.wait()
@@ -284,13 +286,13 @@ def _absent(context: RankContext, asynchronous: bool) -> tuple[str, str | None, 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_absent_rank_is_named(pool: RankPool, asynchronous: bool) -> None:
-    reported = pool.run(_absent, asynchronous, world_size=3, timeout=60)
+    reported = pool.run(_absent, asynchronous, world_size=3, timeout=120)
     pool.replace()
     for name, op, missing, _, waited in reported:
         assert (name, op, missing) == ("CommTimeout", "all_reduce", [2]), reported
         assert waited is not None
         assert 3.0 <= waited < 60  # the rank that gave up waited that long; others may have arrived later
-    assert reported[2][3] < 2.9  # it learns at once that the others gave up
+    assert reported[2][3] < 60  # it learns at once that the others gave up, and not after 200 s
 
 
 def _nobody_sends(context: RankContext) -> tuple[str, list[int]]:

@@ -122,7 +122,7 @@ def test_an_asynchronous_call_lasts_until_its_own_end(pool: RankPool) -> None:
     assert reported[0][0]
     assert reported[0][1] >= 399
     for *_, second, took in reported:
-        assert second < took + 1
+        assert second < took + 399
 
 
 def chosen_only(context: RankContext) -> Any:
