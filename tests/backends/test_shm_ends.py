@@ -47,10 +47,9 @@ def _warm(context: RankContext) -> None:
 
 def _works(context: RankContext, group: Any) -> list[Any]:
     """A collective that all ranks make, and a message that no rank sends."""
-    return [
-        dist.all_reduce(torch.ones(1000), group=group, async_op=True),
-        dist.irecv(torch.ones(3), (context.rank + 1) % context.world_size, group=group),
-    ]
+    message = dist.irecv(torch.ones(3), (context.rank + 1) % context.world_size, group=group)
+    # Last: a rank that ends the group when this completes finds all calls made on every rank.
+    return [dist.all_reduce(torch.ones(1000), group=group, async_op=True), message]
 
 
 def _ended_by_its_own_threads(context: RankContext) -> tuple[int, int, int]:
@@ -115,6 +114,7 @@ def _ended_by_several_threads(context: RankContext) -> tuple[int, int, int]:
     for number in range(GROUPS):
         group = dist.new_group()
         works = _works(context, group)
+        dist.barrier()  # a rank that is still making its calls would be told that this one has closed the group
         backend: Any = dist.communicator(group).backend
         together = threading.Barrier(3)
 
