@@ -3,6 +3,8 @@
     python scripts/suite_proof.py sanitizers        the tests marked `sanitizers`
     python scripts/suite_proof.py browser           the tests marked `browser`
     python scripts/suite_proof.py attack            the attackers of tests/security, 10,000 times
+    python scripts/suite_proof.py kills             10,000 ranks killed at random moments
+    python scripts/suite_proof.py suite_gpu         the suite, on a machine with a GPU
     python scripts/suite_proof.py torch 2.15.0      the whole suite on another torch, in a separate environment
 
 If the part fails, its page is not written, so it stays older than the code it proves.
@@ -10,9 +12,11 @@ If the part fails, its page is not written, so it stays older than the code it p
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +30,12 @@ from xml.etree import ElementTree
 import proofs
 
 CACHE = proofs.ROOT / ".cache" / "torch"
-_VERSIONS = "import sys, torch; print(f'Python {sys.version.split()[0]}, torch {torch.__version__}')"
+SUITE = ("--dist", "worksteal", "-m", "not sanitizers and not browser")
+_VERSIONS = """
+import sys, torch
+gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}{gpu}")
+"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class Part:
     selection: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     lists_skipped: bool = False
+    shows_output: bool = False
 
 
 PARTS = {
@@ -62,6 +72,18 @@ PARTS = {
         {"RINGWAY_ATTACK": "10000"},
         lists_skipped=True,
     ),
+    "suite_gpu": Part(
+        "The suite on a machine with a GPU",
+        ("src/ringway", "csrc"),
+        ("-n", "10", *SUITE),
+    ),
+    "kills": Part(
+        "10,000 ranks of shm groups killed at random moments",
+        ("csrc/shm", "src/ringway/backends/shm", "tests/backends/test_shm_kills.py"),
+        ("tests/backends/test_shm_kills.py", "-k", "survivors"),
+        {"RINGWAY_SOAK": "1"},
+        shows_output=True,
+    ),
 }
 
 
@@ -84,11 +106,20 @@ def torch_python(version: str) -> Path:
     return python
 
 
-def prove(name: str, part: Part, python: str) -> int:
+def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
     """Runs the part; writes its page if every test passed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [python, "-m", "pytest", "-q", *part.selection, f"--junitxml={report}"]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            *part.selection,
+            f"--junitxml={report}",
+            "-o",
+            "junit_logging=system-out",
+        ]
         began = time.monotonic()
         ended = subprocess.run(command, cwd=proofs.ROOT, check=False, env={**os.environ, **part.variables})
         seconds = time.monotonic() - began
@@ -98,31 +129,45 @@ def prove(name: str, part: Part, python: str) -> int:
     cases = [case for case in all_cases if case.find("skipped") is None]
     skipped = [case for case in all_cases if case.find("skipped") is not None]
     if not cases:
-        print(f"no test ran, so {name} is not proven", file=sys.stderr)
+        print(f"no test ran, so {output.stem} is not proven", file=sys.stderr)
         return 1
     versions = subprocess.run([python, "-c", _VERSIONS], check=True, capture_output=True, text=True).stdout.strip()
     lines = [
-        "    " + " ".join([*(f"{k}={v}" for k, v in part.variables.items()), "pytest -q", *part.selection]),
+        "    " + " ".join([*(f"{k}={v}" for k, v in part.variables.items()), "pytest -q", shlex.join(part.selection)]),
         "",
-        f"{len(cases)} tests passed in {seconds:.0f} s: {versions}, {platform.machine()}, {os.cpu_count()} cores.",
+        f"{len(cases)} tests passed, {len(skipped)} were skipped, in {seconds:.0f} s: {versions}, {platform.machine()},"
+        f" {os.cpu_count()} cores.",
     ]
     if part.lists_skipped:
         lines += ["", "Skipped: " + (", ".join(f"`{case.get('name')}`" for case in skipped) or "none") + "."]
     if len(cases) <= 30:
         lines += ["", "| test | seconds |", "|---|---|"]
         lines += [f"| `{case.get('name')}` | {float(case.get('time', 0)):.1f} |" for case in cases]
-    proofs.write(proofs.FOLDER / f"{name}.md", part.title, part.proves, "\n".join(lines))
+    if part.shows_output:
+        lines += [
+            "",
+            *(f"    {line}" for case in cases for line in (case.findtext("system-out") or "").split("\n") if line),
+        ]
+    proofs.write(output, part.title, part.proves, "\n".join(lines), commit)
     return 0
 
 
 def main() -> int:
-    match sys.argv[1:]:
-        case [name] if name in PARTS:
-            return prove(name, PARTS[name], sys.executable)
-        case ["torch", version]:
-            part = Part(f"The suite on torch {version}", ("src/ringway", "csrc"), ("-n", "2", "--dist", "worksteal"))
-            return prove(f"torch_{'_'.join(version.split('.')[:2])}", part, str(torch_python(version)))
-    sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS, "torch"])
+    parser.add_argument("version", nargs="?", help="of torch")
+    parser.add_argument("--output", type=Path, help="instead of the page in docs/proofs")
+    parser.add_argument("--commit", help="for a tree without git history")
+    given = parser.parse_args()
+    name, python = given.part, sys.executable
+    if name == "torch":
+        if given.version is None:
+            parser.error("torch needs a version, such as 2.15.0")
+        part = Part(f"The suite on torch {given.version}", ("src/ringway", "csrc"), ("-n", "3", *SUITE))
+        name, python = f"torch_{'_'.join(given.version.split('.')[:2])}", str(torch_python(given.version))
+    else:
+        part = PARTS[name]
+    return prove(part, python, given.output or proofs.FOLDER / f"{name}.md", given.commit)
 
 
 if __name__ == "__main__":
