@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ringway.testing import RankContext, RankPool
 from ringway.testing.pool import Outcome
 
@@ -55,6 +57,7 @@ def in_child(work: Callable[[], None]) -> int:
     if child == 0:
         try:
             signal.alarm(60)
+            torch.set_num_threads(1)  # a fork has none of OpenMP's threads, and would wait for them
             work()
             os._exit(0)
         except BaseException as error:
