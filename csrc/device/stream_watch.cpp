@@ -1,5 +1,6 @@
 #include "device/stream_watch.h"
 
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <stdexcept>
@@ -12,6 +13,7 @@ constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING: such events 
 constexpr int kThreadLocalMode = 1;     // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 constexpr int64_t kLateNs = 100'000'000;
 constexpr int64_t kReportNs = 100'000'000;
+constexpr double kLongestLimit = 1e9;  // seconds; more would not fit into a deadline
 // While a caller waits for the device, while the recorder's times are used, and otherwise.
 constexpr auto kLookNow = std::chrono::microseconds(10);
 constexpr auto kLookSoon = std::chrono::microseconds(50);
@@ -94,7 +96,8 @@ bool StreamWatch::follow(const std::shared_ptr<StreamCalls>& calls, uint64_t tok
     followed.since_ns = monotonic_ns();
     const double limit = calls->limit.load(std::memory_order_relaxed);
     followed.deadline_ns =
-        limit > 0 ? followed.since_ns + static_cast<int64_t>(limit * 1e9) : std::numeric_limits<int64_t>::max();
+        limit > 0 && limit < kLongestLimit ? followed.since_ns + static_cast<int64_t>(limit * 1e9)
+                                           : std::numeric_limits<int64_t>::max();
 
     std::lock_guard<std::mutex> guard(lock_);
     if (captured) {
@@ -122,9 +125,22 @@ void StreamWatch::settle(const StreamCalls& calls, double seconds) {
 }
 
 void StreamWatch::stop() {
+    if (getpid() != made_by_) return;  // a forked child has no thread to stop, and the lock may be locked forever
     std::lock_guard<std::mutex> guard(lock_);
     stop_ = true;
     wake_.notify_one();
+}
+
+void StreamWatch::end(const Followed& followed, State state) {
+    StreamCalls& calls = *followed.calls;
+    std::lock_guard<std::mutex> guard(calls.using_);
+    if (!calls.closed_) calls.record_.end(followed.call.token, state);
+    calls.pending_.fetch_sub(1, std::memory_order_release);
+}
+
+void StreamWatch::end_failed(const Followed& followed) {
+    driver_.event_destroy(followed.event);
+    end(followed, State::Failed);
 }
 
 // Looks at the calls of one stream, which end in order.
@@ -134,31 +150,38 @@ void StreamWatch::look(std::deque<Followed>& line, std::map<StreamCalls*, Told>&
     driver_.set_current(line.front().context);
     while (!line.empty()) {
         Followed& first = line.front();
-        StreamCalls& calls = *first.calls;
-        const bool failed = calls.failed_.load(std::memory_order_acquire);
-        const Status status = failed ? kSuccess : driver_.event_query(first.event);
-        if (status == kNotReady) break;
-        const bool late = monotonic_ns() - first.since_ns > kLateNs;
-        if (failed || status != kSuccess) {
-            driver_.event_destroy(first.event);
-        } else {
-            passed.push_back(first.event);
+        if (first.calls->failed()) {
+            end_failed(first);
+            line.pop_front();
+            continue;
         }
-        if (!failed && (late || status != kSuccess)) {
-            Told& about = told[&calls];
+        const Status status = driver_.event_query(first.event);
+        if (status == kNotReady) break;
+        if (status == kSuccess) {
+            passed.push_back(first.event);
+        } else {
+            driver_.event_destroy(first.event);
+        }
+        if (status != kSuccess || monotonic_ns() - first.since_ns > kLateNs) {
+            Told& about = told[first.calls.get()];
             about.calls = first.calls;
             about.news.ended.push_back(first.call);
             if (status != kSuccess) about.news.failure = driver_.name_of(status);
         } else {
-            std::lock_guard<std::mutex> guard(calls.using_);
-            if (!calls.closed_) calls.record_.end(first.call.token, failed ? State::Failed : State::Completed);
-            calls.pending_.fetch_sub(1, std::memory_order_release);
+            end(first, State::Completed);
         }
         line.pop_front();
     }
-    // Calls of several groups may wait here, each with its own deadline.
     const int64_t now = monotonic_ns();
     if (!line.empty() && now - line.front().since_ns > kLateNs) {
+        // Calls of several groups may wait here: those of a group that has failed end now, and each of the others has its
+        // own deadline.
+        const auto has_failed = [this](const Followed& waiting) {
+            if (!waiting.calls->failed()) return false;
+            end_failed(waiting);
+            return true;
+        };
+        line.erase(std::remove_if(line.begin(), line.end(), has_failed), line.end());
         for (const Followed& waiting : line) {
             Told& about = told[waiting.calls.get()];
             about.calls = waiting.calls;

@@ -2,6 +2,8 @@
 // it.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -66,7 +68,7 @@ class StreamCalls {
 // One for each process.
 class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
   public:
-    explicit StreamWatch(const std::string& library) : driver_(library) {}
+    explicit StreamWatch(const std::string& library) : driver_(library), made_by_(getpid()) {}
 
     // Records an event on the stream of the device, behind a call that was just issued there. False if the stream captures
     // a graph: then the call runs whenever that is replayed, and nothing is followed. Throws std::runtime_error.
@@ -103,12 +105,14 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     struct Told;
 
     Context context_of(int device);
-    Event spare_event(Device& device);
     void serve();
     void take_new(std::map<Place, std::deque<Followed>>& lines);
+    void end(const Followed& followed, State state);
+    void end_failed(const Followed& followed);
     void look(std::deque<Followed>& line, std::map<StreamCalls*, Told>& told);
 
     Driver driver_;
+    const pid_t made_by_;
     std::mutex lock_;
     std::condition_variable wake_;
     std::map<int, Device> devices_;

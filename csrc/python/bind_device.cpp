@@ -15,6 +15,8 @@ class Callback {
   public:
     explicit Callback(nb::object function) : function_(function.release().ptr()) {}
     ~Callback() {
+        // Leaked at exit: this thread may hold the GIL, and must not sleep with it.
+        if (interpreter_exits() && !this_thread_exits()) return;
         with_gil([this] { Py_DECREF(function_); });
     }
     Callback(const Callback&) = delete;

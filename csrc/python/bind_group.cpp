@@ -46,7 +46,7 @@ uint64_t begin_call(GroupRecord& record, nb::handle call, uint32_t label) {
     const uint32_t site = current_site();
     const GroupRecord::Begun begun =
         record.begin(view.op(), view.nbytes(), view.dtype(), view.reduce(), view.peer(), label, site);
-    record.starting(view.op(), begun.sequence);
+    record.starting(view.op(), begun);
     view.recorded(begun.sequence, site);
     return begun.token;
 }
@@ -103,7 +103,7 @@ void bind_group(nb::module_& m) {
                 if (!self.read(static_cast<Op>(op), outputs, inputs, peer, call)) return 0;
                 call.reduce = static_cast<Reduce>(reduce);
                 const GroupRecord::Begun begun = self.begin(call, current_site());
-                self.record().starting(call.op, begun.sequence);
+                self.record().starting(call.op, begun);
                 return begun.token;
             },
             nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"),

@@ -39,8 +39,11 @@ GroupRecord::Begun GroupRecord::begin(Op op, int64_t bytes, DType dtype, Reduce 
 std::optional<bool> GroupRecord::take_back() {
     const auto own = find_starting();
     if (own == starting_here.end()) return {};
-    const auto [id, sequence, message, passed_on] = *own;
+    const auto [id, sequence, message, passed_on, token] = *own;
     if (passed_on != passed_on_here) return {};
+    Entry entry;
+    // The error may have come before the caller had the token.
+    if (recorder_->find(token, entry) && entry.state == State::Issued) end(token, State::Failed);
     uint64_t next = sequence + 1;
     if (!(message ? messages_ : collectives_).compare_exchange_strong(next, sequence)) return false;
     if (board_ != nullptr && !message) board_->withdraw(sequence);

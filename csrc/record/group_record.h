@@ -38,8 +38,9 @@ class GroupRecord {
     // A call that is numbered in one step and started in a later one is `starting` in between. A signal handler that runs
     // there, on the same thread, must make no call of the group: it would get the later number and start first. Other
     // threads may.
-    void starting(Op op, uint64_t sequence) {
-        if (!is_starting()) starting_here.push_back({id_, sequence, is_point_to_point(op), passed_on_here});
+    void starting(Op op, const Begun& begun) {
+        if (is_starting()) return;
+        starting_here.push_back({id_, begun.sequence, is_point_to_point(op), passed_on_here, begun.token});
     }
     void started() {
         const auto own = find_starting();
@@ -51,12 +52,14 @@ class GroupRecord {
     // A backend calls this when it is about to send something, whatever call it belongs to. No Python runs between this
     // and the start, so an error of a signal handler comes either before it or after the start.
     static void passing_on() { ++passed_on_here; }
-    // Gives back the number of the call that is starting on this thread, so that the next call gets it. Nothing if there is
-    // none, or if some of the call may have been sent; false if a later call has a number already.
+    // Gives back the number of the call that is starting on this thread, so that the next call gets it, and ends its record
+    // if that has not ended. Nothing if there is none, or if some of the call may have been sent; false if a later call has
+    // a number already.
     std::optional<bool> take_back();
 
-    // The calls that are starting on this thread: group, number, whether it is a message, passed_on_here at that time.
-    using Starting = std::vector<std::array<uint64_t, 4>>;
+    // The calls that are starting on this thread: group, number, whether it is a message, passed_on_here at that time,
+    // token.
+    using Starting = std::vector<std::array<uint64_t, 5>>;
     // Replaces them, and returns what they were. A completion callback may run inside a call that is starting, and may
     // make calls: it runs with none.
     static Starting exchange_starting(Starting groups) { return std::exchange(starting_here, std::move(groups)); }

@@ -47,8 +47,9 @@ class GroupRecord:
     def exchange_starting(calls: list[list[int]], /) -> list[list[int]]:
         """Replaces the calls that are starting on this thread, and returns what they were."""
     def take_back(self) -> bool | None:
-        """Gives back the number of the call that is starting on this thread, so that the next call gets it. None if
-        there is none, or if some of it may have been sent; False if a later call has a number already."""
+        """Gives back the number of the call that is starting on this thread, so that the next call gets it, and ends
+        its record if that has not ended. None if there is none, or if some of it may have been sent; False if a later
+        call has a number already."""
     def compare(self, board: CallBoard) -> None: ...
     @property
     def difference(self) -> tuple[Any, ...] | None: ...

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def weak_method(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def weak_method(method: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
     """Holds the method weakly: the caller may outlive its object. Does nothing once the object is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(argument: Any) -> None:
+    def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result | None:
         found = reference()
-        if found is not None:
-            found(argument)
+        return None if found is None else found(*arguments, **named)
 
     return call
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace {
 
@@ -14,7 +15,7 @@ struct Event {
 };
 std::mutex lock;
 std::map<void*, uint64_t> recorded, reached;
-std::atomic<int> capturing{0}, failure{0}, events{0}, contexts{0};
+std::atomic<int> capturing{0}, failure{0}, events{0}, hold{0}, held{0};
 thread_local void* current = nullptr;
 
 }  // namespace
@@ -35,6 +36,9 @@ void stand_in_reset() {
 void stand_in_capture(int on) { capturing = on; }
 void stand_in_fail(int status) { failure = status; }
 int stand_in_events() { return events; }
+// While held, nobody gets a context.
+void stand_in_hold(int on) { hold = on; }
+int stand_in_held() { return held; }
 
 // The driver's side
 int cuInit(unsigned) { return 0; }
@@ -43,6 +47,7 @@ int cuDeviceGet(int* device, int ordinal) {
     return 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
+    for (held = hold.load(); hold != 0;) std::this_thread::yield();
     *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1000);
     return 0;
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import threading
 import time
 import weakref
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from ringway.backends.torch.adopt import adopt
 from ringway.call import ALL_REDUCE, BARRIER, OPS, Reduce, ReduceOp
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.communicator import Communicator
+from ringway.groups.listener import Listener
 from ringway.observe.recorder import recorded
 
 DEVICE = torch.device("cuda:0")
@@ -338,8 +341,10 @@ def test_a_wait_with_a_timeout_does_not_wait_inside_torch(own: Setting) -> None:
     assert own.communicator.fault is None
 
 
-def test_nothing_outlives_its_group(setting: Setting) -> None:
+@pytest.mark.parametrize("ours", [False, True])
+def test_nothing_outlives_its_group(monkeypatch: pytest.MonkeyPatch, library: Path, ours: bool) -> None:
     """Not even until the next garbage collection, because torch's group ends in its destructor."""
+    setting = Setting(monkeypatch, library, ours=ours)
     setting.driver.reach()
     setting.communicator.all_reduce(torch.zeros(3))
     until(lambda: setting.records() == [("all_reduce", "completed", 12)])
@@ -378,3 +383,135 @@ def test_each_device_has_its_own_fast_path(monkeypatch: pytest.MonkeyPatch, sett
     dist.all_reduce(torch.zeros(3))
     dist.barrier()
     assert taken == [("first", "all_reduce"), ("second", "all_reduce"), ("first", "barrier")]
+
+
+def test_an_endless_timeout_is_no_deadline(own: Setting) -> None:
+    """In nanoseconds, a thousand years overflow."""
+    own.communicator.set_timeout(timedelta(days=365_000).total_seconds())
+    own.communicator.all_reduce(torch.zeros(3))
+    time.sleep(0.25)  # calls are judged after 0.1 s
+    assert own.communicator.fault is None
+    own.driver.reach()
+    until(lambda: own.records() == [("all_reduce", "completed", 12)])
+
+
+def test_a_failed_groups_calls_end_behind_another_groups_call(own: Setting) -> None:
+    """Both wait on one stream. The failed group is reported once."""
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3))
+    info = replace(own.communicator.info, name="second", timeout=0.3)
+    failures: list[BaseException] = []
+
+    class Failures(Listener):
+        def failed(self, group: Any, error: BaseException) -> BaseException:
+            failures.append(error)
+            return error
+
+    second = Communicator(info, {"cpu": NcclBackend(info, Group())}, own.recorder, [Failures()])
+    second.broadcast(torch.zeros(3), src=1)
+    until(lambda: own.records() == [("all_reduce", "issued", 12), ("broadcast", "failed", 12)])
+    time.sleep(0.25)
+    assert [type(error) for error in failures] == [CommTimeout]
+    assert own.communicator.fault is None
+    own.driver.reach()
+    until(lambda: own.records()[0] == ("all_reduce", "completed", 12))
+
+
+def test_a_work_that_is_asked_late_knows_its_error(own: Setting) -> None:
+    """torch is asked for errors of calls that took long. This one did, although nobody asked before."""
+    own.communicator.set_timeout(60)
+    own.communicator.devices.first._works.watch.add = lambda *arguments, **more: None  # type: ignore[attr-defined]
+    work: Any = own.communicator.all_reduce(torch.zeros(3), async_op=True)
+    time.sleep(0.15)
+    own.group.works[-1].error = RuntimeError("NCCL error: ncclRemoteError")
+    own.group.works[-1].finished.set()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), PeerLost)
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(milliseconds=-1), 0])
+def test_a_wait_from_cpp_is_as_cheap_as_one_from_python(setting: Setting, timeout: Any) -> None:
+    """Functional collectives wait in C++, which passes a timeout of zero for none."""
+    work: Any = setting.communicator.all_reduce(torch.zeros(3), async_op=True)
+    assert work.wait(timeout)
+    assert setting.driver.events == 1
+
+
+def test_an_adopted_group_that_torchs_watchdog_cleaned_up_has_failed(setting: Setting) -> None:
+    """Its stream goes on as if the call had succeeded."""
+    setting.communicator.broadcast(torch.zeros(3), src=1)
+    setting.group.get_error = lambda: SimpleNamespace(name="REMOTE_ERROR")  # type: ignore[method-assign]
+    time.sleep(0.15)
+    setting.driver.reach()
+    until(lambda: setting.records() == [("broadcast", "failed", 12)])
+    assert isinstance(setting.communicator.fault, PeerLost)
+
+
+def test_a_timeout_that_changes_often_costs_no_memory(setting: Setting) -> None:
+    path = setting.communicator.devices.first._fast_path  # type: ignore[attr-defined]
+    for number in range(6):
+        setting.communicator.set_timeout(7.0 + number % 2)
+        setting.communicator.all_reduce(torch.zeros(3))
+        assert setting.group.asked[-1][-1].timeout.total_seconds() == 7.0 + number % 2
+    assert len(path._kinds) == 2
+
+
+class _Preempted(Exception):
+    """What the program's signal handler raises."""
+
+
+POINTS = ["numbered", "issued", "added", "followed"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("raised", [_Preempted, KeyboardInterrupt])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_handler_that_raises_leaves_no_call_open(
+    own: Setting, monkeypatch: pytest.MonkeyPatch, point: str, raised: type[BaseException], async_op: bool
+) -> None:
+    """Its own error arrives, and the interrupted call ends once. Before it was issued, its number is given back."""
+    dist, tensor = own.communicator, torch.zeros(3)
+    dist.set_timeout(60)
+    dist.all_reduce(tensor)
+    own.driver.reach(1)
+    until(lambda: dist.record.completed == 1)
+    path = dist.devices.first._fast_path  # type: ignore[attr-defined]
+
+    def interrupted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            signal.raise_signal(signal.SIGUSR1)
+            return result
+
+        return call
+
+    def handler(*_: Any) -> None:
+        raise raised
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with monkeypatch.context() as patch:
+            if point == "numbered":
+                patch.setattr(path, "begin", interrupted(path.begin))
+            elif point == "issued":
+                patch.setattr(own.group, "allreduce", interrupted(own.group.allreduce), raising=False)
+            elif point == "added":
+                patch.setattr(path.open, "add", interrupted(path.open.add))
+            else:
+                patch.setattr(path, "_follow", interrupted(path._follow))
+            if (point == "followed" and async_op) or (point == "added" and not async_op):
+                return  # not on its way
+            with pytest.raises(raised):
+                dist.all_reduce(tensor, async_op=async_op)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert dist.record.collectives == (1 if point == "numbered" else 2)
+    assert (dist.fault is None) == (point == "numbered" or raised is _Preempted)
+    own.driver.reach()
+    for work in own.group.works:
+        if isinstance(work, ScriptedWork):
+            work.finished.set()
+    until(lambda: "issued" not in {state for _, state, _ in own.records()})
+    time.sleep(0.05)
+    assert dist.record.completed == 2

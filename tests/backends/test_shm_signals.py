@@ -365,9 +365,18 @@ def _raised_after_the_start(context: RankContext) -> list[list[float]]:
     before = GlooFastPath._start
 
     def start(self: Any, token: int, tensor: torch.Tensor) -> Any:
-        work = before(self, token, tensor)
-        signal.raise_signal(signal.SIGUSR1)
-        return work
+        allreduce = self._allreduce
+
+        def interrupted(*arguments: Any) -> Any:
+            work = allreduce(*arguments)
+            signal.raise_signal(signal.SIGUSR1)
+            return work
+
+        self._allreduce = interrupted
+        try:
+            return before(self, token, tensor)
+        finally:
+            self._allreduce = allreduce
 
     first = _numbers(4)
     if context.rank == 0:

@@ -37,6 +37,7 @@ from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
 from ringway.errors import PeerLost, RingwayError, UsageError
+from ringway.references import weak_method
 from ringway.work import DONE, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -61,8 +62,7 @@ class NcclBackend(TorchBackend):
         self.torch_group = group or make_nccl(info)
         super().__init__(info, self.torch_group)
         self._works = Works(info.process, info.timeout if self._ours else None)
-        if self._ours:
-            self._works.group_error = self._reported_error
+        self._works.group_error = weak_method(self._reported_error)
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None

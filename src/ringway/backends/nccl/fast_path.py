@@ -95,6 +95,7 @@ class NcclFastPath(_core.FastPath):
         self._calls = _core.StreamCalls(watch, record, report)
         self.open = OpenCalls(works, record, failed)
         self._kinds: list[Kind] = []
+        self._by_timeout: dict[float | None, dict[tuple[int, int, int, bool], Kind]] = {}
         self.set_limit(works.limit or 0.0)
         self.set_timeout(None)
 
@@ -105,7 +106,7 @@ class NcclFastPath(_core.FastPath):
     def set_timeout(self, seconds: float | None) -> None:
         """The deadline that torch keeps for calls from now on; None leaves it as it is."""
         self._timeout = seconds
-        self._known: dict[tuple[int, int, int, bool], Kind] = {}
+        self._known = self._by_timeout.setdefault(seconds, {})
 
     def pending(self) -> int:
         """How many calls the device has not passed."""
@@ -160,30 +161,35 @@ class NcclFastPath(_core.FastPath):
 
     def _issue(self, kind: Kind, token: int, outputs: Any, inputs: Any) -> Work | None:
         """Issues a call. Returns the Work of an asynchronous one."""
-        began = time.monotonic()
+        began, sequence = time.monotonic(), self._record.collectives - 1
         try:
+            place: Any = None if kind.async_op else _place(outputs)
             work = _core.pass_on(kind.issue, outputs, inputs)
             if kind.async_op:
-                found = FastWork(self, kind, self._record.collectives - 1, token, work, outputs)
+                found = FastWork(self, kind, sequence, token, work, outputs)
                 self.open.add(found)
                 return found
             if work is not None:  # a torch that does not run it on the current stream
                 work.wait()
         except BaseException as error:
-            self._record.end(token, False)
-            if not isinstance(error, Exception):
+            if token not in self.open:
+                self._record.end(token, False)
+            if not isinstance(error, RuntimeError):  # not torch's, but a signal handler's
                 raise
-            call = replace(kind.call, inputs=(inputs,), outputs=(outputs,), sequence=self._record.collectives - 1)
+            call = replace(kind.call, inputs=(inputs,), outputs=(outputs,), sequence=sequence)
             raise mapped(self.works.aborted_with or error, call, time.monotonic() - began) from error
-        self.follow(kind, self._record.collectives - 1, token, outputs)
+        self._follow(kind, sequence, token, outputs, place)
         return None
 
-    def follow(self, kind: Kind, sequence: int, token: int, outputs: Any) -> None:
-        """The current stream stands behind a call."""
-        device = outputs.get_device()
-        stream = torch._C._cuda_getCurrentRawStream(device)
+    def waited(self, work: FastWork) -> None:
+        """The current stream has waited for an asynchronous call, and reports its end from now on."""
+        place = _place(work.outputs)
+        if self.open.take(work.token):
+            self._follow(work.kind, work.sequence, work.token, work.outputs, place)
+
+    def _follow(self, kind: Kind, sequence: int, token: int, outputs: Any, place: tuple[int, int]) -> None:
         try:
-            if not self._calls.follow(token, sequence * _NOTE_KINDS + kind.number, device, stream):
+            if not self._calls.follow(token, sequence * _NOTE_KINDS + kind.number, *place):
                 self._record.end(token, True)  # the graph runs it at each replay
         except RuntimeError as error:
             self._record.end(token, False)
@@ -244,3 +250,9 @@ class NcclFastPath(_core.FastPath):
             return call, lambda output, input: group._reduce_scatter_base(output, input, given)
         given = options(c10d.AllToAllOptions)
         return call, lambda output, input: group.alltoall_base(output, input, [], [], given)
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """A tensor's device, and the current stream there."""
+    device = tensor.get_device()
+    return device, torch._C._cuda_getCurrentRawStream(device)

@@ -128,6 +128,12 @@ class NcclHandle(C10dHandle):
         self._failure: BaseException | None = None
         self._deadline = works.deadline(call)
 
+    def since(self, began: float) -> NcclHandle:
+        """This handle of a call that began before the handle was made."""
+        self._deadline -= self._began - began
+        self._began = began
+        return self
+
     def wait(self, timeout: float | None = None) -> None:
         """Orders the current stream behind the collective. Blocks only in a barrier, with a timeout, and with torch's
         blocking wait."""
@@ -140,7 +146,7 @@ class NcclHandle(C10dHandle):
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=timeout))
-        except Exception as error:
+        except RuntimeError as error:  # not a signal handler's
             raise self._error(self._works.aborted_with or error) from None
         if self._works.aborted_with is not None:
             raise self._works.aborted_with

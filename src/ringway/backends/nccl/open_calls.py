@@ -22,7 +22,7 @@ import ringway._core as _core
 from ringway.backends.nccl.handles import NcclHandle, Works, doubtful, error_of, has_ended, overdue
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call
-from ringway.work import CompletionCell, Work
+from ringway.work import CompletionCell, Work, seconds
 
 Issue = Callable[[Any, Any], Any]
 
@@ -42,8 +42,8 @@ class Path(Protocol):
     works: Works
     open: OpenCalls
 
-    def follow(self, kind: Kind, sequence: int, token: int, outputs: Any) -> None:
-        """The current stream stands behind a call."""
+    def waited(self, work: FastWork) -> None:
+        """The current stream has waited for the call."""
 
 
 class OpenCalls:
@@ -75,6 +75,9 @@ class OpenCalls:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __contains__(self, token: int) -> bool:
+        return token in self._open
 
     def sweep(self) -> None:
         """Ends the calls that the device has passed."""
@@ -112,40 +115,42 @@ class FastWork(Work):
         c10d.Work.__init__(self)
         self.token = token
         self._path = path
-        self._kind = kind
-        self._sequence = sequence
+        self.kind = kind
+        self.sequence = sequence
+        self.outputs = outputs
         self._torchs = work
-        self._outputs = outputs
         self._began = time.monotonic()
         self._overdue = False
 
     @property
     def _call(self) -> Call:
-        return replace(self._kind.call, outputs=(self._outputs,), sequence=self._sequence)
+        return replace(self.kind.call, outputs=(self.outputs,), sequence=self.sequence)
 
     @cached_property
     def _handle(self) -> NcclHandle:  # type: ignore[override]
-        return NcclHandle(self._torchs, self._call, self._path.works, -1, captured=False)
+        return NcclHandle(self._torchs, self._call, self._path.works, -1, captured=False).since(self._began)
 
-    @cached_property
+    @property
     def _cell(self) -> CompletionCell:  # type: ignore[override]
-        return CompletionCell()
+        made = self.__dict__
+        return made.get("_end") or made.setdefault("_end", CompletionCell())  # one, even if two threads ask
 
     @property
     def _result(self) -> list[Tensor]:  # type: ignore[override]
-        return [self._outputs]
+        return [self.outputs]
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Orders the current stream behind the call."""
         path = self._path
-        if timeout is not None or path.works.aborted_with is not None:
+        # From C++ the timeout is zero if there is none.
+        if (timeout is not None and seconds(timeout)) or path.works.aborted_with is not None:
             return super().wait(timeout)
         try:
             self._torchs.wait()
-        except Exception as error:
+        except RuntimeError as error:
             raise mapped(path.works.aborted_with or error, self._call, time.monotonic() - self._began) from None
-        if path.open.take(self.token):
-            path.follow(self._kind, self._sequence, self.token, self._outputs)
+        if self.token in path.open:
+            path.waited(self)
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
