@@ -4,7 +4,6 @@ learns without the interpreter's lock when the device has passed it."""
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +34,7 @@ from ringway.call import (
     op_bits,
 )
 from ringway.errors import RingwayError
+from ringway.references import weak_method
 from ringway.work import Work
 
 _NOTE_KINDS = 1 << 16
@@ -79,21 +79,9 @@ class NcclFastPath(_core.FastPath):
         self._health = health
         self._info = info
         self._group = group
-        # Weakly: the watch's thread may outlive the group.
-        this = weakref.ref(self)
-
-        def report(ended: list[tuple[int, int]], waiting: int | None, overdue: bool, failure: str) -> None:
-            path = this()
-            if path is not None:
-                path._late(ended, waiting, overdue, failure)
-
-        def failed(error: BaseException) -> None:
-            path = this()
-            if path is not None:
-                path._failed(error)
-
-        self._calls = _core.StreamCalls(watch, record, report)
-        self.open = OpenCalls(works, record, failed)
+        # Weakly: the threads that call these may outlive the group.
+        self._calls = _core.StreamCalls(watch, record, weak_method(self._late))
+        self.open = OpenCalls(works, record, weak_method(self._failed))
         self._kinds: list[Kind] = []
         self._by_timeout: dict[float | None, dict[tuple[int, int, int, bool], Kind]] = {}
         self.set_limit(works.limit or 0.0)
