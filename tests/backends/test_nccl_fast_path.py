@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -515,3 +517,22 @@ def test_a_handler_that_raises_leaves_no_call_open(
     until(lambda: "issued" not in {state for _, state, _ in own.records()})
     time.sleep(0.05)
     assert dist.record.completed == 2
+
+
+_EXITING = """
+import sys, threading, time
+import ringway._core as _core
+
+record = _core.GroupRecord(_core.Recorder(64), "group")
+calls = [_core.StreamCalls(_core.StreamWatch(sys.argv[1]), record, print)]
+calls[0].follow(record.begin(0, 4, 0, 0, -1, 0), 0, 0, 1)
+_core.begin_exit()
+thread = threading.Thread(target=calls.clear)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_that_drops_a_group_at_exit_does_not_keep_the_interpreter(library: Path) -> None:
+    """It holds the interpreter's lock, and must not sleep with it as the core's threads do at exit."""
+    subprocess.run([sys.executable, "-c", _EXITING, str(library)], check=True, timeout=60)
