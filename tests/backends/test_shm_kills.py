@@ -33,7 +33,7 @@ from ringway.errors import PeerLost, RendezvousError
 from ringway.testing import RankContext, RankPool
 from ringway.testing.forkserver import die_with_parent
 
-KILLS = 10_000 if os.environ.get("RINGWAY_SOAK") else 100
+KILLS = 10_000 if os.environ.get("RINGWAY_SOAK") else 200
 SIZE = 3
 SECONDS = 60.0
 """Until a rank gives up: much longer than it may take to notice a death."""

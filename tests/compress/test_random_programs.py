@@ -9,7 +9,7 @@ import random_programs
 
 from ringway.testing import RankPool
 
-SECONDS = 600.0 if os.environ.get("RINGWAY_SOAK") else 12.0
+SECONDS = 600.0 if os.environ.get("RINGWAY_SOAK") else 30.0
 
 
 @pytest.mark.timeout(1800)
