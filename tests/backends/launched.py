@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ringway as dist
 from ringway.testing.conformance import Case, Setting, all_cases
 from ringway.testing.probe import Probe
+
+SOME = 1 if os.environ.get("RINGWAY_SOAK") else 7
+"""Of the kinds that another test runs all of on the same code: every Nth."""
 
 
 def about_the_backend(case: Case) -> bool:
@@ -45,7 +49,7 @@ def run_cases(
         probe = Probe(dist, group, rank, list(members), store, case.name)
         began = time.perf_counter()
         try:
-            case.run(probe)
+            setting.run(case.run, probe)
         except Exception:
             text = f"{case.name} of {setting} at {probe.parameters}: {traceback.format_exc()}"
             report({"findings": [*findings, text]})

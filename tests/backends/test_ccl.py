@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from launched import about_the_backend
+from launched import SOME, about_the_backend
 
 from ringway.backends.ccl import library as ccl_library
 from ringway.backends.ccl.backend import configure
 from ringway.call import Reduce
 from ringway.errors import BackendUnavailable, CommTimeout, RingwayError
-from ringway.testing import RankContext, RankPool, check_backend
-from ringway.testing.conformance import all_cases
+from ringway.testing import RankContext, RankPool, Report
+from ringway.testing.conformance import Setting, all_cases, run_setting
 
 HERE = Path(__file__).parent
 STAND_IN = HERE / "ccl_stand_in.cpp"
@@ -66,9 +66,12 @@ def ccl_pool(pool: RankPool, stand_in: str) -> Iterator[RankPool]:
 
 @pytest.mark.processes
 def test_conformance_on_the_stand_in(ccl_pool: RankPool) -> None:
-    """Three ranks and a sub-group of two."""
+    """Three ranks, with every reduction of every dtype, and a sub-group of two."""
     cases = [case.name for case in all_cases().values() if about_the_backend(case)]
-    report = check_backend("ccl", (3,), cases=cases, pool=ccl_pool)
+    report = Report()
+    run_setting(ccl_pool, Setting("ccl", 3, every=min(SOME, 3)), cases, report)
+    run_setting(ccl_pool, Setting("ccl", 3, members=(1, 2), every=SOME), cases, report)
+    assert not report.findings, str(report)
     assert len(report.seconds) > 120
 
 

@@ -10,6 +10,7 @@ it when imported.
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,10 @@ class Setting:
 
     `started_by` and `called_through` are modules: `ringway` for both, or `torch.distributed` to call a group that
     ringway made through torch. `members` are the ranks of a sub-group, or None for the world.
+
+    `every`: cases that go through all kinds (dtype, reduction, element count) run every Nth of them only. A kind's
+    element counts are adjacent and there are four: 3 leaves out no reduction of any dtype, and a larger odd number
+    still runs every count.
     """
 
     backend: str
@@ -104,6 +109,7 @@ class Setting:
     started_by: str = "ringway"
     called_through: str = "ringway"
     members: tuple[int, ...] | None = None
+    every: int = 1
 
     @property
     def size(self) -> int:
@@ -115,6 +121,14 @@ class Setting:
             and not (candidate.own_names and self.called_through != "ringway")
             and not (candidate.whole_world and self.members is not None)
         )
+
+    def run(self, function: Callable[..., None], probe: Probe) -> None:
+        """Run a case's function here."""
+        kinds = inspect.signature(function).parameters.get("kinds")
+        if kinds is None:
+            function(probe)
+        else:
+            function(probe, kinds.default[:: self.every])
 
     def __str__(self) -> str:
         where = f"{self.backend}, {self.world_size} ranks"
@@ -219,7 +233,7 @@ def run_case(context: RankContext, setting: Setting, name: str, function: Functi
         return []
     probe = Probe(dist, group, members.index(context.rank), list(members), context.store, name)
     try:
-        function.load()(probe)
+        setting.run(function.load(), probe)
     except Exception:
         print(f"{name} was at: {probe.parameters or 'no parameters'}", *probe.findings, sep="\n")
         raise
