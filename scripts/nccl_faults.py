@@ -304,13 +304,12 @@ def main() -> int:
 
 def _page(rows: list[Row], rounds: int) -> str:
     """Only for runs in which everything holds."""
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())
     lines = [
         "    LD_PRELOAD=libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 PYTHONPATH=src python scripts/nccl_faults.py"
         f" --rounds {rounds}",
         "",
         f"{torch.cuda.get_device_name(0)}, {platform.machine()}, Python {platform.python_version()},"
-        f" torch {torch.__version__}, NCCL {version}.",
+        f" torch {torch.__version__}, NCCL {proofs.loaded_nccl()}.",
         "",
         "| what | holds | seconds until the error, least to most |",
         "|---|---|---|",

@@ -10,7 +10,6 @@ programs run on nccl with one rank. A failure prints the first elements that dif
 from __future__ import annotations
 
 import argparse
-import ctypes
 import platform
 import sys
 from collections.abc import Iterator
@@ -78,13 +77,6 @@ def random_runs(backend: str, ranks: int, device: str, seconds: float, first_see
     return title, True, f"{ran} programs, 0 differences"
 
 
-def _loaded_nccl() -> int:
-    """The version that is loaded. torch names the one it was built with."""
-    version = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    return version.value
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=proofs.FOLDER / "numerics_gpu.md")
@@ -110,7 +102,7 @@ def main() -> int:
     if device == "cuda":
         import triton
 
-        versions += f", Triton {triton.__version__}, NCCL {_loaded_nccl()}"
+        versions += f", Triton {triton.__version__}, NCCL {proofs.loaded_nccl()}"
     command = f"    PYTHONPATH=src python scripts/numerics_proof.py --seconds {arguments.seconds:g}"
     lines = [command, "", f"{name}, {versions}, seed {arguments.seed}.", "", "| what | holds | seen |", "|---|---|---|"]
     lines += [

@@ -7,6 +7,7 @@ A proof is a page of `docs/proofs/` whose head names the commit it was made on a
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 from collections.abc import Sequence
@@ -40,6 +41,13 @@ _PROVES = re.compile(r"^- Proves: (.*)$", re.MULTILINE)
 def _git(*arguments: str) -> str:
     run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def loaded_nccl() -> str:
+    """The version of NCCL that is loaded. torch names the one it was built with."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
 
 def write(path: Path, title: str, proves: Sequence[str], body: str, commit: str | None = None) -> None:

@@ -135,7 +135,7 @@ def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
     lines = [
         "    " + " ".join([*(f"{k}={v}" for k, v in part.variables.items()), "pytest -q", shlex.join(part.selection)]),
         "",
-        f"{len(cases)} tests passed, {len(skipped)} were skipped, in {seconds:.0f} s: {versions}, {platform.machine()},"
+        f"{len(cases)} passed, {len(skipped)} skipped, in {seconds:.0f} s: {versions}, {platform.machine()},"
         f" {os.cpu_count()} cores.",
     ]
     if part.lists_skipped:
@@ -144,9 +144,10 @@ def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
         lines += ["", "| test | seconds |", "|---|---|"]
         lines += [f"| `{case.get('name')}` | {float(case.get('time', 0)):.1f} |" for case in cases]
     if part.shows_output:
+        said = "\n".join(case.findtext("system-out") or "" for case in cases)
         lines += [
             "",
-            *(f"    {line}" for case in cases for line in (case.findtext("system-out") or "").split("\n") if line),
+            *(f"    {line}" for line in said.split("\n") if line and not line.startswith("---")),
         ]
     proofs.write(output, part.title, part.proves, "\n".join(lines), commit)
     return 0

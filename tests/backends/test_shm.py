@@ -419,6 +419,15 @@ def _hellos(token: str) -> list[tuple[bytes, int]]:
     return [(text, count) for text in texts for count in (1, 3)] + [(json.dumps(wrong[0]).encode(), 253)]
 
 
+def _least_open_files() -> int:
+    """Other threads of this process open and close files, too."""
+    counts = []
+    for _ in range(20):
+        counts.append(_open_files())
+        time.sleep(0.01)
+    return min(counts)
+
+
 @pytest.mark.timeout(100)
 def test_malformed_hellos_leave_no_descriptors_behind() -> None:
     store = c10d.HashStore()
@@ -432,7 +441,7 @@ def test_malformed_hellos_leave_no_descriptors_behind() -> None:
     host.start()
     meeting = json.loads(Deadline(60).poll(lambda: read(store, shm_meeting._KEY)) or b"")
     token = key_of(store).reveal(meeting["name"], meeting["token"])
-    before = _open_files()
+    before = _least_open_files()
     for text, count in _hellos(token):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.settimeout(30)
@@ -440,7 +449,7 @@ def test_malformed_hellos_leave_no_descriptors_behind() -> None:
             socket.send_fds(stranger, [text], [0] * count)
             with suppress(ConnectionResetError):
                 assert stranger.recv(1000) == b"", (text[:80], count)
-        assert _open_files() == before, (text[:80], count)
+        assert Deadline(20).poll(lambda: _open_files() <= before or None), (text[:80], count)
     arrive(1)
     host.join(60)
     assert sorted(segments) == [0, 1]

@@ -376,3 +376,14 @@ def test_several_hosts_without_an_address_or_mpi4py(monkeypatch: pytest.MonkeyPa
 def test_own_address_is_one_of_this_host() -> None:
     with socket.socket(socket.AF_INET6 if ":" in ports.own_address() else socket.AF_INET) as probe:
         probe.bind((ports.own_address(), 0))
+
+
+def test_a_reserved_port_is_free_for_one_listener_and_for_no_other_run() -> None:
+    with ports.reserve() as reserved, socket.socket() as plain, socket.socket() as listener:
+        port = reserved.getsockname()[1]
+        assert port < 32768, "outgoing connections get the ports above"
+        with pytest.raises(OSError, match="in use"):
+            plain.bind(("127.0.0.1", port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        listener.bind(("", port))
+        listener.listen()

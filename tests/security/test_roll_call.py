@@ -106,19 +106,20 @@ def test_an_early_sign_in_takes_nobodys_place(pool: RankPool) -> None:
 def _late(context: RankContext, port: int) -> str:
     """The stranger overwrites everything it can read or guess, again and again, while the ranks use the store."""
     store = rendezvous(_info(context, port), PATIENT)
+    _meet(context)  # before, the other rank may still be in the roll call
     base = _reached(port)
     for key in ("rank 0", "rank 1", "outcome", "confirmed by 0", "job/fault", "job/mine"):
         _door(base).set(key, _signed(Key(b"s" * 32)))  # type: ignore[arg-type]
-    _leave_tampered(context)
+    _meet(context)
     with pytest.raises(Tampered, match="'fault' in the job's store was written by a process without") as caught:
         store.get("fault")
     store.set("unharmed", "yes")
     assert store.get("unharmed") == b"yes"
-    _leave_tampered(context)
+    _meet(context)
     return caught.value.what
 
 
-def _leave_tampered(context: RankContext) -> None:
+def _meet(context: RankContext) -> None:
     number = context.store.add("here", 1)
     goal = (number + 1) // 2 * 2
     while context.store.add("here", 0) < goal:
@@ -134,9 +135,9 @@ def _replayed(context: RankContext, port: int, other: int) -> str:
     """The stranger recorded a whole start of this job, and plays it back as rank 1 of the next."""
     store = rendezvous(_info(context, port), PATIENT)
     recorded = {name: bytes(_door(_reached(port)).get(name)) for name in ("rank 1", "confirmed by 1")}
-    _leave_tampered(context)
+    _meet(context)
     if context.rank == 1:
-        _leave_tampered(context)
+        _meet(context)
         return "stayed away"
 
     def stranger() -> None:
@@ -148,7 +149,7 @@ def _replayed(context: RankContext, port: int, other: int) -> str:
     with pytest.raises(RendezvousError) as caught:
         rendezvous(_info(context, other), 3.0)
     assert caught.value.missing == [1]
-    _leave_tampered(context)
+    _meet(context)
     del store
     return str(caught.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import random
 import socket
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from ringway.errors import RendezvousError
 # Below the range from which Linux assigns ports to outgoing connections, so accidental conflicts are rare.
 _FIRST_CHOICE, _LAST_CHOICE = 20000, 32000
 CHOICES = 16
+_TRIES = 200
 
 
 def choices(job: str) -> list[int]:
@@ -53,20 +55,30 @@ def _numbers(address: str) -> list[tuple[socket.AddressFamily, str]]:
     return [(family, str(where[0])) for family, _, _, _, where in found]
 
 
-def reserve(address: str) -> socket.socket:
-    """A socket that holds a free port without listening: another process that reuses addresses may listen there."""
-    return _bound(socket.AF_INET, address, 0, listens=False)
+def reserve() -> socket.socket:
+    """A socket that holds a free port of all interfaces without listening: another process that reuses addresses may
+    listen there."""
+    for port in random.SystemRandom().sample(range(_FIRST_CHOICE, _LAST_CHOICE), _TRIES):
+        holder = socket.socket()
+        try:
+            holder.bind(("", port))  # fails if any other socket has the port
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return holder
+        except OSError as error:
+            holder.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise RendezvousError(f"{_TRIES} ports from {_FIRST_CHOICE} to {_LAST_CHOICE} were tried, and all are taken")
 
 
-def _bound(family: socket.AddressFamily, address: str, port: int, *, listens: bool = True) -> socket.socket:
+def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((address, port))
-        if listens:
-            listener.listen(1024)
+        listener.listen(1024)
     except OSError:
         listener.close()
         raise

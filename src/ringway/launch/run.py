@@ -57,7 +57,7 @@ def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: in
 def store_of_a_run() -> Iterator[dict[str, str]]:
     """A store for the ranks of one run, and the environment variables with which they find it."""
     run_id = secrets.token_hex(16)
-    with PrivateSecret() as secret, PrivateSocket() as socket, ports.reserve(LOOPBACK) as reserved:
+    with PrivateSecret() as secret, PrivateSocket() as socket, ports.reserve() as reserved:
         store = StoreServer(socket.listener, job_key(secret.key, run_id, os.environ.get("RINGWAY_JOB_TOKEN", "")))
         try:
             yield {
