@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ringway.errors import BackendUnavailable
@@ -21,6 +22,7 @@ def pid_namespace() -> str:
     return f"{_boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
+@cache
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

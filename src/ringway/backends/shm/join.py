@@ -390,7 +390,8 @@ class _Joiner(_Meeting):
         """A connection to rank 0, and the token of its group."""
         gone: set[str] = set()  # sockets of an earlier meeting, whose rank 0 was killed
         while True:
-            meeting = self.deadline.poll(self._question(gone))
+            # Whether rank 0 still lives is read from files.
+            meeting = self._opened(lambda: self.deadline.poll(self._question(gone)))
             if meeting is None:
                 raise RendezvousError(
                     f"{self.rank(0)} did not make the shared segment of the group {self.info.name} in time",
