@@ -50,8 +50,8 @@ class Part:
 
 PARTS = {
     "sanitizers": Part(
-        "The shared-memory engine under ThreadSanitizer, AddressSanitizer and UBSan",
-        ("csrc/shm", "csrc/reduce", "csrc/pack", "tests/native"),
+        "The native core under ThreadSanitizer, AddressSanitizer and UBSan",
+        ("csrc/shm", "csrc/reduce", "csrc/pack", "csrc/device", "tests/native"),
         ("-m", "sanitizers"),
     ),
     "browser": Part(
