@@ -3,8 +3,8 @@
 # make test       lint, types and all tests (what CI runs); says which proofs are older than the code they prove
 # make soak       hours: more seeds, kills and training steps, the conformance suite on more worlds and sub-groups, also
 #                 under both MPIs, messages of more than 2 GB, tests that depend on time ten times, the suite on busy CPUs
-# make sanitizers, make browser, make attack, make kills, make torch-versions  what make test leaves out, written to
-#                 docs/proofs
+# make sanitizers, make browser, make attack, make kills, make random_programs, make torch-versions
+#                 what make test leaves out, written to docs/proofs
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -73,9 +73,9 @@ soak: build
 	@for round in 1 2 3 4 5 6 7 8 9 10; do $(PYTEST) -m 'timing and ($(APART))' || exit 1; done
 	@$(PY) scripts/busy.py 2 $(PYTEST) $(SPREAD) -m '$(APART)'
 
-.PHONY: sanitizers browser attack kills torch-versions
+.PHONY: sanitizers browser attack kills random_programs torch-versions
 
-sanitizers browser attack kills: build
+sanitizers browser attack kills random_programs: build
 	@$(PY) scripts/suite_proof.py $@
 
 TORCH_VERSIONS := 2.11.0 2.15.0

@@ -25,6 +25,7 @@ MADE_BY = {
     "nccl_faults": "python scripts/nccl_faults.py",
     "numerics_gpu": "python scripts/numerics_proof.py",
     "onebit_gpu": "python benchmarks/onebit_gpu.py",
+    "random_programs": "make random_programs",
     "sanitizers": "make sanitizers",
     "suite_gpu": "python scripts/suite_proof.py suite_gpu",
     "shm_x86": "python benchmarks/collectives.py",

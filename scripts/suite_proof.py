@@ -4,6 +4,7 @@
     python scripts/suite_proof.py browser           the tests marked `browser`
     python scripts/suite_proof.py attack            the attackers of tests/security, 10,000 times
     python scripts/suite_proof.py kills             10,000 ranks killed at random moments
+    python scripts/suite_proof.py random_programs   random programs over compression for 10 minutes
     python scripts/suite_proof.py suite_gpu         the suite, on a machine with a GPU
     python scripts/suite_proof.py torch 2.15.0      the whole suite on another torch, in a separate environment
 
@@ -76,6 +77,13 @@ PARTS = {
         "The suite on a machine with a GPU",
         ("src/ringway", "csrc"),
         ("-n", "10", *SUITE),
+    ),
+    "random_programs": Part(
+        "Random programs over compression, 10 minutes, against float64",
+        ("src/ringway/compress", "src/ringway/parallel", "tests/compress/random_programs.py"),
+        ("tests/compress/test_random_programs.py",),
+        {"RINGWAY_SOAK": "1"},
+        shows_output=True,
     ),
     "kills": Part(
         "10,000 ranks of shm groups killed at random moments",
