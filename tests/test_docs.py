@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from programs import ended_with, run_launched, run_program, torchrun_variables
+from ringway.config import resolve
 from ringway.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,7 @@ NOT_RUN = {
 """The first line of each block marked `notest`, and why it cannot run in the tests."""
 
 BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^(?:import|from) \w", re.MULTILINE)
 START = re.compile(r"# (?:python|ringway run -n (?P<ranks>\d+)) (?P<name>\w+\.py)\b")
 
 
@@ -111,7 +113,18 @@ def test_every_block_runs_or_has_a_reason() -> None:
             elif info.startswith("python"):
                 assert info == "python notest", f"{page.name}:{line}: unknown info string {info!r}"
                 not_run.add(text.splitlines()[0])
+            elif not info:
+                assert not PYTHON.search(text), f"{page.name}:{line}: Python in a block without a language is not run"
     assert not_run == set(NOT_RUN)
+
+
+def test_configurations_in_toml_are_accepted(tmp_path: Path) -> None:
+    found = [text for page in PAGES for info, text, _ in _blocks(page) if info == "toml"]
+    assert found
+    for text in found:
+        file = tmp_path / "ringway.toml"
+        file.write_text(text)
+        assert resolve(str(file), environ={}).notes == ()
 
 
 def _slug(heading: str) -> str:

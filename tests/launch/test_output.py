@@ -95,3 +95,21 @@ def test_a_process_that_holds_a_pipe_open_delays_nothing(monkeypatch: pytest.Mon
 
 def _lines(lines: list[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+@pytest.mark.timeout(90)
+def test_a_line_without_an_end_is_shown_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, it would fill the launcher's memory."""
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    output = Output()
+    ends, pipes = _pipes()
+    output.show(0, *pipes)
+    for _ in range(30):
+        os.write(ends[0], b"x" * 10_000)
+    for end in ends:
+        os.close(end)
+    output.close(lambda: False)
+    parts = [line.removeprefix("[rank 0] ") for line in stdout.getvalue().splitlines()]
+    assert len(parts) > 1
+    assert "".join(parts) == "x" * 300_000

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,10 +106,12 @@ def test_processes_that_ranks_leave_behind_end_with_the_run(pool: RankPool, tmp_
     assert not any(map(_runs, _ids(tmp_path)))
 
 
-def _killed_launcher(context: RankContext, command: list[str], folder: str) -> list[int]:
-    """Kills a launcher whose ranks are ready. Returns their processes that still run after that."""
+def _killed_launcher(context: RankContext, command: list[str], folder: str, temporary: str) -> list[Any]:
+    """Kills a launcher whose ranks are ready. Returns their processes that still run after that, and what is left of it
+    in the temporary directory."""
     child = os.fork()
     if child == 0:
+        tempfile.tempdir = temporary
         run(command, 2)
         os._exit(0)
     deadline = time.monotonic() + 60
@@ -119,14 +122,17 @@ def _killed_launcher(context: RankContext, command: list[str], folder: str) -> l
     pids = _ids(Path(folder))
     while any(map(_runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return [pid for pid in pids if _runs(pid)]
+    return [*(pid for pid in pids if _runs(pid)), *os.listdir(temporary)]
 
 
 def test_nothing_survives_a_launcher_that_is_killed(pool: RankPool, tmp_path: Path) -> None:
-    command = ["sh", "-c", BACKGROUND + "while :; do sleep 0.05; done", str(tmp_path / "pid")]
-    (survivors,) = pool.run(_killed_launcher, command, str(tmp_path), world_size=1, timeout=100)
-    assert survivors == []
-    assert len(_ids(tmp_path)) == 8
+    ids, temporary = tmp_path / "ids", tmp_path / "temporary"
+    ids.mkdir()
+    temporary.mkdir()
+    command = ["sh", "-c", BACKGROUND + "while :; do sleep 0.05; done", str(ids / "pid")]
+    (left,) = pool.run(_killed_launcher, command, str(ids), str(temporary), world_size=1, timeout=100)
+    assert left == []
+    assert len(_ids(ids)) == 8
 
 
 def test_program_that_cannot_be_started_is_named(pool: RankPool, tmp_path: Path) -> None:
