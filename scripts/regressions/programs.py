@@ -23,6 +23,7 @@ from torch import nn
 import ringway as dist
 from ringway.compress import ErrorFeedback, OneBitAdam, compressed_all_reduce
 from ringway.errors import CollectiveMismatch, CommTimeout, NotFinite
+from ringway.parallel import register_data_parallel_hooks
 from ringway.testing import RankContext, RankPool
 
 NUMEL = 500
@@ -133,6 +134,43 @@ def nan_in_the_compressed_stage(context: RankContext) -> str:
     raise AssertionError("no NotFinite")
 
 
+def int4_unused(context: RankContext) -> str:
+    """A layer that is used in every fourth step: the relative error of its summed gradient, with int4."""
+    context.start("gloo")
+    always, sometimes = nn.Linear(20, 10, bias=False), nn.Linear(20, 10, bias=False)
+    model = nn.ModuleList([always, sometimes])
+    hooks = register_data_parallel_hooks(model, codec="int4:64")
+    summed, true = torch.zeros(10, 20), torch.zeros(10, 20)
+    for step in range(81):
+        inputs = [torch.randn(16, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        model.zero_grad()
+        total = always(inputs[context.rank]).sum()
+        if step % 4 == 0:
+            total = total + sometimes(inputs[context.rank]).sum()
+            true += sum(each.sum(dim=0).expand(10, 20) for each in inputs) / 2
+        total.backward()
+        if step % 4 == 0:
+            summed += sometimes.weight.grad
+    hooks.remove()
+    error = float((summed - true).norm() / true.norm())
+    if error > 0.02:
+        raise AssertionError(f"the relative error is {error:.2f}")
+    return f"the relative error is {error:.4f}"
+
+
+def fp8_in_fp16(context: RankContext) -> str:
+    """Finite fp16 values near the largest, with fp8."""
+    context.start("shm")
+    feedback = ErrorFeedback()
+    for step in range(6):
+        values = 1 - 0.1 * torch.rand(NUMEL, generator=torch.Generator().manual_seed(step + context.rank))
+        tensor = (values * (0.96 * torch.finfo(torch.float16).max * (0.5 if step == 0 else 1.0))).to(torch.float16)
+        compressed_all_reduce(tensor, feedback["x"], "fp8", not_finite="propagate")
+        if not torch.isfinite(tensor).all():
+            raise AssertionError(f"step {step}: {int(torch.isinf(tensor).sum())} of {NUMEL} results are infinite")
+    return "all results are finite"
+
+
 def sizes_differ(context: RankContext) -> str:
     """1000 elements on rank 0, 1001 on rank 1."""
     context.start("shm")
@@ -203,7 +241,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         late_peer, unfrozen_later, frozen_later, frozen_and_added, no_gradient, nan_in_the_compressed_stage,
-        sizes_differ, summary_alone, cpu_quota, destroyed_in_a_callback,
+        int4_unused, fp8_in_fp16, sizes_differ, summary_alone, cpu_quota, destroyed_in_a_callback,
     )
 }  # fmt: skip
 
