@@ -341,6 +341,27 @@ def half_precision_stays_finite(context: RankContext) -> None:
                         assert torch.isfinite(tensor).all(), (dtype, spec, kernels, step)
 
 
+def nan_is_named_whatever_was_in_memory(context: RankContext) -> None:
+    """The buffers of one call are reused by the next."""
+    context.start("gloo")
+    for step in range(8):
+        feedback = ErrorFeedback()
+        for not_finite in ("propagate", "raise"):
+            tensor = torch.randn(2050, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            if not_finite == "raise":
+                tensor.zero_()
+            if context.rank == 1:
+                tensor[36] = float("-inf")
+            named = None
+            try:
+                compressed_all_reduce(
+                    tensor, feedback["x"], "fp8:tensor", kernels="reference", window=64, not_finite=not_finite
+                )
+            except NotFinite as error:
+                named = error.rank
+            assert named == (1 if not_finite == "raise" else None), step
+
+
 def scales_that_overflow(context: RankContext) -> None:
     """Finite values whose scale is infinite: reported, and the residual stays finite."""
     context.start("shm")

@@ -10,6 +10,8 @@ import pytest
 import rank_state
 import torch
 
+from ringway.compress import get_codec, kernels_for
+from ringway.compress.windows import HEADER_BYTES, clear_spoiled, frame_bytes, statuses
 from ringway.compress.workspace import BufferPool
 from ringway.testing import RankPool
 
@@ -62,6 +64,10 @@ def test_half_precision_results_stay_finite(pool: RankPool) -> None:
     pool.run(rank_state.half_precision_stays_finite, world_size=2)
 
 
+def test_a_nan_is_named_whatever_was_in_memory(pool: RankPool) -> None:
+    pool.run(rank_state.nan_is_named_whatever_was_in_memory, world_size=2)
+
+
 def test_scales_that_overflow_are_reported(pool: RankPool) -> None:
     pool.run(rank_state.scales_that_overflow, world_size=2)
 
@@ -97,3 +103,19 @@ def test_buffers_have_one_owner() -> None:
     taken.append(pool.take(1, 64))
     watched._other.join()
     assert [one is watched for one in taken].count(True) == 1
+
+
+def test_frames_without_values_do_not_count_as_an_average_that_is_not_finite() -> None:
+    """A frame whose status is set holds what was in its memory before. With a scale for the whole tensor, that decided
+    whether the rank with the NaN was named."""
+    for spec in ("fp8:tensor", "int8:tensor", "onebit:tensor"):
+        codec = get_codec(spec)
+        frames = torch.full((2, frame_bytes(codec, 64)), 255, dtype=torch.uint8)
+        statuses(frames).copy_(torch.tensor([0, 1], dtype=torch.int32))
+        frames[0, HEADER_BYTES:].zero_()
+        clear_spoiled(frames)
+        assert not frames[1, HEADER_BYTES:].any()
+        assert statuses(frames).tolist() == [0, 1]
+        for kernels in ("native", "reference"):
+            measured = kernels_for(codec, torch.device("cpu"), kernels).measure_mean(frames, None, 64)
+            assert torch.isfinite(measured).all(), (spec, kernels)

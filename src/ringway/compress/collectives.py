@@ -35,7 +35,7 @@ from ringway.compress.kernels.base import VALUE_DTYPES, Kernels
 from ringway.compress.kernels.select import kernels_for
 from ringway.compress.outcome import Outcome, PlainStatus
 from ringway.compress.report import SAMPLE_EVERY
-from ringway.compress.windows import Sharding, Window, frame_bytes
+from ringway.compress.windows import Sharding, Window, clear_spoiled, frame_bytes
 from ringway.compress.workspace import BufferPool, Workspace
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
@@ -363,6 +363,7 @@ class AllReduce:
         def measure(one: _Sent) -> None:
             frames, count = self._arrived(one), one.window.count(self._communicator.rank)
             if count:
+                clear_spoiled(frames)
                 statistics.append(kernels.measure_mean(frames, self._residual_of(one.window), count))
 
         ahead = 1 if self._overlaps else 0

@@ -95,6 +95,11 @@ def headers(frames: Tensor) -> Tensor:
     return frames.view(torch.int64)[..., : HEADER_BYTES // 8]
 
 
+def clear_spoiled(frames: Tensor) -> None:
+    """Zero the frames whose status is set. They hold what was in their memory before, which may be NaN."""
+    frames[:, HEADER_BYTES:].masked_fill_((statuses(frames) != 0).unsqueeze(1), 0)
+
+
 def statuses(frames: Tensor) -> Tensor:
     """The status words of frames [..., frame_bytes]: a view, int32 [...]."""
     return frames.view(torch.int32)[..., 0]
