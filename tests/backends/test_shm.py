@@ -371,27 +371,39 @@ def test_waiting_uses_almost_no_cpu_time(pool: RankPool) -> None:
 # Joining
 
 
+class TwoRanks:
+    """Two ranks of one process that meet to share memory. Rank 0 waits for rank 1, and strangers may come."""
+
+    def __init__(self) -> None:
+        self.store = c10d.HashStore()
+        self._segments: dict[int, shm_meeting.SharedSegment] = {}
+        self._host = threading.Thread(target=self._arrive, args=(0,))
+        self._host.start()
+        self.meeting = json.loads(Deadline(60).poll(lambda: read(self.store, shm_meeting._KEY)) or b"")
+
+    def _arrive(self, rank: int) -> None:
+        info = GroupInfo(rank=rank, size=2, ranks=[0, 1], store=self.store, name="both", timeout=60)
+        self._segments[rank] = shm_meeting.share_segment(info, replace)
+
+    def met(self) -> dict[int, shm_meeting.SharedSegment]:
+        """Rank 1 comes. Returns what each rank got."""
+        self._arrive(1)
+        self._host.join(60)
+        assert sorted(self._segments) == [0, 1]
+        return self._segments
+
+
 def test_a_connection_without_the_token_is_refused() -> None:
     """A process without the group's token gets nothing, and does not keep the ranks from joining."""
-    store = c10d.HashStore()
-    segments: dict[int, shm_meeting.SharedSegment] = {}
-
-    def arrive(rank: int) -> None:
-        info = GroupInfo(rank=rank, size=2, ranks=[0, 1], store=store, name="both", timeout=60)
-        segments[rank] = shm_meeting.share_segment(info, replace)
-
-    host = threading.Thread(target=arrive, args=(0,))
-    host.start()
-    meeting = json.loads(Deadline(60).poll(lambda: read(store, shm_meeting._KEY)) or b"")
+    two = TwoRanks()
+    meeting = two.meeting
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(30)
         stranger.connect("\0" + meeting["name"])
         hello = {"token": secrets.token_hex(32), "rank": 1, "name": "stranger", "pid": os.getpid(), "cpus": [0]}
         shm_meeting.send(stranger, hello)
         assert stranger.recv(1000) == b""
-    arrive(1)
-    host.join(60)
-    assert sorted(segments) == [0, 1]
+    segments = two.met()
     assert os.fstat(segments[0].fd).st_ino == os.fstat(segments[1].fd).st_ino
     for segment in segments.values():
         assert [peer.pid for peer in segment.peers] == [os.getpid()] * 2
@@ -430,17 +442,9 @@ def _least_open_files() -> int:
 
 @pytest.mark.timeout(100)
 def test_malformed_hellos_leave_no_descriptors_behind() -> None:
-    store = c10d.HashStore()
-    segments: dict[int, shm_meeting.SharedSegment] = {}
-
-    def arrive(rank: int) -> None:
-        info = GroupInfo(rank=rank, size=2, ranks=[0, 1], store=store, name="both", timeout=60)
-        segments[rank] = shm_meeting.share_segment(info, replace)
-
-    host = threading.Thread(target=arrive, args=(0,))
-    host.start()
-    meeting = json.loads(Deadline(60).poll(lambda: read(store, shm_meeting._KEY)) or b"")
-    token = key_of(store).reveal(meeting["name"], meeting["token"])
+    two = TwoRanks()
+    meeting = two.meeting
+    token = key_of(two.store).reveal(meeting["name"], meeting["token"])
     before = _least_open_files()
     for text, count in _hellos(token):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -450,9 +454,7 @@ def test_malformed_hellos_leave_no_descriptors_behind() -> None:
             with suppress(ConnectionResetError):
                 assert stranger.recv(1000) == b"", (text[:80], count)
         assert Deadline(20).poll(lambda: _open_files() <= before or None), (text[:80], count)
-    arrive(1)
-    host.join(60)
-    assert sorted(segments) == [0, 1]
+    segments = two.met()
     for segment in segments.values():
         os.close(segment.fd)
 

@@ -199,7 +199,12 @@ def _short_of_files(context: RankContext, short: int, spare: int, late: bool) ->
         leave_descriptors(spare)
     elif context.rank == 0 and late:  # the others look meanwhile whether it is alive
         gather = join._Host._gather
-        join._Host._gather = lambda self: (time.sleep(1), gather(self))[1]  # type: ignore[method-assign]
+
+        def gather_late(host: join._Host) -> None:
+            time.sleep(1)
+            gather(host)
+
+        join._Host._gather = gather_late  # type: ignore[method-assign]
     with pytest.raises(BackendUnavailable) as caught:
         ShmBackend(_group(context.store, context.rank, context.world_size))
     return caught.value.reason, caught.value.remedy
