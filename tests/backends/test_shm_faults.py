@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import random
@@ -345,6 +346,7 @@ def _forked(context: RankContext) -> list[str]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        faulthandler.dump_traceback_later(30)  # if it hangs, the failure shows where
         try:
             backend = dist.communicator().backend
             backend.all_reduce(Call(ALL_REDUCE, (torch.ones(2),), (torch.ones(2),)))  # type: ignore[attr-defined]

@@ -125,6 +125,8 @@ def test_a_forked_child_may_exit_in_any_way(pool: RankPool, backend: str, own: b
         "work = dist.all_reduce(torch.ones(3), async_op=True)\n"
         "cycle = [dist.communicator(dist.new_group([0]))]; cycle.append(cycle)\n"
         "dist.all_reduce(torch.ones(3), async_op=True, group=dist.new_group([0])).wait()\n"
+        "gc.disable(); ended = [dist.new_group([0])]; dist.destroy_process_group(ended[0])\n"
+        "ended.append(ended); del ended\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    del cycle, work; gc.collect()\n"

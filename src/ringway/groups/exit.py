@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,7 +75,9 @@ def _threads(*names: str) -> list[int]:
 def leave_in_child() -> None:
     """A forked child is not a member of its parent's groups: its calls on them are refused, and its exit must not
     disturb them."""
-    # Destroying a group joins its threads, which do not exist in the child: never destroy the parent's groups here.
+    # Destroying a group joins its threads, which do not exist in the child. Never destroy the parent's groups here:
+    # neither those in use nor those that wait for the garbage collector.
+    gc.freeze()
     for group in c10d_module._world.pg_map:
         never_destroy(group)
     error = UsageError(FORKED)
