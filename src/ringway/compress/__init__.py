@@ -10,6 +10,8 @@ from ringway.compress.ddp import ddp_hook
 from ringway.compress.feedback import ErrorFeedback, Slot
 from ringway.compress.kernels.select import kernels_for
 from ringway.compress.optimizers.onebit_adam import OneBitAdam
+from ringway.compress.optimizers.onebit_lamb import OneBitLamb
+from ringway.compress.optimizers.zero_one_adam import ZeroOneAdam
 from ringway.compress.quantized import all_to_all_quant_reduce, quantized_all_gather
 from ringway.compress.report import Report
 
@@ -29,6 +31,8 @@ __all__ = [
     "kernels_for",
     "ddp_hook",
     "OneBitAdam",
+    "ZeroOneAdam",
+    "OneBitLamb",
     "all_to_all_quant_reduce",
     "quantized_all_gather",
 ]
