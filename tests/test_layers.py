@@ -14,7 +14,7 @@ LAYERS = (
     ("package", {"__init__"}),
     ("job", {"job"}),
     ("api", {"api"}),
-    ("features", {"parallel", "compress", "observe"}),
+    ("features", {"parallel", "lowcomm", "compress", "observe"}),
     ("groups", {"groups"}),
     ("comparison", {"compare"}),
     ("backends", {"backends"}),

@@ -186,7 +186,7 @@ _LAZY: dict[str, str] = {
 }
 """Names whose module is imported on first use, to keep `import ringway` quick."""
 
-_LAZY_MODULES = frozenset({"compress", "parallel", "compat", "testing", "bench"})
+_LAZY_MODULES = frozenset({"compress", "lowcomm", "parallel", "compat", "testing", "bench"})
 
 
 def __getattr__(name: str) -> Any:

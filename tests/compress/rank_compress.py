@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import simulation
 import torch
 
-from ringway.compress import ErrorFeedback, all_to_all_quant_reduce, compressed_all_reduce, quantized_all_gather
+import simulation
+from ringway.compress import (
+    ErrorFeedback,
+    all_to_all_quant_reduce,
+    compressed_all_reduce,
+    get_codec,
+    quantized_all_gather,
+)
 from ringway.compress.background import BackgroundThread
+from ringway.compress.windows import frame_bytes
 from ringway.errors import CollectiveMismatch, CommTimeout, NotFinite, UsageError
 from ringway.groups.world import world
 from ringway.testing import RankContext
@@ -24,20 +31,24 @@ def values_of(rank: int, step: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=generator)
 
 
-def against_simulation(context: RankContext, backend: str, cases: list[tuple[str, int, str]]) -> list[str]:
+def against_simulation(
+    context: RankContext, backend: str, cases: list[tuple[str, int, str]], servers: bool = True
+) -> list[str]:
     """Three steps with residuals carried over, compared with the simulation in float64; returns the differences."""
     context.start(backend)
     apart = []
     for spec, numel, kernels in cases:
         codec, _, block = spec.partition(":")
         width = None if block == "tensor" else int(block)
-        simulated = simulation.SimulatedRanks(context.world_size, numel, codec, width)
+        simulated: Any = simulation.SimulatedRanks(context.world_size, numel, codec, width)
+        if not servers:
+            simulated = simulation.GatheredRanks(context.world_size, numel, codec, width)
         feedback = ErrorFeedback()
         for step in range(3):
             everybodys = torch.stack([values_of(rank, step, numel) for rank in range(context.world_size)])
             expected = simulated.step(everybodys.double().numpy())
             mine = everybodys[context.rank].clone()
-            compressed_all_reduce(mine, feedback["x"], spec, kernels=kernels, window=512)
+            compressed_all_reduce(mine, feedback["x"], spec, kernels=kernels, window=512, servers=servers)
             # A value on an edge may take the neighbouring code and, as the largest of its block, change the block's
             # scale: one block may differ slightly, and nothing else.
             distances = np.abs(mine.double().numpy() - expected)
@@ -331,3 +342,29 @@ def _timeout_of(feedback: ErrorFeedback) -> float:
     background = feedback.background(torch.device("cpu"))
     assert isinstance(background, BackgroundThread)
     return background._communicator.info.timeout
+
+
+def without_servers(context: RankContext) -> None:
+    """Asynchronous calls, bytes, NaN, and residuals that do not fit."""
+    context.start("gloo")
+    feedback, again = ErrorFeedback(), ErrorFeedback()
+    for step in range(3):
+        mine = values_of(context.rank, step, 70_000)
+        other = mine.clone()
+        compressed_all_reduce(mine, feedback["x"], "int8", servers=False)
+        work = compressed_all_reduce(other, again["x"], "int8", servers=False, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(mine, other)
+    codec = get_codec("int8")
+    assert feedback.report.sent_bytes == 3 * (context.world_size - 1) * frame_bytes(codec, 70_000)
+    assert feedback["x"].server is not None
+    assert feedback["x"].server.numel() == 0
+    for spec in ("int8", "int8:tensor"):
+        tensor = torch.ones(100)
+        tensor[7] = float("nan") if context.rank == 1 else 1.0
+        with pytest.raises(NotFinite, match="rank 1"):
+            compressed_all_reduce(tensor, feedback[spec], spec, servers=False)
+    with pytest.raises(UsageError, match="residual 'x'"):
+        compressed_all_reduce(mine, feedback["x"], "int8")
+    again.close()

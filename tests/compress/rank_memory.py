@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringway.compress import ErrorFeedback, collectives, compressed_all_reduce
+from ringway.compress.all_reduce import Split
 from ringway.testing import RankContext
 
 
@@ -45,7 +46,7 @@ def extra_bytes(context: RankContext, specs: list[str], numel: int, split: int) 
     """The maximum bytes per element that a call holds, beyond the tensor and its residuals, if a codec with one byte
     per element uses at least `split` windows."""
     context.start("shm")
-    collectives.CPU_SPLIT = collectives.Split(split, collectives.CPU_SPLIT.elements)  # the test replaces these ranks
+    collectives.CPU_SPLIT = Split(split, collectives.CPU_SPLIT.elements)  # the test replaces these ranks
     found = {}
     for spec in specs:
         feedback = ErrorFeedback()

@@ -26,6 +26,13 @@ def test_ranks_agree_with_the_simulation_in_float64(pool: RankPool, backend: str
             assert apart == []
 
 
+def test_one_phase_agrees_with_the_simulation_in_float64(pool: RankPool) -> None:
+    cases = [(spec, numel, kernels) for spec in SPECS for numel, kernels in ((4099, "native"), (999, "reference"))]
+    for apart in pool.run(rank_compress.against_simulation, "shm", cases, False, world_size=3):
+        assert apart == []
+    pool.run(rank_compress.without_servers, world_size=3)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_shape_and_dtype(pool: RankPool, backend: str) -> None:
     pool.run(rank_compress.shapes_and_dtypes, backend, world_size=3)

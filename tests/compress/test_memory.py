@@ -6,7 +6,7 @@ import pytest
 import rank_memory
 import torch
 
-from ringway.compress.collectives import CPU_SPLIT, CUDA_SPLIT, Split
+from ringway.compress.all_reduce import CPU_SPLIT, CUDA_SPLIT, Split
 from ringway.compress.workspace import KEPT, Workspace
 from ringway.testing import RankPool
 

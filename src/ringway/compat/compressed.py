@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ringway.api import groups
 from ringway.api.collectives import irecv, isend, recv, send
+from ringway.compress.all_reduce import AllReduce, Setting
 from ringway.compress.codecs.onebit import OneBit
-from ringway.compress.collectives import AllReduce, Setting
 from ringway.compress.kernels.select import kernels_for
 from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.world import world

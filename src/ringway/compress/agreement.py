@@ -21,9 +21,9 @@ from ringway.compress.workspace import HostCopy
 from ringway.errors import UsageError, mismatch_error
 from ringway.groups.communicator import Communicator
 
-OPS = ("", "compressed_all_reduce", "all_to_all_quant_reduce", "quantized_all_gather")
+OPS = ("", "compressed_all_reduce", "all_to_all_quant_reduce", "quantized_all_gather", "gathered_all_reduce")
 """The ops by number. No frame has number 0, so zeros are not a header."""
-NUMEL_BITS, OP_BITS, DTYPE_BITS, EXCHANGE_BITS = 40, 2, 2, 20
+NUMEL_BITS, OP_BITS, DTYPE_BITS, EXCHANGE_BITS = 40, 3, 2, 19
 _WORD = 1 << 64
 
 Heading = tuple[int, int]
@@ -76,7 +76,7 @@ class Agreement:
         numel, rest = rest & _mask(NUMEL_BITS), rest >> NUMEL_BITS
         op, rest = rest & _mask(OP_BITS), rest >> OP_BITS
         dtype, exchange = rest & _mask(DTYPE_BITS), rest >> DTYPE_BITS
-        if not OPS[op] or dtype >= len(VALUE_DTYPES):
+        if not 0 < op < len(OPS) or dtype >= len(VALUE_DTYPES):
             return "a call that is not a compressed collective, or one of another version of ringway"
         name = str(VALUE_DTYPES[dtype]).removeprefix("torch.")
         return f"{OPS[op]} ({name}[{numel}], codec {self._codec_of(codec)}, exchange {exchange})"

@@ -8,6 +8,7 @@ errors cancel over the steps.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -183,6 +184,24 @@ class ErrorFeedback:
                 if slot.worker is not None and slot.server is not None
             },
         }
+
+    def load_own_state(self, state: Mapping[str, Any] | None) -> None:
+        """Restore residuals if `state` is this rank's own. Otherwise they start from zero, with a warning if there were
+        any."""
+        communicator = world.communicator(self.group)
+        self.reset()
+        if state is None:
+            return
+        whose = state["rank"], state["world_size"]
+        if whose == (communicator.rank, communicator.size):
+            self.load_state_dict(state)
+        else:
+            warnings.warn(
+                f"the state holds the residuals of rank {whose[0]} of {whose[1]}, but this is rank "
+                f"{communicator.rank} of {communicator.size}: residuals start from zero. To keep them, save every "
+                "rank's state and pass all of them to optimizer.feedback.load_state_dict([...]).",
+                stacklevel=3,
+            )
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore residuals from this rank's own state, or from the states of all ranks of a job of another size.

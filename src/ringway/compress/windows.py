@@ -83,6 +83,18 @@ def frame_bytes(codec: Codec, columns: int) -> int:
     return -(-(HEADER_BYTES + codec.nbytes(columns)) // ALIGNMENT) * ALIGNMENT
 
 
+def ring_bytes(numel: int, ranks: int, element_size: int = 4) -> int:
+    """The bytes that a rank sends in a ring all-reduce of uncompressed values."""
+    return 2 * (ranks - 1) * numel * element_size // ranks
+
+
+def compressed_bytes(codec: Codec, numel: int, ranks: int, servers: bool = True) -> int:
+    """The bytes that a rank sends in a compressed all-reduce. Every further window adds a header for each message."""
+    if servers:
+        return 2 * (ranks - 1) * frame_bytes(codec, Sharding(numel, ranks).shard)
+    return (ranks - 1) * frame_bytes(codec, numel)
+
+
 def new_frames(codec: Codec, rows: int, columns: int, device: torch.device) -> Tensor:
     """Empty frames to write into, [rows, frame_bytes], with zeroed headers."""
     frames = torch.empty(rows, frame_bytes(codec, columns), dtype=torch.uint8, device=device)

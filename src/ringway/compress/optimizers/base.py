@@ -321,20 +321,7 @@ class CompressedOptimizer(Optimizer, abc.ABC):
         feedback = state.pop("feedback", None)
         super().load_state_dict(state)
         self._take_moments(state)
-        communicator = world.communicator(self.group)
-        self.feedback.reset()
-        if feedback is None:
-            return
-        whose = feedback["rank"], feedback["world_size"]
-        if whose == (communicator.rank, communicator.size):
-            self.feedback.load_state_dict(feedback)
-        else:
-            warnings.warn(
-                f"the state holds the residuals of rank {whose[0]} of {whose[1]}, but this is rank "
-                f"{communicator.rank} of {communicator.size}: residuals start from zero. To keep them, save every "
-                "rank's state and pass all of them to optimizer.feedback.load_state_dict([...]).",
-                stacklevel=2,
-            )
+        self.feedback.load_own_state(feedback)
 
     def _take_moments(self, state: Mapping[str, Any]) -> None:
         """Restore the saved moments. They are kept in fp32, but torch has cast them to the parameters' dtype."""

@@ -1,0 +1,111 @@
+"""A part of a model that is synchronized at one time: its anchor, and how it is read from and written to parameters.
+
+The anchor is the value that all sites agreed on at the last outer step, flat and in fp32. If several ranks of a site
+hold the same parameters (DDP), each keeps and exchanges one slice of the anchor, and the site gathers the slices again.
+If they hold different shards (FSDP2), each exchanges its own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringway.errors import NotFinite
+from ringway.groups.communicator import Communicator
+from ringway.work import Work
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The memory of a parameter on this rank: the shard of a DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@dataclass
+class Exchange:
+    """An average that is on its way. `result` is ready when `work` is done, or if there is none."""
+
+    result: Tensor
+    work: Work | None
+    due: int
+    """The step at which it is applied."""
+    error: NotFinite | None = None
+
+    def failure(self) -> NotFinite | None:
+        """Wait for the average. The error if a value was not finite."""
+        work, self.work = self.work, None
+        if work is not None:
+            try:
+                work.wait()
+            except NotFinite as error:
+                self.error = error
+        return self.error
+
+
+class Fragment:
+    """Parameters that are synchronized together."""
+
+    def __init__(self, parameters: Sequence[Tensor], site: Communicator | None) -> None:
+        self._parameters = list(parameters)
+        self._site = site
+        self.numel = sum(local_part(parameter).numel() for parameter in parameters)
+        ranks, rank = (1, 0) if site is None else (site.size, site.rank)
+        self._length = -(-self.numel // ranks)
+        self._slice = slice(min(rank * self._length, self.numel), min((rank + 1) * self._length, self.numel))
+        self.anchor = self.read()
+        self.pending: Exchange | None = None
+
+    def _places(self) -> Iterator[tuple[Tensor, int]]:
+        start = 0
+        for parameter in self._parameters:
+            part = local_part(parameter)
+            yield part, start
+            start += part.numel()
+
+    def read(self) -> Tensor:
+        """This rank's slice of the parameters, as a new tensor."""
+        begin, end = self._slice.start, self._slice.stop
+        device = local_part(self._parameters[0]).device
+        flat = torch.empty(end - begin, dtype=torch.float32, device=device)
+        for part, start in self._places():
+            low, high = max(begin, start), min(end, start + part.numel())
+            if low < high:
+                flat[low - begin : high - begin].copy_(part.reshape(-1)[low - start : high - start])
+        return flat
+
+    def write(self, own: float) -> None:
+        """Make the parameters `own` times themselves plus the rest of the anchor."""
+        whole = self._whole_anchor()
+        for part, start in self._places():
+            anchor = whole[start : start + part.numel()].view(part.shape)
+            if own:
+                part.copy_(torch.lerp(anchor, part.to(torch.float32), own))
+            else:
+                part.copy_(anchor)
+
+    def _whole_anchor(self) -> Tensor:
+        if self._site is None or self._site.size == 1:
+            return self.anchor
+        mine = self.anchor.new_zeros(self._length)
+        mine[: self.anchor.numel()] = self.anchor
+        whole = self.anchor.new_empty(self._length * self._site.size)
+        self._site.all_gather_into_tensor(whole, mine, log_name="lowcomm: anchors of the site")
+        return whole
+
+
+def split_evenly(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """At most `count` runs of consecutive parameters, about equal in elements, each on one device."""
+    total = sum(parameter.numel() for parameter in parameters)
+    runs: list[list[Tensor]] = []
+    seen, last = 0, None
+    for parameter in parameters:
+        place = min(count - 1, seen * count // max(total, 1)), parameter.device
+        if place != last:
+            runs.append([])
+            last = place
+        runs[-1].append(parameter)
+        seen += parameter.numel()
+    return runs

@@ -1,0 +1,224 @@
+"""What the ranks of the tests of low-communication training run."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as c10d
+from outer_simulation import SimulatedSites
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ringway.errors import NotFinite, UsageError
+from ringway.lowcomm import DiLoCo
+from ringway.observe.recorder import recent_calls
+from ringway.testing import RankContext
+
+
+class Vectors(nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self, *lengths: int, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.parts = nn.ParameterList([torch.randn(length, generator=generator) for length in lengths])
+
+
+def values_of(rank: int, step: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank)) + 0.2
+
+
+def _same_everywhere(parameters: list[Tensor]) -> bool:
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    everyones = [torch.empty_like(flat) for _ in range(c10d.get_world_size())]
+    c10d.all_gather(everyones, flat)
+    return all(torch.equal(one, everyones[0]) for one in everyones)
+
+
+def diloco_follows_the_papers(context: RankContext) -> None:
+    """Every parameter after every step, against all sites in float64."""
+    context.start("shm")
+    for codec, block, options in (
+        ("int8:64", 64, {"every": 4}),
+        (None, None, {"every": 6, "fragments": 3, "delay": 2}),
+        ("int4:64", 64, {"every": 6, "fragments": 2, "delay": 5, "mix": 0.25}),
+        ("onebit:tensor", None, {"every": 2}),
+    ):
+        model = Vectors(*[48] * 6, seed=context.rank)
+        optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), codec=codec, **options)
+        assert _same_everywhere(list(model.parameters())), "all sites start from rank 0's parameters"
+        start = torch.cat([p.detach() for p in model.parameters()]).double().numpy()
+        parts = np.split(np.arange(start.size), options.get("fragments", 1))
+        simulated = SimulatedSites(context.world_size, start, parts, codec, block, lr=0.05, **options)
+        for step in range(30):
+            given = [values_of(rank, step, start.size) for rank in range(context.world_size)]
+            for parameter, gradient in zip(model.parameters(), given[context.rank].split(48), strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            simulated.step(np.stack([one.double().numpy() for one in given]))
+            flat = torch.cat([p.detach() for p in model.parameters()]).double().numpy()
+            wrong = np.abs(flat - simulated.x[context.rank]) > 1e-4
+            assert wrong.mean() <= 0.1, f"{codec} {options} step {step}: {wrong.sum()} elements differ"
+        assert optimizer.report.exchanges == simulated.exchanges
+        optimizer.close()
+
+
+def _trained(context: RankContext, resume: bool, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
+
+    def wrapped(model: nn.Module) -> DiLoCo:
+        first, *rest = model.parameters()
+        inner = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.SGD([first], lr=1e-2, momentum=0.9)]
+        return DiLoCo(model, inner, **options)
+
+    optimizer = wrapped(model)
+    for step in range(25):
+        generator = torch.Generator().manual_seed(100 * step + context.rank)
+        inputs = torch.randn(8, 16, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), inputs[:, :4]).backward()
+        optimizer.step()
+        if resume:
+            saved = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+            optimizer.close()
+            saved.seek(0)
+            state = torch.load(saved, weights_only=True)
+            model = copy.deepcopy(model)
+            optimizer = wrapped(model)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+    optimizer.close()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def resumes_to_the_bit(context: RankContext) -> None:
+    """Saved and loaded after every step: within inner phases, and with exchanges in flight."""
+    context.start("gloo")
+    for options in (
+        {"every": 5, "codec": "onebit:64"},
+        {"every": 7, "codec": "int4", "fragments": 3, "delay": 3},
+    ):
+        straight, resumed = _trained(context, False, **options), _trained(context, True, **options)
+        assert torch.equal(straight, resumed), options
+
+
+def several_ranks_in_a_site(context: RankContext) -> None:
+    """Two sites of two ranks. DDP: each rank exchanges half. FSDP2: each exchanges its shards. Same numbers."""
+    context.start("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sites", "inside"))
+    site, sites = context.rank // 2, mesh.get_group("sites")
+    results = []
+    for how in ("ddp", "fsdp"):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
+        if how == "ddp":
+            wrapped: nn.Module = DistributedDataParallel(model, process_group=mesh.get_group("inside"))
+        else:
+            wrapped = fully_shard(model, mesh=mesh["inside"])
+        options: dict[str, Any] = {"site": mesh.get_group("inside")} if how == "ddp" else {}
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DiLoCo(model, inner, every=3, codec=None, group=sites, fragments=2, **options)
+        for step in range(12):
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + site))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(wrapped(inputs), inputs[:, :4]).backward()
+            optimizer.step()
+        whole = [p.full_tensor() if how == "fsdp" else p for p in model.parameters()]  # type: ignore[operator]
+        results.append(torch.cat([p.detach().flatten() for p in whole]))
+        numel = results[0].numel()
+        assert abs(optimizer.report.sent_bytes - numel * 4 * 4 // 2) <= 64, "half of the model, 4 times"
+    torch.testing.assert_close(results[0], results[1])
+    shares = fully_shard(nn.Linear(8, 8), mesh=mesh["sites"])
+    with pytest.raises(UsageError, match="spread over the ranks"):
+        DiLoCo(shares, torch.optim.SGD(shares.parameters(), lr=0.1), every=3, group=sites)
+    model = Vectors(64)
+    optimizer = DiLoCo(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), every=2, group=sites, site=mesh.get_group("inside")
+    )
+    for step in range(2):
+        model.parts[0].grad = torch.ones(64)
+        model.parts[0].grad[40] = float("nan") if site else 1.0  # in the half of the second rank of each site
+        if step:
+            with pytest.raises(NotFinite, match="another rank" if context.rank % 2 == 0 else "rank 1"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def scalers_count_the_same_steps(context: RankContext) -> None:
+    """A rank that found an infinity skips its inner step only."""
+    context.start("shm")
+    model = Vectors(64)
+    optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    for step in range(9):
+        before = model.parts[0].detach().clone()
+        model.parts[0].grad = torch.ones(64) * scaler.scale(torch.ones(()))
+        bad = context.rank == 1 and step == 4
+        if bad:
+            model.parts[0].grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        if step in (0, 3):
+            torch.testing.assert_close(before - model.parts[0], torch.full((64,), 0.1))
+        assert torch.equal(before, model.parts[0]) == bad, step
+    assert optimizer.report.exchanges == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+    assert _same_everywhere(list(model.parameters()))
+
+
+def counts_its_bytes(context: RankContext) -> list[tuple[str, int, int]]:
+    """The report's bytes are those of the calls that the recorder saw."""
+    context.start("shm")
+    found = []
+    for codec in ("int8", "onebit", "int4"):
+        model = Vectors(5000, 3000)
+        optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=10, codec=codec)
+        already = len(recent_calls(1000))
+        for _ in range(10):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        calls = recent_calls(1000)[already:]
+        assert {call.op for call in calls} == {"all_to_all_single", "all_gather_into_tensor"}, calls
+        whole = sum(call.nbytes for call in calls)  # one frame of them is this rank's own
+        sent = whole * (context.world_size - 1) // context.world_size
+        found.append((codec, optimizer.report.sent_bytes, sent))
+    return found
+
+
+def usage(context: RankContext) -> None:
+    context.start("shm")
+    model = Vectors(8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrongs: list[dict[str, Any]] = [{"every": 0}, {"every": 2, "fragments": 3}, {"every": 2, "delay": 2}]
+    wrongs += [{"every": 2, "mix": 0.5}, {"every": 2, "outer_optimizer": inner}, {"every": 2, "codec": "int9"}]
+    for wrong in wrongs:
+        with pytest.raises(UsageError):
+            DiLoCo(model, inner, **wrong)
+    optimizer = DiLoCo(model, inner, every=2)
+    with pytest.raises(UsageError):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(UsageError, match="fragments of"):
+        DiLoCo(Vectors(9), inner, every=2).load_state_dict(optimizer.state_dict())
+    with pytest.raises(UsageError, match="format"):
+        optimizer.load_state_dict({})
+    with pytest.raises(UsageError, match="no parameter"):
+        DiLoCo(nn.Tanh(), inner, every=2)
+    state = optimizer.state_dict()
+    state["feedback"]["world_size"] = 7
+    with pytest.warns(UserWarning, match="start from zero"):
+        optimizer.load_state_dict(state)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert "1 steps, 0 exchanges" in str(optimizer.report)

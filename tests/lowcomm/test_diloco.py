@@ -1,0 +1,43 @@
+"""`ringway.lowcomm.DiLoCo`."""
+
+from __future__ import annotations
+
+import rank_lowcomm
+
+from ringway.compress import get_codec
+from ringway.compress.windows import compressed_bytes, ring_bytes
+from ringway.testing import RankPool
+
+
+def test_diloco_follows_the_papers(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.diloco_follows_the_papers, world_size=2)
+
+
+def test_it_resumes_to_the_bit(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
+
+
+def test_several_ranks_in_a_site(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.several_ranks_in_a_site, world_size=4)
+
+
+def test_scalers_count_the_same_steps(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.scalers_count_the_same_steps, world_size=2)
+
+
+def test_bytes_are_counted(pool: RankPool) -> None:
+    for size in (2, 3):
+        for codec, reported, sent in pool.run(rank_lowcomm.counts_its_bytes, world_size=size)[0]:
+            assert reported == sent, (codec, size)
+
+
+def test_bytes_of_a_step_against_ddp() -> None:
+    """Both grow alike with the number of ranks, as 2 (n - 1) / n."""
+    numel, every = 10_000_000, 100
+    for ranks in (2, 3, 4, 8, 16):
+        fewer = every * ring_bytes(numel, ranks) / compressed_bytes(get_codec("int8"), numel, ranks)
+        assert 390 <= fewer <= 100 * 4 / (1 + 4 / 256), ranks
+
+
+def test_wrong_uses_are_refused(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.usage, world_size=1)
