@@ -13,14 +13,15 @@ RingwayError (RuntimeError)
 ├── PeerLost                         another rank's process is gone
 └── CommTimeout (also TimeoutError)  ranks that did not arrive in time: which ones
 
-Each carries its facts as attributes, and its message is built from them. Errors of other libraries (torch, mpi4py,
-oneCCL, the system) are converted to these where they enter, in the backend's own file.
+Each carries its facts as attributes, and its message is built from them. Both survive `pickle` and `copy`. Errors of
+other libraries (torch, mpi4py, oneCCL, the system) are converted to these where they enter, in the backend's own file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 __all__ = [
     "BackendUnavailable",
@@ -40,6 +41,17 @@ __all__ = [
 
 class RingwayError(RuntimeError):
     """The base class of all errors that ringway raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is rebuilt from its message alone by default, but constructors want the facts too.
+        return restored, (type(self), self.args), self.__dict__
+
+
+def restored(kind: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
+    """An error from a pickle, whose attributes are set afterwards."""
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
 
 
 class ConfigError(RingwayError):
@@ -150,6 +162,9 @@ class PeerLost(RingwayError):
 
 class CommTimeout(RingwayError, TimeoutError):
     """A call waited until its deadline. `missing` lists the ranks that did not arrive, if known."""
+
+    def __new__(cls, *arguments: Any, **facts: Any) -> CommTimeout:
+        return TimeoutError.__new__(cls)  # the inherited one is RuntimeError's, which refuses to make an OSError
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
+from ringway.errors import restored
 from ringway.testing.forkserver import MESSAGE_BYTES
 from ringway.testing.rank import STACK_SIGNAL, Answer, FunctionRef, Job, RankContext, receive, send
 
@@ -83,6 +84,9 @@ class RanksFailed(AssertionError):
         ranks = ", ".join(str(outcome.rank) for outcome in self.failed)
         story = "\n".join(str(outcome) for outcome in self.failed)
         super().__init__(f"{what} failed on rank {ranks} of {len(outcomes)}\n{story}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restored, (type(self), self.args), self.__dict__
 
 
 class RankPool:
