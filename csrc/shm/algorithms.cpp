@@ -55,10 +55,11 @@ void Collectives::dispatch(const Request& r) {
 void Collectives::alone(const Request& r) {
     const bool paired = r.op == Op::AllToAll || r.op == Op::AllToAllSingle;
     const int64_t bytes = paired ? r.bytes_to(0) : r.count * r.element;
-    if (reduces(r.op)) {
+    if (reduces(r.op) && r.reduce == Reduce::PremulSum) {
         sources_[0] = r.in.at(0);
         reduce_sources(r, r.out.at(0), nullptr, bytes);
-    } else if (r.op != Op::Barrier && r.op != Op::Broadcast && bytes > 0) {
+    } else if (r.op != Op::Barrier && r.op != Op::Broadcast && bytes > 0 && r.out.at(0) != r.in.at(0)) {
+        // The sum, mean, extreme or bitwise combination of one rank's values is that rank's values.
         std::memmove(r.out.at(0), r.in.at(0), static_cast<size_t>(bytes));
     }
 }

@@ -244,8 +244,8 @@ def _all_reduce_coalesced(backend: Backend, one: Runner) -> Runner:
 
 
 def _joined(call: Call, tensors: list[Tensor], one: Runner) -> Handle:
-    if len(tensors) == 1:
-        return one(replace(call, op=ops.ALL_REDUCE, inputs=tensors, outputs=tensors))
+    if len(tensors) == 1 or call.size == 1:  # joining them saves messages, and one rank sends none
+        return Together([one(replace(call, op=ops.ALL_REDUCE, inputs=[each], outputs=[each])) for each in tensors])
     flat = _flat(tensors)
     handle = one(replace(call, op=ops.ALL_REDUCE, inputs=[flat], outputs=[flat]))
     return handle.then(lambda: _scatter_back(flat, tensors))
