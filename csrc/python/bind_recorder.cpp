@@ -111,10 +111,11 @@ void bind_recorder(nb::module_& m) {
         .def_prop_ro("keeps_times", &Recorder::keeps_times)
         .def(
             "log",
-            [](Recorder& self, int op, const std::string& label, int size, int64_t bytes, int64_t ns) {
-                self.ledger().add({static_cast<uint8_t>(op), self.intern(label), 0, size, bytes}, ns);
+            [](Recorder& self, int op, const std::string& label, int size, int64_t bytes, int64_t ns, bool always) {
+                self.ledger().add({static_cast<uint8_t>(op), self.intern(label), 0, size, bytes}, ns, always);
             },
-            nb::arg("op"), nb::arg("label"), nb::arg("size"), nb::arg("bytes"), nb::arg("ns"))
+            nb::arg("op"), nb::arg("label"), nb::arg("size"), nb::arg("bytes"), nb::arg("ns"),
+            nb::arg("always") = false)
         .def("logged", &logged)
         .def("arrivals", &arrivals)
         .def("reset_log", [](Recorder& self) { self.ledger().reset(); });
@@ -123,5 +124,7 @@ void bind_recorder(nb::module_& m) {
     m.def("read_record_file", &read_record_file, nb::arg("path"));
     m.def("set_quiet", &set_quiet, nb::arg("quiet"));
     m.def("is_quiet", &is_quiet);
+    m.def("set_profiled", &set_profiled, nb::arg("profiled"));
+    m.def("is_profiled", &is_profiled);
     m.def("monotonic_ns", &monotonic_ns);
 }

@@ -24,6 +24,7 @@ GroupRecord::Begun GroupRecord::begin(Op op, int64_t bytes, DType dtype, Reduce 
     entry.dtype = dtype;
     entry.reduce = reduce;
     entry.quiet = is_quiet();
+    entry.profiled = is_profiled();
     const uint64_t token = recorder_->begin(entry);
     if (board_ != nullptr && !is_point_to_point(op)) {
         try {

@@ -68,15 +68,15 @@ bool Ledger::chosen(uint8_t op, uint32_t label) const {
 void Ledger::add(const Entry& call) {
     const auto op = static_cast<uint8_t>(call.op);
     std::lock_guard<std::mutex> guard(lock_);
-    if (!chosen(op, call.label)) return;
+    if (!choice_.enabled || !(call.profiled || chosen(op, call.label))) return;
     add_locked({op, call.label, choice_.by_caller ? call.site : 0, call.size, call.bytes},
                call.completed_ns - call.issued_ns);
     if (!is_point_to_point(call.op)) arrivals_[arrived_++ % kMaxArrivals] = call;
 }
 
-void Ledger::add(const Kind& kind, int64_t ns) {
+void Ledger::add(const Kind& kind, int64_t ns, bool always) {
     std::lock_guard<std::mutex> guard(lock_);
-    if (chosen(kind.op, kind.label)) add_locked(kind, ns);
+    if (always || chosen(kind.op, kind.label)) add_locked(kind, ns);
 }
 
 void Ledger::add_locked(Kind kind, int64_t ns) {

@@ -60,8 +60,8 @@ class Ledger {
 
     // A call that has succeeded.
     void add(const Entry& call);
-    // A call that was not recorded, or whose duration is known only later (CUDA).
-    void add(const Kind& kind, int64_t ns);
+    // A call that was not recorded, or whose duration is known only later (CUDA). With `always`, whatever is chosen.
+    void add(const Kind& kind, int64_t ns, bool always = false);
 
     struct Row {
         Kind kind;

@@ -27,7 +27,8 @@ struct Entry {
     DType dtype = DType::Unknown;
     Reduce reduce = Reduce::Sum;
     State state = State::Issued;
-    bool quiet = false;  // not logged
+    bool quiet = false;     // never logged
+    bool profiled = false;  // logged even if its op is not chosen
 };
 
 }  // namespace ringway

@@ -13,6 +13,7 @@ constexpr uint32_t kMaxLabels = 16384;
 constexpr uint32_t kMaxTexts = kMaxLabels + 65536;  // the rest is for the names of groups
 constexpr uint32_t kNoRoom = UINT32_MAX;            // shows as "…"
 thread_local bool quiet_here = false;
+thread_local bool profiled_here = false;
 
 }  // namespace
 
@@ -37,6 +38,8 @@ int64_t monotonic_ns() {
 
 void set_quiet(bool quiet) { quiet_here = quiet; }
 bool is_quiet() { return quiet_here; }
+void set_profiled(bool profiled) { profiled_here = profiled; }
+bool is_profiled() { return profiled_here; }
 
 Recorder::Recorder(size_t capacity, const std::string& path) : file_(capacity, path) {
     texts_.emplace_back();  // id 0 is the empty text

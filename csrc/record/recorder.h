@@ -83,4 +83,8 @@ class Recorder {
 void set_quiet(bool quiet);
 bool is_quiet();
 
+// The calls of a profiled thread are logged whatever their op, as long as the logger is on. For `prof=True`.
+void set_profiled(bool profiled);
+bool is_profiled();
+
 }  // namespace ringway

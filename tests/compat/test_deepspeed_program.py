@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +191,44 @@ def _profiling(context: RankContext) -> dict[str, int]:
     assert not dist.has_comm_data()
     dist.configure(prof_all=True, prof_ops=[])
     return counts
+
+
+@dist.timed_op
+def _own_collective(tensor: torch.Tensor, group: Any = None) -> None:
+    ringway.all_reduce(tensor, group=group)
+
+
+def _prof_of_one_call(context: RankContext) -> None:
+    context.start("shm")
+    tensor = torch.ones(256)
+    dist.configure(enabled=True, prof_all=False, prof_ops=[], verbose=False)
+    try:
+        for _ in range(3):
+            dist.all_reduce(tensor, prof=True)
+            dist.all_reduce(tensor)
+            _own_collective(tensor, prof=True)  # type: ignore[call-arg]
+            _own_collective(tensor)
+        assert dist.comms_logger.get_operation_summary("all_reduce")[1024]["count"] == 3
+        assert dist.comms_logger.get_operation_summary("_own_collective")[1024]["count"] == 3
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            report = dist.comms_logger.log_all(print_log=False, show_straggler=True, return_dict=True)
+        assert printed.getvalue() == ""
+        assert report["straggler_analysis"]["all_reduce"][1024]["count"] == 3
+    finally:
+        dist.reset_log()
+        dist.configure(enabled=False, prof_all=True)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        dist.log_summary()
+        dist.comms_logger.log_all()
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == (2 if context.rank == 0 else 1)  # log_all prints on every rank
+    assert all("ringway.configure(enabled=True)" in line for line in lines)
+
+
+def test_prof_of_one_call_reaches_every_table(pool: RankPool) -> None:
+    pool.run(_prof_of_one_call, world_size=2)
 
 
 def test_prof_and_log_name(pool: RankPool) -> None:

@@ -142,6 +142,17 @@ def status() -> dict[str, Any]:
 
 
 @contextmanager
+def profiled() -> Iterator[None]:
+    """Calls that this thread issues in this context are logged even if their op is not chosen: `prof=True`."""
+    before = _core.is_profiled()
+    _core.set_profiled(True)
+    try:
+        yield
+    finally:
+        _core.set_profiled(before)
+
+
+@contextmanager
 def unlogged() -> Iterator[None]:
     """Calls that this thread issues in this context are recorded, but not logged: they are ringway's own."""
     before = _core.is_quiet()

@@ -5,24 +5,20 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
-import ringway._core as _core
 from ringway.api.groups import get_world_size, is_initialized
 from ringway.call import OP_BY_NAME
-from ringway.compat.deepspeed.sizes import get_msg_size_from_args
 from ringway.groups.world import world
 from ringway.observe.log import logger as log
-from ringway.observe.log.summary import USER_OP, table_text
+from ringway.observe.log.summary import USER_OP
 from ringway.observe.log.timed import timed_op as _timed_op
-from ringway.work import Work
+from ringway.observe.recorder import profiled as profiled_calls
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
-
-# For these ops, the tensor argument is one rank's part of the message size that nccl-tests counts.
-_PARTS = ("all_gather", "all_gather_into_tensor", "gather", "scatter")
 
 # deepspeed logs these ops under another op's name.
 _LOGGED_AS = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
@@ -77,7 +73,7 @@ class CommsLogger:
         op = OP_BY_NAME.get(raw_name)
         code = USER_OP if op is None else op.code
         size = get_world_size() if is_initialized() else 1
-        log.logger.add(code, record_name, size, msg_size, int(latency * 1e6))
+        world.recorder.log(code, record_name, size, msg_size, int(latency * 1e6), always=True)
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         return {
@@ -111,16 +107,8 @@ class CommsLogger:
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
         """Like `log_summary`, but prints on every rank that calls it."""
-        if show_straggler:
-            return log.log_summary(show_straggler=True, return_dict=return_dict)
-        if print_log:
-            print(table_text(log.logger.table()), flush=True)
-        if not return_dict:
-            return None
-        summary = {name: self.get_operation_summary(name) for name in self.get_operation_names()}
-        ranks = {"world_size": get_world_size(), "rank": world.communicator(None).rank} if is_initialized() else {}
-        metadata = {"world_size": 1, "rank": 0, "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S")} | ranks
-        return {"summary": summary, "straggler_analysis": None, "metadata": metadata}
+        report = log.summarize(show_straggler, prints=print_log)
+        return report if return_dict else None
 
 
 comms_logger = CommsLogger()
@@ -175,32 +163,8 @@ def profiled(function: Callable[..., R]) -> Callable[..., R]:
         if len(args) > count:  # some of the three are given by position
             return call(**signature.bind(*args, **kwargs).arguments)
         label = {"label": None if log_name == default else log_name} if takes_label else {}
-        settings = log.logger.settings
-        if (
-            not prof
-            or not settings.enabled
-            or settings.prof_all
-            or _core.is_quiet()
-            or log_name in settings.prof_ops
-            or function.__name__ in settings.prof_ops
-        ):
+        with profiled_calls() if prof else nullcontext():
             return function(*args, **label, **kwargs)
-        op = OP_BY_NAME.get(function.__name__)
-        size = max(get_world_size(signature.bind(*args, **kwargs).arguments.get("group")), 1)
-        nbytes = get_msg_size_from_args(function, *args, **kwargs) * (size if function.__name__ in _PARTS else 1)
-        began = _core.monotonic_ns()
-
-        def ended(error: BaseException | None = None) -> None:
-            if error is None:
-                code = USER_OP if op is None else op.code
-                log.logger.add(code, str(log_name), size, nbytes, _core.monotonic_ns() - began)
-
-        result = function(*args, **label, **kwargs)
-        if isinstance(result, Work):
-            result.on_complete(ended)
-        else:
-            ended()
-        return result
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call

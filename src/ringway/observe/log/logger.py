@@ -26,6 +26,11 @@ from ringway.observe.log.summary import CallTotals, bus_factor, printable, recor
 # Names that users know for ops that are recorded under another name.
 _ALIASES = {"isend": "send", "irecv": "recv", "inference_all_reduce": "all_reduce"}
 
+_HOW_TO_TURN_ON = (
+    "ringway: nothing was logged, because the comms logger is off. Turn it on with ringway.configure(enabled=True), "
+    'with {"comms_logger": {"enabled": true}} in the configuration, or with RINGWAY_COMMS_LOGGER_ENABLED=1.'
+)
+
 
 class Logger:
     """The logger's settings and counts. There is one per process, like the recorder."""
@@ -47,23 +52,11 @@ class Logger:
             self._printer = _Printer(settings)
             world.listen(self._printer)
 
-    def add(self, op_code: int, name: str, size: int, nbytes: int, nanoseconds: int) -> None:
-        """Log one call under any name: the recorder accepts the name while this call is written."""
-        with self._lock:
-            settings = self.settings
-            if not (settings.enabled and settings.prof_all):
-                chosen = settings.prof_ops if settings.enabled else ()
-                self._configure_recorder(replace(settings, enabled=True, prof_all=False, prof_ops=chosen), name)
-            try:
-                world.recorder.log(op_code, name, size, nbytes, nanoseconds)
-            finally:
-                self._configure_recorder(settings)
-
-    def _configure_recorder(self, settings: CommsLogger, *labels: str) -> None:
+    def _configure_recorder(self, settings: CommsLogger) -> None:
         ops = {_ALIASES.get(name, name) for name in settings.prof_ops}
         codes = [OP_BY_NAME[name].code for name in ops if name in OP_BY_NAME]
-        names = [name for name in (*ops, *labels) if name]
-        world.recorder.choose(settings.enabled, settings.prof_all, settings.debug, codes, names)
+        labels = [name for name in ops if name]
+        world.recorder.choose(settings.enabled, settings.prof_all, settings.debug, codes, labels)
 
     def table(self) -> dict[str, dict[int, CallTotals]]:
         return totals(world.recorder.logged())
@@ -77,20 +70,21 @@ class _Printer(Listener):
     def __init__(self, settings: CommsLogger) -> None:
         self._all = settings.prof_all
         self._names = {_ALIASES.get(name, name) for name in settings.prof_ops}
-        self._quiet: set[int] = set()
+        self._chosen: set[int] = set()
         self._lock = threading.Lock()
 
     def issued(self, call: Call) -> None:
-        if _core.is_quiet():
+        chosen = self._all or call.op.name in self._names or call.label in self._names or _core.is_profiled()
+        if chosen and not _core.is_quiet():
             with self._lock:
-                self._quiet.add(id(call))
+                self._chosen.add(id(call))
 
     def completed(self, call: Call, error: BaseException | None) -> None:
         with self._lock:
-            if id(call) in self._quiet:
-                self._quiet.remove(id(call))
+            if id(call) not in self._chosen:
                 return
-        if error is not None or not (self._all or call.op.name in self._names or call.label in self._names):
+            self._chosen.remove(id(call))
+        if error is not None:
             return
         if c10d.is_initialized() and c10d.get_rank() != 0:
             return
@@ -133,24 +127,30 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     With `show_straggler`, every rank must call this: the ranks compare when each arrived at each call, and the table is
     followed by a ranking of the ranks that others waited for.
     """
-    initialized = c10d.is_initialized()
-    rank = c10d.get_rank() if initialized else 0
+    report = summarize(show_straggler, prints=_rank() == 0)
+    return report if return_dict else None
+
+
+def _rank() -> int:
+    return c10d.get_rank() if c10d.is_initialized() else 0
+
+
+def summarize(show_straggler: bool, *, prints: bool) -> dict[str, Any]:
+    """What was logged, as DeepSpeed's dictionary. `prints` prints it on this rank as a table too."""
     table = logger.table()
     analysis = straggler.analyse() if show_straggler else None
-    if rank == 0:
-        text = table_text(table)
+    if prints:
+        text = table_text(table) if table or logger.settings.enabled else _HOW_TO_TURN_ON
         if analysis is not None:
             text += "\n" + straggler.text(analysis)
         print(text, flush=True)
-    if not return_dict:
-        return None
     return {
         "summary": {name: {size: line.as_dict() for size, line in sizes.items()} for name, sizes in table.items()},
         "straggler_analysis": None if analysis is None else analysis.breakdown_dict(),
         "straggler_ranking": None if analysis is None else analysis.ranking_dict(),
         "metadata": {
-            "world_size": c10d.get_world_size() if initialized else 1,
-            "rank": rank,
+            "world_size": c10d.get_world_size() if c10d.is_initialized() else 1,
+            "rank": _rank(),
             "timestamp": datetime.now().isoformat(),
         },
     }

@@ -30,14 +30,18 @@ def _nbytes(values: Any) -> int:
 def timed_op(function: F) -> F:
     """Decorate a function that communicates: while the logger is on, its calls are logged under its name, or under the
     `log_name` of the call. A call that returns a Work ends when the Work does. The size is that of the first tensor
-    argument, and the group that of the argument `group`. ringway's collectives inside it are logged too.
+    argument, and the group that of the argument `group`. ringway's collectives inside it are logged too. `prof=True`
+    logs one call even if the configuration does not choose its name.
     """
     signature = inspect.signature(function)
-    takes_label = "log_name" in signature.parameters
+
+    def take(kwargs: dict[str, Any], name: str) -> Any:
+        """An argument for the logger. The function sees it only if it has such a parameter."""
+        return kwargs.get(name) if name in signature.parameters else kwargs.pop(name, None)
 
     @wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        label = kwargs.get("log_name") if takes_label else kwargs.pop("log_name", None)
+        label, prof = (take(kwargs, name) for name in ("log_name", "prof"))
         recorder = world.recorder
         if not recorder.logging or _core.is_quiet():
             return function(*args, **kwargs)
@@ -50,7 +54,7 @@ def timed_op(function: F) -> F:
 
         def ended(error: BaseException | None = None) -> None:
             if error is None:
-                recorder.log(USER_OP, name, size, nbytes, _core.monotonic_ns() - began)
+                recorder.log(USER_OP, name, size, nbytes, _core.monotonic_ns() - began, bool(prof))
 
         result = function(*args, **kwargs)
         if isinstance(result, Work):
