@@ -6,7 +6,7 @@ import deepspeed_formulas
 import pytest
 import torch
 
-from ringway.compat.compressed import SCALE_BOUND, CompressedBackend, MpiBackend, NcclBackend
+from ringway.compat.compressed import CompressedBackend, MpiBackend, NcclBackend, scale_bound
 from ringway.errors import UsageError
 from ringway.testing import RankContext
 
@@ -42,6 +42,7 @@ def fused_step(context: RankContext) -> None:
     """One step on the fused path: the scale is within the stated bound, and signs are equal away from the edge."""
     context.start("gloo")
     ranks, numel = context.world_size, 4800
+    bound = scale_bound(numel)
     buffers = buffers_of(0, ranks, numel)
     workers = [torch.zeros(numel) for _ in range(ranks)]
     servers = [torch.zeros(numel // ranks) for _ in range(ranks)]
@@ -52,10 +53,10 @@ def fused_step(context: RankContext) -> None:
         result = backend.compressed_allreduce(mine, worker, server, 0)
         assert result.shape == mine.shape
         assert torch.equal(result, mine), "the buffer is averaged in place"
-        near_zero = (workers[context.rank].abs().max() * SCALE_BOUND).item()
-        equal = torch.isclose(result.flatten(), expected, rtol=SCALE_BOUND, atol=0.0)
+        near_zero = (workers[context.rank].abs().max() * bound).item()
+        equal = torch.isclose(result.flatten(), expected, rtol=bound, atol=0.0)
         assert equal.float().mean() > 0.999, near_zero
-        torch.testing.assert_close(worker, workers[context.rank], rtol=SCALE_BOUND, atol=1e-3)
+        torch.testing.assert_close(worker, workers[context.rank], rtol=bound, atol=1e-3)
 
 
 def gathers(context: RankContext) -> None:

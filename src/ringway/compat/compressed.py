@@ -3,7 +3,8 @@
 `compressed_allreduce(buffer_m, worker_error, server_error, local_rank)` works as in DeepSpeed: the root mean square of
 the padded buffer is its only scale, errors are updated in place, and the averaged buffer is returned. With
 `kernels="reference"`, the bits are DeepSpeed's too (its own formulas in fp32). The fused kernels sum more accurately:
-their scale differs from DeepSpeed's by at most `SCALE_BOUND`, and signs differ only for values that close to zero.
+their scale differs from DeepSpeed's by at most `scale_bound` of the buffer's length, and signs differ only for values
+that close to zero.
 
 It needs two collectives instead of DeepSpeed's four, runs on any backend and on CPU tensors, and does not need CuPy.
 """
@@ -28,8 +29,18 @@ from ringway.groups.world import world
 
 __all__ = ["NcclBackend", "MpiBackend", "CompressedBackend", "CupyBackend"]
 
-SCALE_BOUND = 2.0**-12
-"""Relative difference between DeepSpeed's fp32 norm of a long buffer and the exact one."""
+_SUMMED_AT_ONCE = 4
+"""The fewest running sums in which torch adds up a norm on the CPU: the fp32 lanes of its narrowest vectors."""
+
+
+def scale_bound(numel: int) -> float:
+    """The largest relative difference between DeepSpeed's fp32 norm of `numel` values and the exact one.
+
+    torch adds the squares on the CPU in a few running sums, each of which rounds at every step and stops growing once a
+    square is too small to change it. So the bound grows with the length. Measured with normal values: 7e-4 of 8 Mi
+    elements, 3e-2 of 100 Mi; 100 Mi ones give 0.2. GPUs sum in a tree, and stay below 2^-12.
+    """
+    return 2.0**-12 + numel / _SUMMED_AT_ONCE * 2.0**-25
 
 
 class ModelParallelUnit(Protocol):
