@@ -40,6 +40,11 @@ def test_backends_of_several_devices_have_one_name_in_torch() -> None:
     assert registry.combined("cpu:gloo,cuda:gloo") is None
 
 
+def test_the_users_spelling_names_no_backend_of_torchs() -> None:
+    for spelling in ("cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:mpi", "gloo", "torch:mpi", "cpu:shm"):
+        assert registry.user_spelling(registry.torch_spelling(spelling)) == spelling
+
+
 def test_a_policy_cannot_mix_nccl() -> None:
     assert "nccl" not in registry.mixable()
     assert {"shm", "gloo", "mpi"} <= set(registry.mixable())

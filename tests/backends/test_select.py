@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from ringway.backends import registry, select
-from ringway.backends.select import Choice, Obstacle, RankFacts, decide, obstacle
+from ringway.backends.select import Choice, Obstacle, RankFacts, _mpi_failure, decide, obstacle
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
@@ -35,6 +37,28 @@ def test_one_rank_without_shared_memory_decides_for_all() -> None:
     choice = _decide((True, {}), (True, NO_SHM))
     assert choice.backend == "gloo"
     assert "no memfd" in choice.reason
+
+
+def test_mpi4py_without_an_mpi_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py's wheels load MPI when their module is imported, and raise a RuntimeError if there is none."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("class rc:\n    initialize = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loads = "from mpi4py import rc\nassert not rc.initialize, 'the question must not start MPI'\n"
+    for module, expected in (
+        ("raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: cannot open shared object file')", True),
+        (loads, False),
+    ):
+        (package / "MPI.py").write_text(module)
+        _mpi_failure.cache_clear()
+        found = obstacle("mpi")
+        assert (found is not None) == expected
+        if found is not None:
+            assert found.reason == "mpi4py cannot load MPI: cannot load MPI library"
+            assert "pip install mpich" in str(found.remedy)
+    _mpi_failure.cache_clear()
+    assert "mpi4py.MPI" not in sys.modules
 
 
 def test_several_hosts_get_gloo() -> None:

@@ -79,6 +79,23 @@ def test_second_call_is_a_no_op_that_says_so(pool: RankPool) -> None:
     assert "is initialized" not in second.output
 
 
+def _contradicts(context: RankContext) -> None:
+    dist.destroy_process_group()
+    dist.init_distributed(verbose=False)  # a world of one
+    try:
+        for wrong in ({"rank": 1, "world_size": 2}, {"world_size": 2}, {"rank": 1}):
+            with pytest.raises(UsageError, match="this process is rank 0 of 1; call destroy_process_group"):
+                dist.init_distributed(init_method="tcp://127.0.0.1:1", **wrong)  # type: ignore[arg-type]
+        for same in ({}, {"rank": 0}, {"world_size": 1}, {"rank": 0, "world_size": 1}):
+            dist.init_distributed(verbose=False, **same)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_call_with_another_rank_or_size_is_refused(pool: RankPool) -> None:
+    pool.run(_contradicts, world_size=1)
+
+
 def _adopts(context: RankContext, port: int) -> float:
     dist.destroy_process_group()
     c10d.init_process_group(

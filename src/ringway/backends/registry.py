@@ -165,11 +165,15 @@ def torch_spelling(backend: str) -> str:
 
 
 def user_spelling(torch_name: str) -> str:
-    """The user's name for a backend that torch knows by `torch_name`."""
-    for registration in (*_OWN.values(), *_COMBINED.values()):
-        if registration.torch_name == torch_name:
-            return registration.name
-    return _alias(torch_name)
+    """The user's name for a backend that torch knows by `torch_name`, or for one on each device, as in
+    'cpu:ringway_gloo'."""
+    own_names = {known.torch_name: known.name for known in (*_OWN.values(), *_COMBINED.values())}
+
+    def one(part: str) -> str:
+        device, colon, name = part.rpartition(":")
+        return device + colon + (own_names.get(name) or _alias(name))
+
+    return ",".join(map(one, torch_name.split(",")))
 
 
 def _alias(torch_name: str) -> str:

