@@ -21,7 +21,7 @@ from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import world
-from ringway.launch.rendezvous import admit
+from ringway.launch.rendezvous import admit, of_this_attempt
 from ringway.launch.secret import given_key
 from ringway.store import key_of
 
@@ -140,8 +140,7 @@ def _split(
 
 def _admitted(options: Any) -> c10d.Store:
     """The group's store. If torch made it and the job has a secret, the ranks prove here that they have it."""
-    if options.group_size == 1 or not key_of(options.store).open or given_key().open:
-        store: c10d.Store = options.store
+    store = of_this_attempt(options.store)
+    if options.group_size == 1 or not key_of(store).open or given_key().open:
         return store
-    limit = options.timeout.total_seconds()
-    return admit(options.store, options.group_rank, options.group_size, options.group_id, limit)
+    return admit(store, options.group_rank, options.group_size, options.group_id, options.timeout.total_seconds())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from ringway.descriptors import is_shortage, shortage_named
@@ -31,6 +31,7 @@ from ringway.launch.info import LaunchInfo
 from ringway.launch.roll_call import Place, printable, roll_call
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import REMEDY, HostFile, given_key, host_file
+from ringway.launch.sources import from_torchrun
 from ringway.store import Deadline, read
 from ringway.threads import start
 
@@ -105,6 +106,21 @@ def admit(store: Store, rank: int, size: int, group: str, timeout: float) -> Sto
     place = Place(f"the store of the group {group}")
     deadline = Deadline(timeout)
     return _roll_call(store, info, deadline, place, job.key, _recognize(store, info, job, place, deadline))
+
+
+def of_this_attempt(store: Store) -> Store:
+    """The part of a store that belongs to this attempt of the job.
+
+    With torchrun on one host, restarted ranks get the store of the attempt before, and read what ranks posted there
+    that are dead now. On several hosts its agents count attempts separately, and each attempt has a new store.
+    """
+    try:
+        launched = from_torchrun(os.environ)
+    except DiscoveryError:
+        return store  # the program set variables itself
+    if launched is None or launched.attempt == 0 or not launched.on_one_host or not launched.hosted_by_launcher:
+        return store
+    return PrefixStore(f"ringway/attempt {launched.attempt}", store)
 
 
 @dataclass(frozen=True)
