@@ -222,7 +222,7 @@ def _table() -> Mapping[str, Setting]:
 SETTINGS = _table()
 """Every setting by its key: `timeout`, `comms_logger.enabled`."""
 
-# Variables that belong to ringway but are not settings: set by `ringway run`, or naming the file.
+# Variables that belong to ringway but are not settings: set by `ringway run`, naming a file, or read at import.
 _OTHER_VARIABLES = (
     "RINGWAY_CONFIG",
     "RINGWAY_RUN_ID",
@@ -230,6 +230,7 @@ _OTHER_VARIABLES = (
     "RINGWAY_JOB_TOKEN",
     "RINGWAY_JOB_SECRET",
     "RINGWAY_JOB_SECRET_FILE",
+    "RINGWAY_NO_PATCH",
 )
 
 

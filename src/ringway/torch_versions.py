@@ -6,7 +6,6 @@ on), `Gloo._set_default_timeout` (torch calls it before 2.15), and the old and n
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 import weakref
@@ -14,12 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as c10d
 import torch.distributed.distributed_c10d as c10d_module
 from torch._C import _distributed_c10d as native
+from torch._C._dynamo import eval_frame
+from torch.nn.parallel import DistributedDataParallel
+
+from ringway.torch_patches import enabled, patch
+
+T = TypeVar("T")
 
 _BEYOND_ANY_COUNT = 1 << 40
 """More groups than torch will ever count."""
@@ -42,6 +48,9 @@ class GroupCounts:
     @contextmanager
     def members_only(self, ranks: Sequence[Any]) -> Iterator[None]:
         """Wrap the creation of a group that only its members make."""
+        if not enabled("new_group"):
+            yield
+            return
         torch_world, members = c10d_module._world, frozenset(map(index, ranks))
         counts = self._counts.setdefault(c10d_module._get_default_group(), Counter())
         number = _BEYOND_ANY_COUNT + counts[members]
@@ -115,18 +124,56 @@ def split_color(ranks: Sequence[int]) -> int:
     return color
 
 
+def untraced(kind: type[T]) -> type[T]:
+    """Class decorator: `torch.compile` runs the methods of this class as they are, and what they call. All versions:
+    DDP's C++ calls a group's methods in the middle of a compiled region, where torch would trace them and fail.
+    `torch.compiler.disable` would do the same, but imports the compiler and adds a wrapper to each call."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+    def mark(code: CodeType) -> None:
+        eval_frame.set_code_exec_strategy(code, skip)
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                mark(inner)
+
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            mark(method.__code__)
+    return kind
+
+
 def batch_messages(kind: type[c10d.ProcessGroup], batch: Callable[[Any], Any]) -> None:
     """Gives `batch` the messages of torch's `batch_isend_irecv` on groups of this kind. Before 2.15 torch starts
     messages together only if the group's type is exactly ProcessGroup. On nccl a receive would then wait for a send
     behind it."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
         return
-    torchs = c10d_module.batch_isend_irecv
 
-    @functools.wraps(torchs)
-    def batch_isend_irecv(p2p_op_list: Any) -> Any:
-        group = p2p_op_list[0].group if p2p_op_list and isinstance(p2p_op_list[0], c10d.P2POp) else None
-        ours = isinstance(group or c10d_module._world.default_pg, kind)
-        return batch(p2p_op_list) if ours else torchs(p2p_op_list)
+    def by(torchs: Any) -> Any:
+        def batch_isend_irecv(p2p_op_list: Any) -> Any:
+            group = p2p_op_list[0].group if p2p_op_list and isinstance(p2p_op_list[0], c10d.P2POp) else None
+            ours = isinstance(group or c10d_module._world.default_pg, kind)
+            return batch(p2p_op_list) if ours else torchs(p2p_op_list)
 
-    c10d_module.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv
+        return batch_isend_irecv
+
+    patch("batch_isend_irecv", "batch_isend_irecv", c10d_module, c10d, by=by)
+
+
+def builtin_comm_hooks(kind: type[c10d.ProcessGroup]) -> None:
+    """Makes DDP's built-in hook FP16_COMPRESS work on groups of this kind. All versions: the hook requires that the
+    future of the all_reduce holds a list of tensors in C++, and a future that is made in Python holds a Python object.
+    torch has the same hook in Python."""
+
+    def by(torchs: Any) -> Any:
+        def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+            if isinstance(self.process_group, kind) and comm_hook_type == native.BuiltinCommHookType.FP16_COMPRESS:
+                from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+                self.register_comm_hook(self.process_group, default_hooks.fp16_compress_hook)
+            else:
+                torchs(self, comm_hook_type)
+
+        return _register_builtin_comm_hook
+
+    patch("builtin_comm_hook", "_register_builtin_comm_hook", DistributedDataParallel, by=by)

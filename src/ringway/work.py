@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.errors import UsageError
+from ringway.torch_versions import untraced
 
 Completion = Callable[[BaseException | None], None]
 """A callback for the end of a call. Its argument is the error, or None."""
@@ -294,6 +295,7 @@ def seconds(timeout: timedelta | float | None) -> float | None:
     return value if value > 0 else None
 
 
+@untraced
 class Work(c10d.Work):
     """What an asynchronous call returns; its methods mean what torch's do.
 

@@ -18,6 +18,7 @@ from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.split import refuse_split_parameters
 from ringway.groups.world import world
+from ringway.torch_versions import untraced
 from ringway.work import Work
 
 SCALES_BY_SECOND_MOMENT = (
@@ -31,6 +32,7 @@ SCALES_BY_SECOND_MOMENT = (
 )
 
 
+@untraced
 class DDPHook:
     """The hook that `ddp_hook` returns. Register it with a state of None."""
 

@@ -23,9 +23,11 @@ from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.references import weak_method
+from ringway.torch_versions import untraced
 from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 
+@untraced
 class Bridge(c10d.ProcessGroup):
     """One of ringway's groups, as torch sees it."""
 

@@ -23,6 +23,7 @@ from ringway.parallel.agreement import agreed, broadcast, describe, member
 from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
 from ringway.parallel.compression import Compression, codec_name
 from ringway.parallel.guards import ModelSnapshot, refuse_gradient, refuse_split
+from ringway.torch_versions import untraced
 
 _registered: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 _current_task = torch._C._current_graph_task_id
@@ -92,6 +93,7 @@ def _nothing() -> None:
     """Used instead of a dead weak reference."""
 
 
+@untraced
 class DataParallel:
     """The data-parallel hooks of one model, as returned by `register_data_parallel_hooks`."""
 

@@ -6,7 +6,6 @@ others take, and the parameters that all of them hold are no longer equal.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.split import refuse_split_parameters, split_over
 from ringway.groups.world import world
+from ringway.torch_patches import patch
 
 _INSTEAD = "use ringway.parallel.{} instead, which agrees over the ranks"
 _watching = False
@@ -146,11 +146,9 @@ def watch_torch() -> None:
     if _watching:
         return
     _watching = True
-    clip: Any = getattr(clip_grad, "_clip_grads_with_norm_", None)
-    if clip is not None:
 
-        @functools.wraps(clip)
-        def clip_and_warn(parameters: Any, *arguments: Any, **options: Any) -> None:
+    def clip_and_warn(clip: Any) -> Any:
+        def wrapped(parameters: Any, *arguments: Any, **options: Any) -> None:
             if _groups_of([parameters] if isinstance(parameters, Tensor) else parameters):
                 warnings.warn(
                     "torch's clip_grad_norm_ sees only this rank's part of the split parameters, so ranks clip "
@@ -159,12 +157,10 @@ def watch_torch() -> None:
                 )
             clip(parameters, *arguments, **options)
 
-        clip_grad._clip_grads_with_norm_ = clip_and_warn
-    unscale: Any = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
-    if unscale is not None:
+        return wrapped
 
-        @functools.wraps(unscale)
-        def unscale_and_warn(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+    def unscale_and_warn(unscale: Any) -> Any:
+        def wrapped(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             if not isinstance(self, GradScaler) and _groups_of(parameters):
                 warnings.warn(
@@ -174,14 +170,16 @@ def watch_torch() -> None:
                 )
             return unscale(self, optimizer, *arguments, **options)
 
-        torch.amp.GradScaler._unscale_grads_ = unscale_and_warn  # type: ignore[method-assign]
-    verify: Any = getattr(ddp, "_verify_param_shape_across_processes", None)
-    if verify is not None:
+        return wrapped
 
-        @functools.wraps(verify)
-        def refuse_and_verify(process_group: Any, tensors: Any, *arguments: Any, **options: Any) -> Any:
+    def refuse_and_verify(verify: Any) -> Any:
+        def wrapped(process_group: Any, tensors: Any, *arguments: Any, **options: Any) -> Any:
             if _groups_of(tensors):
                 refuse_split_parameters(tensors, world.communicator(process_group))
             return verify(process_group, tensors, *arguments, **options)
 
-        ddp._verify_param_shape_across_processes = refuse_and_verify
+        return wrapped
+
+    patch("clip_grad_norm", "_clip_grads_with_norm_", clip_grad, by=clip_and_warn)
+    patch("grad_scaler", "_unscale_grads_", torch.amp.GradScaler, by=unscale_and_warn)
+    patch("ddp_split", "_verify_param_shape_across_processes", ddp, by=refuse_and_verify)

@@ -105,6 +105,7 @@ class CompressedOptimizer(Optimizer, abc.ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # between two graphs: the compiler cannot trace the collectives
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
