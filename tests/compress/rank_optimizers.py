@@ -45,9 +45,9 @@ def _close(found: Tensor, right: np.ndarray, what: str) -> None:
     assert wrong.mean() <= 0.1, f"{what}: {wrong.sum()} of {right.size} elements differ"
 
 
-def _calls() -> int:
-    """The number of the latest collective of this process."""
-    return max((call.sequence for call in recent_calls(4)), default=-1)
+def _latest() -> int:
+    """When this process made its latest call."""
+    return max((call.issued_ns for call in recent_calls(4)), default=0)
 
 
 def zero_one_adam_follows_the_paper(context: RankContext) -> None:
@@ -70,11 +70,11 @@ def zero_one_adam_follows_the_paper(context: RankContext) -> None:
                     one[:7] = 0.0  # no variance yet
             weights.grad, lr = given[context.rank], rate_of(step)
             optimizer.param_groups[0]["lr"] = lr
-            before = _calls()
+            before = _latest()
             optimizer.step()
             simulated.step(np.stack([one.double().numpy() for one in given]), lr)
             what = f"{spec} step {step} ({simulated.rounds[-1]})"
-            assert (_calls() == before) == (simulated.rounds[-1] == "local"), f"{what}: a local step sends nothing"
+            assert (_latest() == before) == (simulated.rounds[-1] == "local"), f"{what}: a local step sends nothing"
             _close(weights, simulated.x[context.rank], what)
             if simulated.rounds[-1] != "local":
                 everyones = [torch.empty(NUMEL) for _ in range(context.world_size)]
