@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch.distributed as c10d
 from torch import nn
 
 import ringway as dist
+import ringway_autoload
+from ringway.config import read_file
 from ringway.testing import RankContext, RankPool
 
 LISTENS = "0A"
@@ -191,10 +194,32 @@ def _starts_on_shm(program: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "Bridge"), done.stderr[-2000:]
 
 
-@pytest.mark.skipif(not hasattr(c10d.Backend, "_ensure_backend_registered"), reason="torch looks from 2.14 on")
 @pytest.mark.processes
-def test_torch_finds_the_backend_without_an_import() -> None:
-    _starts_on_shm("import sys, torch.distributed as c10d\nassert 'ringway' not in sys.modules\n")
+def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
+    """From 2.14 on torch looks for the name. Before, it calls `ringway_autoload` when it is imported."""
+    declared = read_file(Path(__file__).parents[2] / "pyproject.toml", "the project")["project"]["entry-points"]
+    installed = tmp_path / "a_package-1.dist-info"  # what pip makes of them
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: a-package\nVersion: 1\n")
+    lines = [line for group, found in declared.items() for line in (f"[{group}]", *map(" = ".join, found.items()))]
+    (installed / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    program = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "import torch.distributed as c10d\n"
+        "assert 'ringway' not in sys.modules\n"
+        "assert c10d.Backend.default_device_backend_map['cpu'] == 'gloo'\n"
+    )
+    _starts_on_shm(program)
+
+
+def test_the_entry_point_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(c10d.Backend.backend_list)
+    ringway_autoload.register()  # ringway is imported already: this changes nothing
+    assert c10d.Backend.backend_list == names
+    monkeypatch.setattr(c10d, "Backend", None)
+    ringway_autoload.register()
+    monkeypatch.setattr(c10d, "is_available", lambda: False)
+    ringway_autoload.register()
 
 
 INSTALLED = bool(entry_points(group="torch.distributed.backends", name="shm"))
@@ -207,6 +232,7 @@ def test_torch_finds_the_backend_by_its_entry_point() -> None:
     """From 2.14 on, if a program names an unknown backend, torch loads the entry point of that name and calls it, which
     registers the backend."""
     program = (
+        "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'  # before 2.14 torch has called another one\n"
         "from importlib.metadata import entry_points\n"
         "import sys, torch.distributed as c10d\n"
         "for name in ('shm', 'mpi4py'):\n"

@@ -28,7 +28,8 @@ from ringway.store import key_of
 
 def introduce_to_torch() -> None:
     """Makes the names of ringway's backends known to torch. Importing ringway calls it. From torch 2.14 on torch also
-    calls it, through an entry point, when a program names one of them without having imported ringway."""
+    calls it, through an entry point, when a program names one of them without having imported ringway; before,
+    `ringway_autoload` does."""
     for registration in registry.registrations():
         register_with_torch(registration)
 

@@ -1,0 +1,46 @@
+"""Lets `torch.distributed.init_process_group("shm")` work without `import ringway`.
+
+torch calls `register` at the end of `import torch`, through the entry point group `torch.backends`, in every process
+that imports torch. So this module imports nothing of ringway, takes microseconds, and never raises. ringway itself is
+imported when a group on one of its backends is made. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off, as it does for all
+packages that use this entry point.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+_DEVICES = {"shm": ("cpu",), "mpi4py": ("cpu", "cuda")}
+"""The backends that programs of torch alone may name, by the devices they serve."""
+
+
+def register() -> None:
+    """Registers the names with torch. From 2.14 on, torch finds them itself when a program names one (entry point group
+    `torch.distributed.backends`)."""
+    try:
+        import torch.distributed as c10d
+
+        if c10d.is_available() and not hasattr(c10d.Backend, "_ensure_backend_registered"):
+            _register(c10d.Backend)
+    except Exception:  # a program that does not use ringway must not fail because of it
+        pass
+
+
+def _register(backend: Any) -> None:
+    defaults = dict(backend.default_device_backend_map)
+    for name, devices in _DEVICES.items():
+        if name.upper() not in backend._plugins:
+            backend.register_backend(name, partial(_make, name), extended_api=True, devices=list(devices))
+    # torch makes the first backend registered for a device the default of programs that name none.
+    backend.default_device_backend_map.clear()
+    backend.default_device_backend_map.update(defaults)
+
+
+def _make(name: str, options: Any, extra: Any) -> Any:
+    """Makes a group. Importing ringway registers the function that does."""
+    import torch.distributed as c10d
+
+    import ringway  # noqa: F401
+
+    return c10d.Backend._plugins[name.upper()].creator_fn(options, extra)
