@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,44 +298,78 @@ def test_require_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 # Every way to start
 
 
-def _start(context: RankContext, how: str, port: int) -> tuple[bool, str]:
+def _start(context: RankContext, how: str, port: int, folder: str) -> tuple[bool, str, str]:
+    """Starts in one of the ways there are. Whether the job has a secret, where that comes from, and the backend."""
     leave()  # the group of an earlier test
     os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    place: dict[str, Any] = {"rank": context.rank, "world_size": 2}
     try:
         if how == "init_distributed":
             dist.init_distributed(timeout=PATIENT)
         elif how == "init_process_group":
             dist.init_process_group()
         elif how == "a store":
-            store = PrefixStore(f"start {port}", context.store)
-            dist.init_process_group(store=store, rank=context.rank, world_size=2)
+            dist.init_process_group(store=PrefixStore(f"start {port}", context.store), **place)
+        elif how == "a URL":
+            dist.init_process_group(init_method=f"tcp://127.0.0.1:{port}?rank={context.rank}&world_size=2")
+        elif how == "a file":
+            dist.init_process_group(init_method=f"file://{folder}/store {port}", **place)
+        elif how == "a handler":
+            handler = partial(_handler, PrefixStore(f"start {port}", context.store), context.rank)
+            torch.distributed.register_rendezvous_handler(f"zoo{port}", handler)
+            dist.init_process_group(init_method=f"zoo{port}://", **place)
         else:
             torch.distributed.init_process_group(how)
         group = dist.communicator()
         assert dist.allgather_object(context.rank) == [0, 1]
         other = dist.communicator(dist.new_group([0, 1]))
-        keyed = not key_of(group.info.store).open
-        assert keyed == (not key_of(other.info.store).open)
-        if keyed:  # what C++ code calls: the store's Python half is alive
+        key = key_of(group.info.store)
+        assert key.open == key_of(other.info.store).open
+        if not key.open:  # what C++ code calls: the store's Python half is alive
             assert beneath_prefixes(group.info.store) is not None
             group.info.store.set(f"from {context.rank}", "x")
             assert group.info.store.clone().get(f"from {context.rank}") == b"x"  # type: ignore[attr-defined]
         dist.barrier()
-        return keyed, dist.get_backend()
+        return not key.open, key.source, dist.get_backend()
     finally:
         dist.destroy_process_group()
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
 
 
-@pytest.mark.parametrize("how", ["init_distributed", "init_process_group", "a store", "shm", "gloo"])
-def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, how: str) -> None:
-    for text in (SECRET, None):
-        outcomes = pool.try_run(_start, how, free_port(), world_size=2, environment={"RINGWAY_JOB_SECRET": text})
-        backend = "gloo" if how == "gloo" else "shm"
-        assert [outcome.value for outcome in outcomes] == [(text is not None and how != "gloo", backend)] * 2, outcomes
-        said = "this job is open: it has no secret" in outcomes[0].output
-        assert said == (text is None and how == "init_distributed")
+def _handler(store: Store, rank: int, *_: Any, **__: Any) -> Any:
+    yield store, rank, 2
+
+
+_TORCHRUN = {"TORCHELASTIC_RUN_ID": "a run", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    "how", ["init_distributed", "init_process_group", "a store", "a URL", "a file", "a handler", "shm", "gloo"]
+)
+def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, tmp_path: Path, how: str) -> None:
+    ours = how != "gloo"  # torch's own backend: ringway has no part in it
+    cases: tuple[tuple[dict[str, str | None], str], ...] = (
+        ({secret.SECRET: SECRET}, secret.SECRET),
+        ({}, ""),
+        # These are where the user says, so what the launcher says about hosts does not count.
+        (_TORCHRUN, "" if how in ("a URL", "a file") else str(tmp_path / "ringway")),
+    )
+    for variables, source in cases:
+        environment = {secret.SECRET: None, "XDG_RUNTIME_DIR": str(tmp_path), **variables}
+        outcomes = pool.try_run(_start, how, free_port(), str(tmp_path), world_size=2, environment=environment)
+        for outcome in outcomes:
+            assert outcome.ok, outcome
+            keyed, came_from, backend = outcome.value
+            assert (keyed, backend) == (ours and source != "", "shm" if ours else "gloo"), (variables, outcome)
+            assert came_from.startswith(source if keyed else ""), came_from
+        said = [outcome.output.count("this job is open: it has no secret") for outcome in outcomes]
+        assert said == [1 if ours and not source else 0, 0], (variables, said)
+    if not ours:
+        return
+    environment = {secret.SECRET: None, "RINGWAY_REQUIRE_SECRET": "1"}
+    for outcome in pool.try_run(_start, how, free_port(), str(tmp_path), world_size=2, environment=environment):
+        assert "require_secret is set, but the job has no secret: set RINGWAY_JOB_SECRET" in str(outcome.error), outcome
 
 
 # Several users

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringway.backends import registry
 from ringway.backends.base import Backend
 from ringway.backends.select import select
+from ringway.config import resolve
 from ringway.errors import UsageError
 from ringway.groups.factory import register_with_torch, torch_spelling
 from ringway.groups.world import NON_MEMBER, world
-from ringway.launch.discover import discover
+from ringway.launch.discover import SCHEMES, discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import admit, rendezvous
-from ringway.launch.secret import given_key
+from ringway.launch.secret import say_open
 from ringway.store import key_of
 from ringway.torch_versions import undo_failed_start
 
@@ -50,20 +51,15 @@ def init_process_group(
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
     name = backend or world.next_backend
     limit = c10d.default_pg_timeout if timeout is None else timeout
-    if not c10d.is_initialized() and not given_key().open:
-        if store is None:
-            store, rank, world_size = _meet(init_method, rank, world_size, limit)
-        elif world_size > 1 and key_of(store).open:
-            store = admit(store, rank, world_size, "of all ranks", limit.total_seconds())
+    if not c10d.is_initialized():
+        if name is not None:
+            torch_spelling(name)  # raises if there is no such backend
+        store, rank, world_size = _meet(store, init_method, rank, world_size, limit)
         world.store, init_method = store, None
-    if name is None and not c10d.is_initialized():
-        if store is None:
-            met, rank, world_size = next(c10d.rendezvous(init_method or "env://", rank, world_size, timeout=limit))
-            met.set_timeout(limit)
-            store, init_method = c10d.PrefixStore("ringway", met), None
-        here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
-        choice = select(None, "", here, store, limit.total_seconds())
-        name, world.backend_reason = choice.backend, choice.reason
+        if name is None:
+            here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
+            choice = select(None, "", here, store, limit.total_seconds())
+            name, world.backend_reason = choice.backend, choice.reason
     try:
         with world.binding(device_id):
             c10d.init_process_group(
@@ -83,13 +79,30 @@ def init_process_group(
         raise
 
 
-def _meet(init_method: str | None, rank: int, size: int, limit: timedelta) -> tuple[c10d.Store, int, int]:
-    """The job's store, once all ranks have proved that they have its secret."""
-    info = discover(rank=rank, size=size, init_method=init_method)
-    path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
-    store = rendezvous(info, limit.total_seconds(), token=os.environ.get("RINGWAY_JOB_TOKEN", ""), path=path)
-    store.set_timeout(limit)
-    return store, info.rank, info.size
+def _meet(
+    given: c10d.Store | None, init_method: str | None, rank: int, size: int, limit: timedelta
+) -> tuple[c10d.Store, int, int]:
+    """The job's store, once all ranks have proved that they have its secret, or rank 0 has said that there is none."""
+    if given is not None and given is world.store:  # they have met
+        return given, rank, size
+    required = resolve().require_secret
+    if given is None and init_method is not None and not init_method.startswith(SCHEMES):
+        given, rank, size = next(c10d.rendezvous(init_method, rank, size, timeout=limit))  # a handler of the program's
+        given.set_timeout(limit)
+    if given is not None:
+        store = given
+        if size > 1 and key_of(given).open:
+            store = admit(given, rank, size, "of all ranks", limit.total_seconds(), require_secret=required)
+    else:
+        info = discover(rank=rank, size=size, init_method=init_method)
+        path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
+        token = os.environ.get("RINGWAY_JOB_TOKEN", "")
+        store = rendezvous(info, limit.total_seconds(), token=token, path=path, require_secret=required)
+        store.set_timeout(limit)
+        rank, size = info.rank, info.size
+    if rank == 0 and size > 1 and key_of(store).open:
+        say_open()
+    return store, rank, size
 
 
 def _named(backend: str | None) -> str | None:

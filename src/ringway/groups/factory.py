@@ -19,10 +19,11 @@ from ringway.backends.several.mixed import mixed, mixes
 from ringway.backends.torch.gloo import GlooBackend, make_gloo
 from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
+from ringway.config import resolve
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import world
 from ringway.launch.rendezvous import admit, of_this_attempt
-from ringway.launch.secret import given_key
+from ringway.launch.secret import say_open
 from ringway.store import key_of
 
 
@@ -140,8 +141,13 @@ def _split(
 
 
 def _admitted(options: Any) -> c10d.Store:
-    """The group's store. If torch made it and the job has a secret, the ranks prove here that they have it."""
+    """The group's store. If torch made it, the ranks prove here that they have the job's secret."""
     store = of_this_attempt(options.store)
-    if options.group_size == 1 or not key_of(store).open or given_key().open:
+    rank, size = options.group_rank, options.group_size
+    if size == 1 or not key_of(store).open or world.has_met_at(store):
         return store
-    return admit(store, options.group_rank, options.group_size, options.group_id, options.timeout.total_seconds())
+    limit = options.timeout.total_seconds()
+    store = admit(store, rank, size, options.group_id, limit, require_secret=resolve().require_secret)
+    if rank == 0 and key_of(store).open and not world.has_bridges():
+        say_open()
+    return store

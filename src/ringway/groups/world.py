@@ -27,6 +27,7 @@ from ringway.groups.adoption import read_group
 from ringway.groups.bridge import Bridge
 from ringway.groups.communicator import Communicator
 from ringway.groups.listener import Listener
+from ringway.store import beneath_prefixes
 from ringway.torch_versions import GroupCounts
 
 NON_MEMBER = c10d.GroupMember.NON_GROUP_MEMBER
@@ -53,7 +54,7 @@ class World:
         self.local_rank: int | None = None
         self.policy: Policy | None = None
         self.store: c10d.Store | None = None
-        """The job's store, if ringway made it: torch's C++ code holds only the C++ half of a store written in
+        """The job's store, if ringway started the job: torch's C++ code holds only the C++ half of a store written in
         Python."""
         self._binding: torch.device | None = None
         self._adopting = threading.Lock()
@@ -141,6 +142,14 @@ class World:
         """The communicators of a group that torch made, or with None of all such groups; only those in use."""
         known = self._adopted.values() if group is None else [self._adopted.get(group)]
         return [communicator for communicator in known if communicator is not None]
+
+    def has_bridges(self) -> bool:
+        """Whether ringway made any of the groups of this process."""
+        return any(isinstance(group, Bridge) for group in c10d_module._world.pg_map)
+
+    def has_met_at(self, store: c10d.Store) -> bool:
+        """Whether the store is a part of the one at which ringway started the job."""
+        return self.store is not None and beneath_prefixes(self.store) is beneath_prefixes(store)
 
     def forget_default(self) -> None:
         """After the default group was destroyed: releases what it holds, such as the job's store."""

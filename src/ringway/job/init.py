@@ -21,7 +21,7 @@ from ringway.groups.world import world
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
-from ringway.launch.secret import OPEN_JOB, REMEDY
+from ringway.launch.secret import say_open
 from ringway.observe import start as watching
 from ringway.observe.log.logger import configure
 from ringway.store import key_of
@@ -81,7 +81,7 @@ def init_distributed(
     if verbose and info.rank == 0:
         _say(_summary(info, choice, limit, limit_source))
     if info.rank == 0 and info.size > 1 and key_of(store).open and (verbose or world.communicator(None).spans_hosts):
-        _say(f"{OPEN_JOB}: {REMEDY}")
+        say_open()
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
 

@@ -12,6 +12,9 @@ from ringway.launch.ancestry import Ancestry, ancestors, setter
 from ringway.launch.info import MAX_RANKS, LaunchInfo, Variables
 from ringway.launch.sources import LOOPBACK, SOURCES, Source, alone
 
+SCHEMES = ("env://", "tcp://", "file://")
+"""What an `init_method` may begin with. torch knows others, if the program registers them."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -58,8 +61,11 @@ def explore(
         environ = os.environ
         ancestry = ancestors if ancestry is None else ancestry
     seen = all_seen(environ, ignored, ancestry)
+    rank, size = _with_query(init_method, rank, size)
     if rank >= 0 or size >= 0 or _has_address(init_method):
-        chosen = _from_arguments(environ, rank, size, init_method, seen[0].info if seen else None)
+        launcher = seen[0].info if seen else None
+        launcher = launcher and _with_job(launcher, environ, ancestry)
+        chosen = _from_arguments(environ, rank, size, init_method, launcher)
         return Discovery(chosen, (Seen(chosen.source, chosen), *seen))
     if not seen:
         info = alone(environ)
@@ -119,7 +125,7 @@ def _from_arguments(
     if launcher is not None:
         address, port = launcher.address, launcher.port
     if init_method is not None and _has_address(init_method):
-        address, port, rank, size = _read_method(init_method, rank, size)
+        address, port = _read_method(init_method, size)
     if launcher is not None:
         rank = launcher.rank if rank < 0 else rank
         size = launcher.size if size < 0 else size
@@ -152,17 +158,27 @@ def _is_file(init_method: str | None) -> bool:
     return init_method is not None and init_method.startswith("file://")
 
 
-def _read_method(init_method: str, rank: int, size: int) -> tuple[str | None, int | None, int, int]:
-    if _is_file(init_method):
-        return None, None, rank, size
+def _with_query(init_method: str | None, rank: int, size: int) -> tuple[int, int]:
+    """The arguments, or else what the URL says: `tcp://HOST:PORT?rank=0&world_size=2`."""
+    if init_method is None or _is_file(init_method):
+        return rank, size
     try:
-        url = urlsplit(init_method)
-        port = url.port
-        query = dict(pair.split("=", 1) for pair in url.query.split("&") if pair)
+        query = dict(pair.split("=", 1) for pair in urlsplit(init_method).query.split("&") if pair)
         rank = int(query.get("rank", rank)) if rank < 0 else rank
         size = int(query.get("world_size", size)) if size < 0 else size
     except ValueError as error:
         raise UsageError(f"init_method={init_method!r} is invalid: {error}") from None
-    if url.scheme != "tcp" or not url.hostname or not port:
+    return rank, size
+
+
+def _read_method(init_method: str, size: int) -> tuple[str | None, int | None]:
+    if _is_file(init_method):
+        return None, None
+    try:
+        url = urlsplit(init_method)
+        port = url.port
+    except ValueError as error:
+        raise UsageError(f"init_method={init_method!r} is invalid: {error}") from None
+    if url.scheme != "tcp" or not url.hostname or port is None or (port == 0 and size != 1):
         raise UsageError(f"init_method={init_method!r} is not supported; use tcp://HOST:PORT, file:///PATH or env://")
-    return url.hostname, port, rank, size
+    return url.hostname, port or None

@@ -24,13 +24,14 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed import DistError
 
 from ringway.descriptors import is_shortage, shortage_named
-from ringway.errors import ConfigError, DiscoveryError, RendezvousError
+from ringway.errors import DiscoveryError, RendezvousError
 from ringway.keys import Key
 from ringway.launch import ports
+from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.roll_call import Place, printable, roll_call
 from ringway.launch.run_store import RunStore
-from ringway.launch.secret import REMEDY, HostFile, given_key, host_file
+from ringway.launch.secret import REMEDY, HostFile, job_secret
 from ringway.launch.sources import from_torchrun
 from ringway.store import Deadline, read
 from ringway.threads import start
@@ -58,16 +59,19 @@ def rendezvous(
 
 def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, require_secret: bool) -> Store:
     deadline = Deadline(timeout)
-    job = _Job.of(info, token, require_secret)
+    from_mpi = path is None and info.socket is None and info.address is None
+    job = _Job.of(info, token, require_secret and not from_mpi)
     if path is not None:
         if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it silently
             raise RendezvousError(f"the folder {os.path.dirname(path)!r} for the store's file {path} does not exist")
         place = Place(path, if_twice=". If the first was an earlier job, remove the file")
         file = FileStore(path, info.size)
-        return _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place, deadline))
+        met = _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place, deadline))
+        job.all_have_met(info)
+        return met
     if info.socket is not None:
         store, place, opened = _join_run(info, info.socket, job, deadline)
-    elif info.address is None:
+    elif from_mpi:
         store, place, opened, job = _agree_through_mpi(info, job, deadline)
     elif info.rank == 0 and not info.hosted_by_launcher:
         store, place, opened = _host(info, job, deadline)
@@ -99,10 +103,21 @@ def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, 
 _roll_call = roll_call
 
 
-def admit(store: Store, rank: int, size: int, group: str, timeout: float) -> Store:
-    """A group's part of a store that ringway did not make, once its ranks have proved that they have the secret."""
+def admit(store: Store, rank: int, size: int, group: str, timeout: float, *, require_secret: bool) -> Store:
+    """A group's part of a store that ringway did not make, once its ranks have proved that they have the secret. The
+    store itself if the job has none.
+
+    The host's file is left to its maker's exit: the group may be a part of the job, and others may still read it.
+    """
     info = LaunchInfo(rank=rank, size=size, source="torch.distributed")
-    job = _Job(group, given_key().derive("group", group))
+    try:
+        launched = discover()
+    except DiscoveryError:  # the store says where to meet, whatever the variables say
+        launched = info
+    key, _ = job_secret(launched, required=require_secret)
+    if key.open:
+        return store
+    job = _Job(group, key.derive("group", group))
     place = Place(f"the store of the group {group}")
     deadline = Deadline(timeout)
     return _roll_call(store, info, deadline, place, job.key, _recognize(store, info, job, place, deadline))
@@ -133,14 +148,8 @@ class _Job:
 
     @classmethod
     def of(cls, info: LaunchInfo, token: str, require_secret: bool) -> _Job:
-        name = identity(info.job, token)
-        key, file = given_key(), None
-        if key.open:
-            file = host_file(info)
-            key = key if file is None else file.key()
-        if key.open and require_secret and info.address is not None:  # without an address, MPI hands one over
-            raise ConfigError(f"require_secret is set, but the job has no secret: {REMEDY}", key="require_secret")
-        return cls(name, job_key(key, info.job, token), file)
+        key, file = job_secret(info, required=require_secret)
+        return cls(identity(info.job, token), job_key(key, info.job, token), file)
 
     def all_have_met(self, info: LaunchInfo) -> None:
         if self.file is not None and info.rank == 0:

@@ -4,16 +4,21 @@
    in memory.
 2. Under another launcher, if it says that all ranks are on this host: a file in this user's runtime directory, named
    after the job. The first rank makes it, and rank 0 removes it once all have proved that they have read it.
-3. Otherwise there is none, and the job is open: anyone who reaches its store can join it. Hosts cannot be assumed to
+3. MPI hands one over with rank 0's address (`rendezvous.py`).
+4. Otherwise there is none, and the job is open: anyone who reaches its store can join it. Hosts cannot be assumed to
    share a home directory, so across hosts the user names the file.
+
+Every way to start a job asks `job_secret`, and says with `say_open` that there is none.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import secrets
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +33,23 @@ SECRET = "RINGWAY_JOB_SECRET"
 SECRET_FILE = "RINGWAY_JOB_SECRET_FILE"
 OPEN_JOB = "this job is open: it has no secret, so anyone who reaches its store can join it and run code in it"
 REMEDY = f"set {SECRET}, or {SECRET_FILE} to a file of mode 0600 that all hosts have, to the same 32 random bytes"
+
+
+def job_secret(info: LaunchInfo, *, required: bool) -> tuple[Key, HostFile | None]:
+    """The job's secret as a key, and the host's file if it comes from there. An open key if there is none; with
+    `required` that is an error."""
+    key, file = given_key(), None
+    if key.open:
+        file = host_file(info)
+        key = key if file is None else file.key()
+    if key.open and required:
+        raise ConfigError(f"require_secret is set, but the job has no secret: {REMEDY}", key="require_secret")
+    return key, file
+
+
+def say_open() -> None:
+    """Rank 0 of a job without a secret says so."""
+    print(f"ringway: {OPEN_JOB}: {REMEDY}", file=sys.stderr, flush=True)
 
 
 def given_key(environ: Mapping[str, str] | None = None) -> Key:
@@ -92,7 +114,7 @@ class HostFile:
     """The file through which the ranks of one host share a secret. The first rank that looks for it makes it."""
 
     def __init__(self, info: LaunchInfo) -> None:
-        named = "\n".join(map(str, (info.source, info.job, info.attempt, info.address, info.port, info.size)))
+        named = "\n".join(map(str, (info.job, info.attempt, info.address, info.port, info.size)))
         self._path = _runtime_folder() / hashlib.sha256(named.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     def key(self) -> Key:
@@ -108,12 +130,18 @@ class HostFile:
             os.close(fd)
             with suppress(FileExistsError):
                 os.link(fresh, self._path)  # appears whole, or not at all
+                atexit.register(self._remove_at_exit, os.getpid())  # if the ranks never meet, or only some of them do
             return Key.from_text(_read(str(self._path)), str(self._path))
         finally:
             fresh.unlink()
 
     def remove(self) -> None:
+        """All ranks have read it."""
         self._path.unlink(missing_ok=True)
+
+    def _remove_at_exit(self, maker: int) -> None:
+        if os.getpid() == maker:  # not a forked child
+            self.remove()
 
 
 def host_file(info: LaunchInfo) -> HostFile | None:
@@ -123,8 +151,9 @@ def host_file(info: LaunchInfo) -> HostFile | None:
 
 def _runtime_folder() -> Path:
     """A directory that only this user can enter."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "ringway" if base else Path(tempfile.gettempdir()) / f"ringway-{os.geteuid()}"
+    base = os.environ.get("XDG_RUNTIME_DIR")  # a launcher may pass that of another host
+    private = base is not None and os.path.isdir(base)
+    folder = Path(base or "", "ringway") if private else Path(tempfile.gettempdir(), f"ringway-{os.geteuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
