@@ -7,18 +7,28 @@ so a job with a secret seals what it puts there: `KeyedStore`.
 from __future__ import annotations
 
 import secrets
+import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 
 from ringway.errors import Tampered
-from ringway.keys import Forged, Key
+from ringway.keys import TAG_BYTES, Forged, Key
 
 _FIRST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.05
+
+_REMEMBERED = 1024  # keys of a keyed store that a process looks after
+_LOOKS = 64  # of those, at a time
+_FIRST_LOOK = 1.0  # seconds after a write; the pauses grow
+_LAST_LOOK = 30.0
 
 _NOT_SET = f"ringway: not set, {secrets.token_hex(16)}"
 """Never stored, and unknown to strangers: a key with this value would count as not set."""
@@ -64,85 +74,156 @@ def absent(store: Store, keys: Sequence[str], deadline: Deadline) -> list[int]:
     return [index for index, key in enumerate(keys) if not store.check([key])]
 
 
-class KeyedStore(Store):
-    """A store whose values are sealed with the job's key. What a stranger writes raises `Tampered` where it is read.
+PASSING = "ringway/passing/"
+"""In the names of keys that one rank writes and deletes again once no rank reads them: they leave nothing behind."""
 
-    A stranger can still delete a key, or put back an older value of the same key. torch's C++ code calls it like any
-    store, and holds only its C++ half: keep a reference to this object as long as the job lasts.
+_HEADER = struct.Struct("<Q?")  # of a value: its version, and whether it is one or a tombstone
+_NOTICE = "ringway/tampered"
+
+
+class KeyedStore(Store):
+    """A store whose values are sealed with the job's key. What a stranger does to it raises `Tampered`.
+
+    Each value carries a version, and a deleted key leaves a tombstone. So a key that this process has read or written
+    is never missing, and never has an older version: if so, a stranger deleted it or put an older value back. A process
+    that waits looks now and then at all that it knows, because it may be the only one that can notice. It leaves a
+    notice, so that all others that wait raise, too.
+
+    torch's C++ code calls it like any store, and holds only its C++ half: keep a reference to this object as long as
+    the job lasts.
     """
 
     timeout: timedelta  # torch's property
 
-    def __init__(self, inner: Any, key: Key) -> None:
+    def __init__(self, inner: Any, key: Key, known: _Known | None = None) -> None:
         super().__init__()
         self.inner = inner
         self._base = unwrapped(inner)  # a prefix store holds only its C++ half
         self.key = key
         self._seal = key.derive("store")
+        self._known = _Known() if known is None else known
         self._clones: list[KeyedStore] = []
         self.set_timeout(inner.timeout)
 
-    def _sealed(self, key: str, value: str | bytes) -> bytes:
-        return self._seal.seal(key, value.encode() if isinstance(value, str) else bytes(value))
+    def _look(self, key: str) -> _Found:
+        """What is there now, checked against what this process knows."""
+        # Before the request: another thread may learn of a later version while this one reads.
+        latest = self._known.get(key)
+        return self._checked(key, read(self.inner, key), latest)
 
-    def _opened(self, key: str, sealed: bytes) -> bytes:
+    def _checked(self, key: str, sealed: bytes | None, latest: tuple[int, bytes] | None) -> _Found:
+        if sealed is None:
+            if latest is not None and self._known.get(key) is not None:  # not deleted by another thread meanwhile
+                raise self._tampered(key, "was deleted", "Its value is lost")
+            return _Found(b"", 0, None)
         try:
-            return self._seal.unseal(key, bytes(sealed))
-        except Forged:
-            raise Tampered(
-                f"the value of {key!r} in the job's store was written by a process without the job's secret, and was "
-                "not used. Keep strangers away from the store's port, or start the job with ringway run",
-                what=key,
-            ) from None
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.inner.set(key, self._sealed(key, value))
-
-    def get(self, key: str) -> bytes:
-        self.inner.wait([key], self.timeout)
-        return self._opened(key, self.inner.get(key))
-
-    def check(self, keys: list[str]) -> bool:
-        """A value that a stranger wrote is no answer: it raises."""
-        found = {key: read(self.inner, key) for key in keys} if self.inner.check(keys) else {}
-        values = [self._opened(key, sealed) for key, sealed in found.items() if sealed is not None]
-        return bool(found) and len(values) == len(found)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.inner.wait(keys, self.timeout if timeout is None else timeout)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self._opened(key, value) for key, value in zip(keys, self.inner.multi_get(keys), strict=True)]
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        self.inner.multi_set(keys, [self._sealed(k, v) for k, v in zip(keys, values, strict=True)])
+            content = self._seal.unseal(key, sealed)
+            version, alive = _HEADER.unpack_from(content)
+        except (Forged, struct.error):
+            raise self._tampered(key, "was written", "The value was not used") from None
+        tag = sealed[:TAG_BYTES]
+        if latest is not None and (version < latest[0] or (version == latest[0] and tag != latest[1])):
+            raise self._tampered(key, "was put back to an older value", "The value was not used")
+        if PASSING not in key:  # its writer deletes it
+            self._known.learn(key, version, tag)
+        return _Found(sealed, version, content[_HEADER.size :] if alive else None)
 
     def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replaces the value by what `change` makes of it; None leaves it. Returns the value that is there then."""
         while True:
-            before = read(self.inner, key)
-            value = None if before is None else self._opened(key, before)
-            wanted = change(value)
+            found = self._look(key)
+            wanted = change(found.value)
             if wanted is None:
-                return value
-            sealed = self._sealed(key, wanted)
-            if bytes(self.inner.compare_set(key, before or b"", sealed)) == sealed:
+                if found.value is None:
+                    self._look_around()
+                return found.value
+            if self._replaced(key, found, wanted):
                 return wanted
 
+    def _replaced(self, key: str, found: _Found, value: bytes | None) -> bool:
+        """Writes the next version, or a tombstone if `value` is None, unless another rank has written one first."""
+        version = found.version + 1
+        sealed = self._seal.seal(key, _HEADER.pack(version, value is not None) + (value or b""))
+        if bytes(self.inner.compare_set(key, found.sealed, sealed)) != sealed:
+            return False
+        self._known.learn(key, version, sealed[:TAG_BYTES])
+        self._known.look_soon()
+        return True
+
+    def _look_around(self) -> None:
+        """Called where this process waits. Raises if a stranger deleted or put back what this process knows."""
+        if not self._known.look_is_due():
+            return
+        with suppress(Forged):  # a notice of the stranger's
+            what, _, text = self._seal.unseal(_NOTICE, read(self.inner, _NOTICE) or b"").decode().partition("\n")
+            raise Tampered(f"another rank noticed: {text}", what=what)
+        for key in self._known.to_look_at(lambda keys: bool(self.inner.check(keys))):
+            self._look(key)
+
+    def _tampered(self, key: str, how: str, outcome: str) -> Tampered:
+        text = (
+            f"the key {key!r} of the job's store {how} by a process without the job's secret. {outcome}. Keep "
+            "strangers away from the store's port, or start the job with ringway run"
+        )
+        with suppress(Exception):  # the store may be gone
+            self.inner.compare_set(_NOTICE, "", self._seal.seal(_NOTICE, f"{key}\n{text}".encode()))
+        return Tampered(text, what=key)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        new = _as_bytes(value)
+        if self._known.get(key) is not None or not self._replaced(key, _Found(b"", 0, None), new):
+            self._change(key, lambda _: new)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def check(self, keys: list[str]) -> bool:
+        """A value that a stranger wrote is no answer: it raises."""
+        if self.inner.check(keys) and all(self._look(key).value is not None for key in keys):
+            return True
+        self._look_around()
+        return False
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = Deadline((self.timeout if timeout is None else timeout).total_seconds())
+        if not deadline.poll(lambda: self.check(keys) or None):
+            raise DistStoreError(f"wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {', '.join(keys)}")
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        while True:
+            values = [self._look(key).value for key in keys]
+            found = [value for value in values if value is not None]
+            if len(found) == len(keys):
+                return found
+            self.wait(keys)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
     def add(self, key: str, amount: int) -> int:
-        return int(self._change(key, lambda value: str(int(value or 0) + amount).encode()) or 0)
+        def sum_of(value: bytes | None) -> bytes | None:
+            return None if amount == 0 and value is not None else str(int(value or 0) + amount).encode()
+
+        return int(self._change(key, sum_of) or 0)
 
     def append(self, key: str, value: str | bytes) -> None:
-        more = value.encode() if isinstance(value, str) else bytes(value)
+        more = _as_bytes(value)
         self._change(key, lambda before: (before or b"") + more)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        old, new = (text.encode() if isinstance(text, str) else bytes(text) for text in (expected, desired))
+        old, new = _as_bytes(expected), _as_bytes(desired)
         found = self._change(key, lambda value: new if (value or b"") == old else None)
         return old if found is None else found  # as torch's stores do
 
     def delete_key(self, key: str) -> bool:
-        return self.inner.delete_key(key)
+        if PASSING in key:
+            self._known.forget(key)
+            return self.inner.delete_key(key)
+        while (found := self._look(key)).value is not None:
+            if self._replaced(key, found, None):
+                return True
+        return False
 
     def num_keys(self) -> int:
         return self.inner.num_keys()
@@ -154,8 +235,67 @@ class KeyedStore(Store):
         return True
 
     def clone(self) -> KeyedStore:
-        self._clones.append(KeyedStore(self.inner.clone(), self.key))
+        self._clones.append(KeyedStore(self.inner.clone(), self.key, self._known))
         return self._clones[-1]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a keyed store holds under a key: the sealed value, its version, and what is in it; None if deleted."""
+
+    sealed: bytes
+    version: int
+    value: bytes | None
+
+
+class _Known:
+    """The latest version of each key that this process has read or written, of its latest thousand.
+
+    Several threads and connections share it. It has no lock, which a forked child could find locked: if two threads
+    learn at the same time, the earlier version may stay, and a later one is still accepted.
+    """
+
+    def __init__(self) -> None:
+        self._latest: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
+        self._pause = _FIRST_LOOK
+        self._next = time.monotonic() + _FIRST_LOOK
+        self._turn = 0
+
+    def get(self, key: str) -> tuple[int, bytes] | None:
+        return self._latest.get(key)
+
+    def learn(self, key: str, version: int, tag: bytes) -> None:
+        before = self._latest.pop(key, (0, b""))
+        self._latest[key] = max(before, (version, tag), key=lambda latest: latest[0])
+        if len(self._latest) > _REMEMBERED:
+            self._latest.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        self._latest.pop(key, None)
+
+    def look_soon(self) -> None:
+        self._pause = _FIRST_LOOK
+        self._next = min(self._next, time.monotonic() + _FIRST_LOOK)
+
+    def look_is_due(self) -> bool:
+        if time.monotonic() < self._next:
+            return False
+        self._pause = min(self._pause * 1.5, _LAST_LOOK)
+        self._next = time.monotonic() + self._pause
+        return True
+
+    def to_look_at(self, all_there: Callable[[list[str]], bool]) -> list[str]:
+        """Some of the keys in turn, or all if one is missing."""
+        self._turn += 1
+        keys = list(self._latest)
+        if not keys or not all_there(keys):
+            return keys
+        start = self._turn * _LOOKS % len(keys)
+        return (keys + keys)[start : start + min(_LOOKS, len(keys))]
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def beneath_prefixes(store: Store) -> Store:

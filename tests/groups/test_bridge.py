@@ -17,6 +17,7 @@ import torch.distributed as c10d
 from torch import nn
 
 import ringway as dist
+from ringway.store import PASSING
 from ringway.testing import RankContext, RankPool
 
 BACKENDS = ["gloo", "shm"]
@@ -295,7 +296,7 @@ def _monitored(context: RankContext, backend: str) -> None:
         with pytest.raises(dist.errors.CommTimeout, match=words):
             group.monitored_barrier(timedelta(0))
     if rank == 0:  # it missed the last one, and finds the other rank at the next
-        group.communicator.info.store.wait(["ringway/barrier/4/1"], timedelta(seconds=60))
+        group.communicator.info.store.wait([f"{PASSING}barrier/4/1"], timedelta(seconds=60))
     group.monitored_barrier(timedelta(seconds=60))
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ringway.backends.base import GroupInfo
 from ringway.errors import CommTimeout, RingwayError
-from ringway.store import Deadline, absent, read
+from ringway.store import PASSING, Deadline, absent, read
 
 
 def next_barrier(info: GroupInfo, last: int) -> int:
@@ -30,7 +30,7 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
         info.store.set(keys[info.rank], "here")
         if number > 2:
             # Every rank has arrived at the previous barrier, so the one before that is no longer read.
-            info.store.delete_key(f"ringway/barrier/{number - 2}/{info.rank}")
+            info.store.delete_key(_keys(info, number - 2)[info.rank])
         missing = absent(info.store, keys, Deadline(timeout))
         if missing:
             info.store.set(gave_up, str(info.ranks[info.rank]))
@@ -71,7 +71,7 @@ def monitored_barrier(info: GroupInfo, number: int, timeout: float, wait_all_ran
 
 
 def _keys(info: GroupInfo, number: int) -> list[str]:
-    return [f"ringway/barrier/{number}/{rank}" for rank in range(info.size)]
+    return [f"{PASSING}barrier/{number}/{rank}" for rank in range(info.size)]
 
 
 def _gave_up(number: int) -> str:

@@ -417,7 +417,9 @@ def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place, deadline
     else:
         found = Deadline(_patience(deadline)).poll(lambda: read(store, _IDENTITY))
         if found is None:
-            raise RendezvousError(f"the store at {place} is not ringway's: it does not name its job")
+            raise RendezvousError(
+                f"the store at {place} is not ringway's: it does not name its job, or a stranger deleted the name"
+            )
         said = found
     try:
         if len(said) > _LONGEST_IDENTITY:

@@ -120,6 +120,8 @@ class _Roll:
         self._slots = dict.fromkeys(range(info.size), 0)
         self._seen: dict[int, SignIn] = {}
         self._strangers: list[str] = []
+        self._signed: tuple[str, bytes] = "", b""
+        """Where this rank signed in, and with what."""
 
     def call(self) -> Store:
         self._sign_in()
@@ -148,6 +150,7 @@ class _Roll:
         for slot in range(_STRANGERS):
             there = bytes(self._door.compare_set(_slot(rank, slot), "", mine))  # type: ignore[arg-type]
             if there == mine:
+                self._signed = _slot(rank, slot), mine
                 return
             first = self._proved(rank, there)
             if first is not None:
@@ -172,23 +175,27 @@ class _Roll:
         return SignIn.unpack(text) if self._key.proves(tag, "sign in", str(rank), text) else None
 
     def _name(self, rank: int, signed: bytes) -> None:
-        if len(self._strangers) >= _NAMED:
-            return
         who = SignIn.unpack(signed[TAG_BYTES:])
         line = f"{who or 'a process'} signed in as rank {rank} without the job's secret and was not admitted"
+        self._note(line, f". If it belongs to the job: {REMEDY}" if self._info.rank in (0, rank) else None)
+
+    def _note(self, line: str, printed_with: str | None = "") -> None:
+        """Keeps what a stranger did, for errors. Prints it unless `printed_with`, which follows it, is None."""
+        if len(self._strangers) >= _NAMED:
+            return
         self._strangers.append(line)
-        if self._info.rank in (0, rank):
-            print(
-                f"ringway: rank {self._info.rank}: {line}. If it belongs to the job: {REMEDY}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if printed_with is not None:
+            print(f"ringway: rank {self._info.rank}: {line}{printed_with}", file=sys.stderr, flush=True)
 
     # Seeing all
 
     def _outcome(self) -> bytes | None:
         if self._all_here():
             return self._agree("all here")
+        where, mine = self._signed
+        if read(self._door, where) != mine:
+            self._note(f"a stranger deleted or replaced the sign-in of rank {self._info.rank}, which signs in again")
+            self._sign_in()
         return read(self._here, "outcome")
 
     def _agree(self, outcome: str) -> bytes:
