@@ -1,4 +1,4 @@
-"""One unchanged program under every launcher available here, with the same result."""
+"""One unchanged program under every launcher available here, with the same result and with a secret."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ringway.testing import RankPool
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "torch_dropin.py"
 RESULT = re.compile(r"weights (.*) from 24 samples on (\d+) ranks")
+HOSTS_FILE = r"this host's file \S+/ringway\S*/[0-9a-f]{32}"
 
 
 pytestmark = pytest.mark.processes
@@ -27,7 +28,7 @@ def _clean_environment() -> dict[str, str]:
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("RINGWAY_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    return kept | {"OMP_NUM_THREADS": "1", "RINGWAY_REQUIRE_SECRET": "1"}
 
 
 def _run(command: list[str | Path], environ: dict[str, str] | None = None) -> str:
@@ -54,41 +55,69 @@ def expected(pool: RankPool) -> str:
     return found.group(1)
 
 
-def _check(output: str, expected: str, ranks: int = 2) -> None:
+def _check(output: str, expected: str, secret: str) -> None:
+    """The result of two ranks, and where each got the job's secret from."""
     found = RESULT.search(output)
     assert found is not None, output
-    assert (found.group(1), found.group(2)) == (expected, str(ranks))
+    assert (found.group(1), found.group(2)) == (expected, "2")
+    sources = re.findall("secret from (.*)", output)
+    assert len(sources) == 2, output
+    assert all(re.fullmatch(secret, source) for source in sources), sources
 
 
-def test_ringway_run(expected: str) -> None:
-    output = _run([sys.executable, "-m", "ringway.cli", "run", "-n", "2", PROGRAM])
-    _check(output, expected)
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, after whose start each rank says where its secret came from."""
+    path = tmp_path_factory.mktemp("launched") / "program.py"
+    path.write_text(
+        f"""
+import runpy, sys
+import ringway
+from ringway.store import key_of
+
+start = ringway.init_distributed
+
+def init_distributed(**options):
+    start(**options)
+    sys.stdout.write(f"secret from {{key_of(ringway.communicator().info.store).source}}\\n")
+    sys.stdout.flush()
+
+ringway.init_distributed = init_distributed
+runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
+"""
+    )
+    return path
+
+
+def test_ringway_run(expected: str, program: Path) -> None:
+    output = _run([sys.executable, "-m", "ringway.cli", "run", "-n", "2", program])
+    _check(output, expected, r"/proc/\d+/fd/\d+ \(RINGWAY_JOB_SECRET_FILE\)")
     assert "[rank 0] weights" in output
     assert "ringway run: 2 ranks finished" in output
 
 
-def test_torchrun(pool: RankPool, expected: str) -> None:
+def test_torchrun(pool: RankPool, expected: str, program: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    run = run_launched(pool, launcher, PROGRAM, ranks=2, environment=_clean_environment())
+    run = run_launched(pool, launcher, program, ranks=2, environment=_clean_environment())
     assert run.returncode == 0, run.stderr
-    _check(run.stdout, expected)
+    _check(run.stdout, expected, HOSTS_FILE)
 
 
-def test_mpich(pool: RankPool, expected: str) -> None:
+def test_mpich(pool: RankPool, expected: str, program: Path) -> None:
     folder = mpi_home("mpich")
     launcher = [folder / "bin" / "mpiexec", "-n", "2"]
-    run = run_launched(pool, launcher, PROGRAM, ranks=2, environment=_clean_environment(), prefix=folder)
+    run = run_launched(pool, launcher, program, ranks=2, environment=_clean_environment(), prefix=folder)
     assert run.returncode == 0, run.stderr
-    _check(run.stdout, expected)
+    _check(run.stdout, expected, HOSTS_FILE)
 
 
-def test_open_mpi(expected: str) -> None:
+def test_open_mpi(expected: str, program: Path) -> None:
     folder = mpi_home("openmpi")
     options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    _check(_run([folder / "bin" / "mpirun", *options, folder / "bin" / "python", PROGRAM]), expected)
+    _check(_run([folder / "bin" / "mpirun", *options, folder / "bin" / "python", program]), expected, HOSTS_FILE)
 
 
-def test_slurms_variables(pool: RankPool, expected: str) -> None:
+def test_slurms_variables(pool: RankPool, expected: str, program: Path) -> None:
     """As srun sets them for two tasks on one node: no address, no port, only the step's numbers."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -98,30 +127,32 @@ def test_slurms_variables(pool: RankPool, expected: str) -> None:
         "SLURM_STEP_NODELIST": "thishost",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_NODEID": "0",
+        "RINGWAY_REQUIRE_SECRET": "1",
     }
     environments = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    ranks = run_program(pool, PROGRAM, environments=environments)
+    ranks = run_program(pool, program, environments=environments)
     assert all(map(ended_with, ranks)), ranks
-    _check(ranks[0].output, expected)
+    _check("".join(rank.output for rank in ranks), expected, HOSTS_FILE)
 
 
 _SEVERAL_HOSTS = """
 from dataclasses import replace
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import rendezvous
+from ringway.store import key_of
 # As on several hosts: the launcher gives rank and size, but no address.
 info = replace(discover(), address=None, local_size=1)
-store = rendezvous(info, 60)
+store = rendezvous(info, 60, require_secret=True)
 store.set(f"from {info.rank}", info.source)
 store.wait(["from 0", "from 1"])
 store.add("done", 1)
 while info.rank == 0 and store.add("done", 0) < 2:
     pass
-print(f"rank {info.rank} met by {info.source}", flush=True)
+print(f"rank {info.rank} met by {info.source}, secret from {key_of(store).source}", flush=True)
 """
 
 
-def test_mpi_sends_the_address_if_none_is_given(pool: RankPool, tmp_path: Path) -> None:
+def test_mpi_sends_the_address_and_a_secret_if_none_is_given(pool: RankPool, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SEVERAL_HOSTS)
     folder = mpi_home("mpich")
@@ -135,4 +166,4 @@ def test_mpi_sends_the_address_if_none_is_given(pool: RankPool, tmp_path: Path) 
     )
     assert run.returncode == 0, run.stderr
     for rank in range(2):
-        assert f"rank {rank} met by PMI" in run.stdout
+        assert f"rank {rank} met by PMI (MPICH, Intel MPI), secret from MPI\n" in run.stdout

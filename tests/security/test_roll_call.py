@@ -113,7 +113,7 @@ def _late(context: RankContext, port: int) -> str:
     for key in ("rank 0", "rank 1", "outcome", "confirmed by 0", "job/fault", "job/mine"):
         _door(base).set(key, _signed(Key(b"s" * 32)))  # type: ignore[arg-type]
     _meet(context)
-    with pytest.raises(Tampered, match="'fault' in the job's store was written by a process without") as caught:
+    with pytest.raises(Tampered, match="'fault' of the job's store was written by a process without") as caught:
         store.get("fault")
     store.set("unharmed", "yes")
     assert store.get("unharmed") == b"yes"
@@ -353,7 +353,7 @@ def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, tmp_path: 
         ({secret.SECRET: SECRET}, secret.SECRET),
         ({}, ""),
         # These are where the user says, so what the launcher says about hosts does not count.
-        (_TORCHRUN, "" if how in ("a URL", "a file") else str(tmp_path / "ringway")),
+        (_TORCHRUN, "" if how in ("a URL", "a file") else f"this host's file {tmp_path / 'ringway'}"),
     )
     for variables, source in cases:
         environment = {secret.SECRET: None, "XDG_RUNTIME_DIR": str(tmp_path), **variables}
@@ -370,6 +370,28 @@ def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, tmp_path: 
     environment = {secret.SECRET: None, "RINGWAY_REQUIRE_SECRET": "1"}
     for outcome in pool.try_run(_start, how, free_port(), str(tmp_path), world_size=2, environment=environment):
         assert "require_secret is set, but the job has no secret: set RINGWAY_JOB_SECRET" in str(outcome.error), outcome
+
+
+def _twice(context: RankContext) -> list[bool]:
+    """torch's own functions, on one store."""
+    leave()
+    keyed = []
+    for start in range(2):
+        torch.distributed.init_process_group("shm", store=context.store, rank=context.rank, world_size=2)
+        tensor = torch.full((3,), float(start + 1))
+        torch.distributed.all_reduce(tensor)
+        assert tensor.tolist() == [2.0 * (start + 1)] * 3
+        assert torch.distributed.get_backend() == "shm"
+        keyed.append(not key_of(dist.communicator().info.store).open)
+        torch.distributed.destroy_process_group()
+    return keyed
+
+
+@pytest.mark.parametrize("text", [SECRET, None], ids=["secret", "open"])
+def test_a_store_serves_one_start_after_another(pool: RankPool, text: str | None) -> None:
+    outcomes = pool.try_run(_twice, world_size=2, environment={secret.SECRET: text})
+    assert [outcome.value for outcome in outcomes] == [[text is not None] * 2] * 2, outcomes
+    assert outcomes[0].output.count("this job is open") == (2 if text is None else 0)
 
 
 # Several users

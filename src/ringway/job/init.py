@@ -18,6 +18,7 @@ from ringway.backends.several import policy
 from ringway.config import MAX_SECONDS, SETTINGS, Config, resolve
 from ringway.errors import UsageError
 from ringway.groups.world import world
+from ringway.keys import Key
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
@@ -63,7 +64,7 @@ def init_distributed(
     path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
     token = os.environ.get("RINGWAY_JOB_TOKEN", "")
     store = rendezvous(info, limit, token=token, path=path, require_secret=settings.require_secret)
-    world.store = store
+    world.store, key = store, key_of(store)
     explicit, said_by = _wanted(dist_backend, settings)
     table = policy.consult(settings.policy, info.size)
     choice = select(explicit, said_by, info, store, limit, table)
@@ -79,8 +80,8 @@ def init_distributed(
     )
     watching.begin(settings)
     if verbose and info.rank == 0:
-        _say(_summary(info, choice, limit, limit_source))
-    if info.rank == 0 and info.size > 1 and key_of(store).open and (verbose or world.communicator(None).spans_hosts):
+        _say(_summary(info, choice, limit, limit_source, key))
+    if info.rank == 0 and info.size > 1 and key.open and (verbose or world.communicator(None).spans_hosts):
         say_open()
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
@@ -137,11 +138,12 @@ def configures_logger(settings: Config) -> bool:
     return any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger."))
 
 
-def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str) -> str:
+def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str, key: Key) -> str:
     backend = f"backend {choice.backend} ({choice.reason})"
     if world.policy is not None:
         backend += f", mixed by the policy in {world.policy.source}"
-    return f"{_ranks(info.size)}, by {info.source}; {backend}; timeout {limit:g} s ({limit_source})"
+    secret = "" if key.open else f"; secret from {'ringway run' if info.socket else key.source}"
+    return f"{_ranks(info.size)}, by {info.source}; {backend}; timeout {limit:g} s ({limit_source}){secret}"
 
 
 def _ranks(size: int) -> str:

@@ -131,7 +131,7 @@ class HostFile:
             with suppress(FileExistsError):
                 os.link(fresh, self._path)  # appears whole, or not at all
                 atexit.register(self._remove_at_exit, os.getpid())  # if the ranks never meet, or only some of them do
-            return Key.from_text(_read(str(self._path)), str(self._path))
+            return Key.from_text(_read(str(self._path)), f"this host's file {self._path}")
         finally:
             fresh.unlink()
 
