@@ -81,7 +81,8 @@ PROGRAMS = _programs()
 def test_program_runs(program: Program, pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / program.name).write_text(program.text)
     environments = torchrun_variables(program.ranks) if program.ranks > 1 else [{}]
-    ranks = run_program(pool, tmp_path / program.name, environments=environments)
+    secret = {"RINGWAY_JOB_SECRET": "0123456789abcdef" * 4}  # as under ringway run, the job has one
+    ranks = run_program(pool, tmp_path / program.name, environments=[given | secret for given in environments])
     printed = [
         f"[rank {rank.rank}] {line.rstrip()}" if program.ranks > 1 else line.rstrip()
         for rank in ranks
