@@ -167,8 +167,8 @@ def _profiling(context: RankContext) -> dict[str, int]:
     }
     assert logger.get_operation_summary("gradients")[1024]["count"] == 1
     assert logger.get_raw_data()["gradients"][1024][0] == 1
-    with pytest.raises(AttributeError, match="reset_data"):
-        logger.comms_dict = {}
+    with pytest.raises(AttributeError, match="colour"):
+        logger.colour = 1
     assert logger.get_operation_summary("nothing") is None
     assert dist.get_comm_operation_count() == logger.get_total_operations() == 3
     logger.start_profiling_op(["all_reduce"])
@@ -375,14 +375,7 @@ def test_message_sizes() -> None:
     assert "Caller Func" in dist.get_debug_log_name({"log_name": "x"}, True)
 
 
-def test_timers_and_small_classes() -> None:
-    timer = dist.timers("step")
-    timer.start()
-    timer.stop()
-    assert timer.elapsed(reset=False) > 0
-    assert dist.timers("step") is timer
-    assert timer.mean() == timer.elapsed()
-    assert timer.elapsed() == 0
+def test_small_classes() -> None:
     group = dist.ProcessGroup(3, [0, 1])
     assert (group.comm_id, group.ranks, group.size) == (3, [0, 1], 2)
     base = dist.Backend("x", 1, 2)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as c10d
 from torch import Tensor
@@ -70,6 +72,11 @@ class _Compressed:
         communicator = world.communicator(group)
         self.rank = communicator.rank
         self.size = communicator.size
+
+    @cached_property
+    def compression_backend(self) -> CupyBackend:
+        """DeepSpeed's CuPy helper, created on first use: nothing here needs it."""
+        return CupyBackend()
 
     @torch.no_grad()
     def compressed_allreduce(
@@ -159,7 +166,8 @@ class CompressedBackend(_GroupBackend):
 class MpiBackend(_Compressed):
     """DeepSpeed's 1-bit backend over MPI: the world, started on MPI if nothing is started yet.
 
-    `cuda_aware` is accepted for compatibility; ringway's MPI backend detects it.
+    `cuda_aware` is accepted for compatibility; ringway's MPI backend detects it. The gathers are the steps of
+    DeepSpeed's `compressed_allreduce`. They take CuPy arrays, and NumPy arrays and tensors too.
     """
 
     def __init__(self, cuda_aware: bool, *, kernels: str | None = None) -> None:
@@ -169,6 +177,17 @@ class MpiBackend(_Compressed):
             init_distributed("mpi")
         super().__init__(None, kernels)
         self.cuda_aware = cuda_aware
+
+    @cached_property
+    def comm(self) -> Any:
+        """mpi4py's COMM_WORLD. It has this job's ranks if an MPI launcher started it."""
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as missing:
+            raise BackendUnavailable(
+                "mpi", f"mpi4py cannot be imported ({missing})", remedy="Install mpi4py and an MPI"
+            ) from missing
+        return MPI.COMM_WORLD
 
     def my_igather(self, rank: int, size: int, comm: Any, sendbuf: Any, recbuf: Any, root: int) -> list[Any]:
         """Start gathering `sendbuf` at `root` over an mpi4py communicator; returns the requests."""
@@ -181,6 +200,94 @@ class MpiBackend(_Compressed):
         """Gather `sendbuf` at `root` over an mpi4py communicator."""
         for request in self.my_igather(rank, size, comm, sendbuf, recbuf, root):
             request.Wait()
+
+    def gather_cuda(
+        self,
+        rank: int,
+        world_size: int,
+        comm: Any,
+        cupy_sign_list_packed: Sequence[Any],
+        cupy_recvbuf_sign: Any,
+        cupy_worker_scale: Any,
+        cupy_recvbuf_scale: Any,
+    ) -> None:
+        """Send chunk i of the signs, and the scale, to rank i; receive every rank's into the two buffers."""
+        requests = []
+        for root in range(world_size):
+            requests += self.my_igather(rank, world_size, comm, cupy_sign_list_packed[root], cupy_recvbuf_sign, root)
+        for root in range(world_size):
+            requests += self.my_igather(rank, world_size, comm, cupy_worker_scale, cupy_recvbuf_scale, root)
+        for request in requests:
+            request.Wait()
+
+    def gather_host(
+        self,
+        rank: int,
+        world_size: int,
+        comm: Any,
+        cupy_sign_list_packed: Sequence[Any],
+        cupy_recvbuf_sign: Any,
+        cupy_worker_scale: Any,
+        cupy_recvbuf_scale: Any,
+    ) -> tuple[Sequence[Any], Any, Any, Any]:
+        """`gather_cuda` through host memory: returns the four arrays, the two received ones new."""
+        signs = [_to_host(chunk) for chunk in cupy_sign_list_packed]
+        scale = _to_host(cupy_worker_scale)
+        all_signs = np.zeros([world_size, signs[rank].size], dtype=signs[rank].dtype)
+        all_scales = np.zeros([world_size, 1], dtype=scale.dtype)
+        self.gather_cuda(rank, world_size, comm, signs, all_signs, scale, all_scales)
+        return (
+            cupy_sign_list_packed,
+            _from_host(all_signs, cupy_recvbuf_sign),
+            cupy_worker_scale,
+            _from_host(all_scales, cupy_recvbuf_scale),
+        )
+
+    def allgather_cuda(
+        self,
+        comm: Any,
+        cupy_server_sign_packed: Any,
+        cupy_recvbuf_sign_server: Any,
+        cupy_server_scale: Any,
+        cupy_recvbuf_scale_server: Any,
+    ) -> None:
+        """Gather every rank's signs and scale on every rank, in the two buffers."""
+        comm.Allgather(cupy_server_sign_packed, cupy_recvbuf_sign_server)
+        comm.Allgather(cupy_server_scale, cupy_recvbuf_scale_server)
+
+    def allgather_host(
+        self,
+        comm: Any,
+        cupy_server_sign_packed: Any,
+        cupy_recvbuf_sign_server: Any,
+        cupy_server_scale: Any,
+        cupy_recvbuf_scale_server: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """`allgather_cuda` through host memory: returns the four arrays, the two received ones new."""
+        signs, scale = _to_host(cupy_server_sign_packed), _to_host(cupy_server_scale)
+        all_signs = np.zeros([comm.Get_size(), signs.size], dtype=signs.dtype)
+        all_scales = np.zeros([comm.Get_size(), 1], dtype=scale.dtype)
+        self.allgather_cuda(comm, signs, all_signs, scale, all_scales)
+        return (
+            cupy_server_sign_packed,
+            _from_host(all_signs, cupy_recvbuf_sign_server),
+            cupy_server_scale,
+            _from_host(all_scales, cupy_recvbuf_scale_server),
+        )
+
+
+def _to_host(array: Any) -> Any:
+    """A CuPy array or a tensor as a NumPy array."""
+    if isinstance(array, Tensor):
+        return array.detach().cpu().numpy()
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+def _from_host(values: Any, like: Any) -> Any:
+    """A NumPy array as what `like` is."""
+    if isinstance(like, Tensor):
+        return torch.from_numpy(values).to(like.device)
+    return importlib.import_module("cupy").asarray(values) if hasattr(like, "get") else values
 
 
 class CupyBackend:

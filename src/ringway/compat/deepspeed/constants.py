@@ -1,14 +1,11 @@
-"""The constants of deepspeed.comm, and its own ReduceOp."""
+"""The constants of deepspeed.comm."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from enum import Enum
-from typing import Any
 
-from ringway import call
-from ringway.errors import ConfigError, UsageError
+from ringway.errors import ConfigError
 
 NCCL_BACKEND = "nccl"
 CCL_BACKEND = "ccl"
@@ -36,29 +33,6 @@ COMMS_LOGGER_FORMAT = (
     'The block "comms_logger" of a configuration has the keys enabled, verbose, prof_all, debug (true or false) '
     "and prof_ops (a list of ops or labels)."
 )
-
-
-class ReduceOp(Enum):
-    """deepspeed's reductions; its functions accept torch's as well."""
-
-    SUM = 0
-    PRODUCT = 1
-    MIN = 2
-    MAX = 3
-    BAND = 4
-    BOR = 5
-    BXOR = 6
-    AVG = 7
-    UNUSED = 8
-
-
-def torch_op(op: Any) -> Any:
-    """torch's equivalent of the reduction."""
-    if not isinstance(op, ReduceOp):
-        return op
-    if op is ReduceOp.UNUSED:
-        raise UsageError("op=ReduceOp.UNUSED is not a reduction")
-    return getattr(call.ReduceOp, op.name)
 
 
 class _Default(timedelta):

@@ -15,7 +15,7 @@ import torch.distributed as c10d
 
 from ringway.api import groups
 from ringway.backends.select import MPI_LAUNCHERS
-from ringway.compat.deepspeed.backend import CCLBackend
+from ringway.compat.deepspeed.ccl import CCLBackend
 from ringway.compat.deepspeed.constants import (
     CCL_BACKEND,
     DEFAULT_AML_MASTER_PORT,
@@ -177,23 +177,6 @@ def _report(who: str, verbose: bool) -> None:
         names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         facts = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
         print(f"ringway: discovered from {who}: {facts}", file=sys.stderr, flush=True)
-
-
-def get_local_rank_from_launcher() -> int:
-    return _from_launcher("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-
-
-def get_world_rank_from_launcher() -> int:
-    return _from_launcher("RANK", "OMPI_COMM_WORLD_RANK", 0)
-
-
-def get_world_size_from_launcher() -> int:
-    return _from_launcher("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
-
-
-def _from_launcher(name: str, open_mpi_name: str, alone: int) -> int:
-    found = Variables(os.environ, "environment").number(name, open_mpi_name)
-    return alone if found is None else found
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: Any, init_method: str | None) -> CCLBackend | None:

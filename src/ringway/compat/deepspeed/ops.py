@@ -15,8 +15,8 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group as _en
 from ringway.api import collectives as api
 from ringway.api import groups
 from ringway.api import objects as api_objects
-from ringway.compat.deepspeed.constants import ReduceOp, torch_op
 from ringway.compat.deepspeed.logging import profiled
+from ringway.compat.deepspeed.reduce_op import ReduceOp, torch_op
 from ringway.errors import UsageError
 
 

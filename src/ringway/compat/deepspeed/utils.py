@@ -1,14 +1,34 @@
-"""deepspeed.comm's helpers that describe a call: its caller, its tensors, its size in bytes."""
+"""deepspeed.comm's helpers: a process's place by its launcher; a call's caller, tensors and size in bytes."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ringway.launch.info import Variables
+
 # The parameters in which deepspeed's collectives take what they send; the first match counts.
 _TENSOR_PARAMETERS = ("tensor", "tensors", "input_list", "input_tensor_list", "p2p_op_list")
+
+
+def get_local_rank_from_launcher() -> int:
+    return _from_launcher("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
+
+
+def get_world_rank_from_launcher() -> int:
+    return _from_launcher("RANK", "OMPI_COMM_WORLD_RANK", 0)
+
+
+def get_world_size_from_launcher() -> int:
+    return _from_launcher("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
+
+
+def _from_launcher(name: str, open_mpi_name: str, alone: int) -> int:
+    found = Variables(os.environ, "environment").number(name, open_mpi_name)
+    return alone if found is None else found
 
 
 def get_caller_func(frame: int = 3) -> str:
