@@ -180,6 +180,9 @@ class Config:
     require_secret: bool = field(
         default=False, metadata=_about(_FLAG, "refuse to start a job of several ranks that has no secret")
     )
+    require_launcher: bool = field(
+        default=False, metadata=_about(_FLAG, "refuse to start a world of one if no launcher is found")
+    )
     comms_logger: CommsLogger = CommsLogger()
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

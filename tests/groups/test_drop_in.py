@@ -91,7 +91,7 @@ def test_compiled_models_and_steps(pool: RankPool) -> None:
 # Restarts by torchrun
 
 
-def _attempt(context: RankContext, number: int, backend: str) -> float:
+def _attempt(context: RankContext, number: int, start: str) -> float:
     own = c10d.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     own.set(f"{number}/{context.rank}", str(os.getpid()))
     if number == 0 and context.rank == 1:  # rank 0 is killed while the group forms
@@ -101,7 +101,12 @@ def _attempt(context: RankContext, number: int, backend: str) -> float:
         return 0.0
     if number == 1 and context.rank == 0:
         time.sleep(0.5)  # the other rank reads what the first attempt left behind
-    (c10d if backend == "shm" else dist).init_process_group(backend)
+    if start == "torch":
+        c10d.init_process_group("shm")
+    elif start == "init_process_group":
+        dist.init_process_group("gloo")
+    else:
+        dist.init_distributed(verbose=False)
     one = torch.ones(1)
     c10d.all_reduce(one)
     c10d.destroy_process_group()
@@ -110,7 +115,7 @@ def _attempt(context: RankContext, number: int, backend: str) -> float:
 
 def test_a_restarted_job_does_not_read_what_the_attempt_before_posted(pool: RankPool) -> None:
     """torchrun keeps one store for all attempts of a job on one host."""
-    for backend in ("shm", "gloo"):
+    for start in ("torch", "init_process_group", "init_distributed"):
         agents = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment: dict[str, str | None] = {
             "TORCHELASTIC_RUN_ID": "restarted",
@@ -123,7 +128,7 @@ def test_a_restarted_job_does_not_read_what_the_attempt_before_posted(pool: Rank
         for number in (0, 1):
             pool.replace()
             outcomes = pool.try_run(
-                _as_torchrun, _attempt, number, backend, world_size=2, timeout=60, environment=environment
+                _as_torchrun, _attempt, number, start, world_size=2, timeout=60, environment=environment
             )
             assert number == 0 or [outcome.value for outcome in outcomes] == [2.0, 2.0], "\n".join(map(str, outcomes))
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 import time
+from contextlib import redirect_stderr
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +20,7 @@ import torch.distributed as c10d
 
 import ringway as dist
 from free_ports import free_port
-from ringway.errors import ConfigError, RendezvousError, UsageError
+from ringway.errors import BackendUnavailable, ConfigError, DiscoveryError, RendezvousError, UsageError
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
 
@@ -252,3 +259,75 @@ def _fails_first_on_one_rank(context: RankContext) -> float:
 
 def test_a_start_that_failed_on_one_rank_does_not_affect_the_next(pool: RankPool) -> None:
     assert pool.run(_fails_first_on_one_rank, world_size=2, timeout=100) == [3.0, 3.0]
+
+
+# init_process_group starts anywhere too
+
+
+def _anywhere(context: RankContext, port: int) -> str:
+    """As many ranks as torch's variables say; without them, a world of one."""
+    dist.destroy_process_group()
+    if context.world_size > 1:
+        os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        for number, method in enumerate((None, "env://", f"tcp://127.0.0.1:{port + 1}")):
+            place = {"rank": context.rank, "world_size": context.world_size} if number == 2 else {}
+            dist.init_process_group("gloo" if number == 1 else None, init_method=method, **place)
+            assert _sum(context) == (3.0 if context.world_size == 2 else 1.0)
+            assert dist.get_backend() == ("gloo" if number == 1 else "shm")
+            with pytest.raises(ValueError, match="twice"):
+                dist.init_process_group()
+            dist.destroy_process_group()
+        for name in ("nccl", "ucc"):
+            with pytest.raises(BackendUnavailable, match=f"'{name}' is not available: this build of torch has no"):
+                dist.init_process_group(name)
+            with pytest.raises(BackendUnavailable, match=f"'{name}' is not available: this build of torch has no"):
+                dist.init_process_group(name, store=c10d.HashStore(), rank=0, world_size=1)
+        return ""
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+@pytest.mark.skipif(c10d.is_nccl_available(), reason="torch has nccl here")
+def test_init_process_group_finds_the_launcher_and_says_what_it_did(pool: RankPool) -> None:
+    for size, source in ((1, "1 rank, by no launcher; backend shm"), (2, "2 ranks, by environment; backend shm")):
+        ranks = pool.try_run(_anywhere, free_port(), world_size=size, timeout=60)
+        assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
+        assert source in ranks[0].output
+        assert "backend gloo (chosen by argument)" in ranks[0].output
+
+
+def _signs(context: RankContext) -> None:
+    dist.destroy_process_group()
+    mpi = SimpleNamespace(Is_initialized=bool, Is_finalized=bool, COMM_WORLD=SimpleNamespace(Get_size=lambda: 4))
+    mpi.Is_initialized = lambda: True
+    cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({}, {}, ""),
+        ({"MASTER_ADDR": "node1", "LOCAL_RANK": "1"}, {}, "LOCAL_RANK=1, MASTER_ADDR=node1 are set without RANK"),
+        ({"RAY_JOB_ID": "01000000"}, {}, "it runs in a Ray job"),
+        ({}, {"ray": SimpleNamespace(is_initialized=lambda: True)}, "it runs in a Ray job"),
+        ({}, {"mpi4py.MPI": mpi}, "MPI has 4 ranks"),
+    ]
+    for variables, modules, sign in cases:
+        with mock.patch.dict(os.environ, variables), mock.patch.dict(sys.modules, modules):
+            for start in (dist.init_process_group, partial(dist.init_distributed, verbose=False)):
+                said = io.StringIO()
+                with redirect_stderr(said):
+                    start()
+                dist.destroy_process_group()
+                assert ("no launcher was found" in said.getvalue()) == bool(sign)
+                assert sign in said.getvalue()
+            with pytest.raises(DiscoveryError, match="require_launcher is set") as refused:
+                dist.init_distributed(config={"ringway": {"require_launcher": True}})
+            assert sign in str(refused.value)
+            with mock.patch.dict(os.environ, RINGWAY_REQUIRE_LAUNCHER="1"), pytest.raises(DiscoveryError):
+                dist.init_process_group()
+            # A rank and a size that are given are no less than what a launcher says.
+            given = {"rank": 0, "world_size": 1, "config": {"ringway": {"require_launcher": True}}}
+            dist.init_distributed(verbose=False, **given)
+            dist.destroy_process_group()
+
+
+def test_signs_of_other_ranks_are_reported_and_a_launcher_can_be_required(pool: RankPool) -> None:
+    pool.run(_signs, world_size=1)

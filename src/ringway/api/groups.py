@@ -16,14 +16,13 @@ from ringway.backends.base import Backend
 from ringway.backends.select import select
 from ringway.config import resolve
 from ringway.errors import UsageError
-from ringway.groups.factory import register_with_torch, torch_spelling
+from ringway.groups.factory import create_world, register_with_torch, torch_spelling
 from ringway.groups.world import NON_MEMBER, world
 from ringway.launch.discover import SCHEMES, discover
 from ringway.launch.info import LaunchInfo
-from ringway.launch.rendezvous import admit, rendezvous
+from ringway.launch.rendezvous import admit
 from ringway.launch.secret import say_open
 from ringway.store import key_of
-from ringway.torch_versions import undo_failed_start
 
 
 def is_available() -> bool:
@@ -46,63 +45,45 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     _ranks: list[int] | None = None,
 ) -> None:
-    """Like torch's function. The group is ringway's own if ringway has the backend. Without a backend, the ranks choose
-    one together: `shm` if all of them share a host. If the job has a secret, every rank proves first that it has it."""
+    """Like torch's function, and it starts anywhere: without a store it finds the launcher, as `init_distributed` does.
+    The group is ringway's own if ringway has the backend. Without a backend, the ranks choose one together: `shm` if
+    all of them share a host. If the job has a secret, every rank proves first that it has it."""
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
+    extra |= {"group_name": group_name, "pg_options": pg_options, "device_id": device_id}
     name = backend or world.next_backend
+    if name is not None and not c10d.is_initialized():
+        torch_spelling(name)  # raises if there is no such backend
+    if store is None and not c10d.is_initialized() and (init_method or "env://").startswith(SCHEMES):
+        from ringway.api.start import join
+
+        info = discover(rank=rank, size=world_size, init_method=init_method)
+        join(backend, timeout, resolve(), info, init_method, **extra)
+        return
     limit = c10d.default_pg_timeout if timeout is None else timeout
     if not c10d.is_initialized():
-        if name is not None:
-            torch_spelling(name)  # raises if there is no such backend
-        store, rank, world_size = _meet(store, init_method, rank, world_size, limit)
-        world.store, init_method = store, None
+        if store is None:  # a handler that the program has registered with torch
+            store, rank, world_size = next(c10d.rendezvous(str(init_method), rank, world_size, timeout=limit))
+            store.set_timeout(limit)
+        store = world.store = _admitted(store, rank, world_size, limit)
         if name is None:
             here = LaunchInfo(rank=rank, size=world_size, source="init_process_group")
             choice = select(None, "", here, store, limit.total_seconds())
             name, world.backend_reason = choice.backend, choice.reason
-    try:
-        with world.binding(device_id):
-            c10d.init_process_group(
-                torch_spelling(name or "gloo"),
-                init_method,
-                timeout,
-                world_size,
-                rank,
-                store,
-                group_name,
-                pg_options,
-                device_id,
-                **extra,
-            )
-    except BaseException:
-        undo_failed_start()
-        raise
+    create_world(name or "gloo", timeout, rank, world_size, store, **extra)
 
 
-def _meet(
-    given: c10d.Store | None, init_method: str | None, rank: int, size: int, limit: timedelta
-) -> tuple[c10d.Store, int, int]:
-    """The job's store, once all ranks have proved that they have its secret, or rank 0 has said that there is none."""
-    if given is not None and given is world.store:  # they have met
-        return given, rank, size
-    required = resolve().require_secret
-    if given is None and init_method is not None and not init_method.startswith(SCHEMES):
-        given, rank, size = next(c10d.rendezvous(init_method, rank, size, timeout=limit))  # a handler of the program's
-        given.set_timeout(limit)
-    if given is not None:
-        store = given
-        if size > 1 and key_of(given).open:
-            store = admit(given, rank, size, "of all ranks", limit.total_seconds(), require_secret=required)
-    else:
-        info = discover(rank=rank, size=size, init_method=init_method)
-        path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
-        token = os.environ.get("RINGWAY_JOB_TOKEN", "")
-        store = rendezvous(info, limit.total_seconds(), token=token, path=path, require_secret=required)
-        store.set_timeout(limit)
-        rank, size = info.rank, info.size
+def _admitted(given: c10d.Store, rank: int, size: int, limit: timedelta) -> c10d.Store:
+    """A store that ringway did not make, once all ranks have proved that they have the job's secret, or rank 0 has said
+    that there is none."""
+    if given is world.store:  # they have met
+        return given
+    store = given
+    if size > 1 and key_of(given).open:
+        required = resolve().require_secret
+        store = admit(given, rank, size, "of all ranks", limit.total_seconds(), require_secret=required)
     if rank == 0 and size > 1 and key_of(store).open:
         say_open()
-    return store, rank, size
+    return store
 
 
 def _named(backend: str | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import split_nccl
+from ringway.backends.select import obstacle
 from ringway.backends.several.mixed import mixed, mixes
 from ringway.backends.torch.gloo import GlooBackend, make_gloo
 from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.config import resolve
+from ringway.errors import BackendUnavailable
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import world
 from ringway.launch.rendezvous import admit, of_this_attempt
@@ -47,6 +50,28 @@ def torch_spelling(backend: str) -> str:
     if together is not None and together.torch_name not in c10d.Backend.backend_list:
         register_with_torch(together)
     return registry.torch_spelling(backend)
+
+
+def create_world(
+    backend: str, timeout: timedelta | None, rank: int, size: int, store: c10d.Store | None, **options: Any
+) -> None:
+    """Has torch create the world's group, in a store that all ranks have reached."""
+    for name in registry.parse(backend).values():
+        what = obstacle(name) if name in _TORCHS else None
+        if what is not None:
+            raise BackendUnavailable(name, what.reason, remedy=what.remedy)
+    try:
+        with world.binding(options.get("device_id")):
+            c10d.init_process_group(
+                torch_spelling(backend), timeout=timeout, world_size=size, rank=rank, store=store, **options
+            )
+    except BaseException:
+        torch_versions.undo_failed_start()
+        raise
+
+
+_TORCHS = ("nccl", "ucc", "torch:mpi")
+"""Backends that torch may lack. It would say so less clearly."""
 
 
 def _make_bridge(registration: registry.Registration, options: Any, extra: Any) -> Bridge:

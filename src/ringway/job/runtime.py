@@ -13,9 +13,10 @@ import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringway.api import groups
+from ringway.api.start import configures_logger
 from ringway.config import Config, resolve
 from ringway.errors import UsageError
-from ringway.job.init import configures_logger, init_distributed
+from ringway.job.init import init_distributed
 from ringway.observe.log.logger import configure
 
 if TYPE_CHECKING:

@@ -413,7 +413,9 @@ def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place, deadline
     if place.port is None or info.hosted_by_launcher:
         # A file or a launcher's store does not name its job: the first rank to arrive writes it, the others compare.
         host = "torchrun" if place.port else _signature()
-        said = bytes(store.compare_set(_IDENTITY, "", job.identity(info.size, host, secrets.token_hex(16))))
+        # An attempt has its own secret, and on one host its ranks agree on its number.
+        key = f"{_IDENTITY}/{info.attempt}" if info.attempt and info.on_one_host else _IDENTITY
+        said = bytes(store.compare_set(key, "", job.identity(info.size, host, secrets.token_hex(16))))
     else:
         found = Deadline(_patience(deadline)).poll(lambda: read(store, _IDENTITY))
         if found is None:

@@ -8,6 +8,7 @@ which variables a launcher sets, and where that is documented.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -299,13 +300,33 @@ def _read_kubeflow(found: Variables) -> LaunchInfo:
     )
 
 
+NO_LAUNCHER = "no launcher"
+"""The source of a process that nothing has launched."""
+
+
 def alone(environ: Environ) -> LaunchInfo:
     """No launcher: a world of one. Incomplete variables raise an error instead of being ignored."""
-    found = Variables(environ, "no launcher")
+    found = Variables(environ, NO_LAUNCHER)
     size = found.number("WORLD_SIZE")
     if size is not None and size != 1:
         raise found.error(f"WORLD_SIZE={size} is set but RANK is not: which of the {size} ranks is this process?")
-    return found.info(rank=0, size=1, address=LOOPBACK)
+    return found.info(rank=0, size=1, address=LOOPBACK, notes=_signs_of_peers(environ))
+
+
+def _signs_of_peers(environ: Environ) -> tuple[str, ...]:
+    """What suggests that this process is not alone, in words. None of it says which rank this process is."""
+    halves = [f"{name}={environ[name]}" for name in _HALVES if environ.get(name, "").strip()]
+    signs = [f"{', '.join(halves)} {'is' if len(halves) == 1 else 'are'} set without RANK"] if halves else []
+    ray, mpi = sys.modules.get("ray"), sys.modules.get("mpi4py.MPI")
+    if environ.get("RAY_JOB_ID") or (ray is not None and getattr(ray, "is_initialized", bool)()):
+        signs.append("it runs in a Ray job, and Ray tells its workers no rank")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+        signs.append(f"MPI has {mpi.COMM_WORLD.Get_size()} ranks")
+    return tuple(signs)
+
+
+_HALVES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that launchers set together with RANK."""
 
 
 SOURCES = (
@@ -321,4 +342,4 @@ SOURCES = (
     Source("Kubernetes", "JOB_COMPLETION_INDEX", from_kubernetes),
 )
 
-__all__ = ["LOOPBACK", "SOURCES", "DiscoveryError", "Source", "alone"]
+__all__ = ["LOOPBACK", "NO_LAUNCHER", "SOURCES", "DiscoveryError", "Source", "alone"]
