@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,10 @@ def test_variables_of_the_logger() -> None:
         ({"ringway": {"backend": ""}}, "backend", "a name"),
         ({"ringway": {"policy": 3}}, "policy", "a path or a table"),
         ({"comms_logger": {"prof_ops": "all_reduce"}}, "comms_logger.prof_ops", "a list of names"),
-        ({"comms_logger": {"enabled": 1}}, "comms_logger.enabled", "true or false"),
+        ({"comms_logger": {"enabled": 2}}, "comms_logger.enabled", "true or false"),
+        ({"ringway": {"parallel": {"bucket_md": 1}}}, "parallel", "did you mean 'bucket_mb'?"),
+        ({"ringway": {"parallel": {"bucket_mb": 0}}}, "parallel", "above 0"),
+        ({"ringway": {"parallel": {"plan": {"0": 1}}}}, "parallel", "layers and styles"),
         ({"ringway": [1]}, "ringway", "not a table"),
     ],
 )
@@ -153,6 +158,41 @@ def test_missing_file_and_wrong_type(tmp_path: Path) -> None:
         resolve(3, {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'timeout'"):
         Config().source("timeot")
+
+
+def test_the_logger_is_as_tolerant_as_deepspeeds() -> None:
+    for value, means in ((1, True), ("true", True), ("Off", False), (0, False), (True, True)):
+        assert resolve({"comms_logger": {"enabled": value, "debug": value}}, {}).comms_logger.debug is means
+    assert resolve({"comms_logger": {"prof_all": False}}, {}).comms_logger.enabled, "the block turns it on"
+    assert not resolve({"comms_logger": {"enabled": False}}, {}).comms_logger.enabled
+    assert not resolve({}, {}).comms_logger.enabled
+
+
+HJSON = """// a DeepSpeed configuration
+{
+  # with comments
+  "ringway": {"timeout": 7,}, /* and
+  commas */ "comms_logger": {"prof_ops": ["a // b", "c, ]", "# d"],},
+  "url": "http://x",
+}
+"""
+
+
+def test_comments_and_base64_as_deepspeed_takes_them(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(HJSON)
+    for config in (str(file), base64.urlsafe_b64encode(HJSON.encode()).decode()):
+        found = resolve(config, {})
+        assert found.timeout == 7
+        assert found.comms_logger.prof_ops == ("a // b", "c, ]", "# d")
+        assert found.others == {"url": "http://x"}
+    assert resolve(base64.urlsafe_b64encode(b'{"ringway": {"timeout": 8}}').decode(), {}).timeout == 8
+    file.write_text("{ringway: {timeout: 7}}")
+    if importlib.util.find_spec("hjson") is None:
+        with pytest.raises(ConfigError, match="install the package hjson"):
+            resolve(str(file), {})
+    else:
+        assert resolve(str(file), {}).timeout == 7
 
 
 def test_schema_lists_every_setting_with_its_default() -> None:

@@ -1,7 +1,8 @@
 """The configuration, and where each value came from.
 
-ringway reads two blocks of a configuration: `ringway` and `comms_logger`. They can be in a dictionary, in a JSON or
-TOML file, or in a whole DeepSpeed configuration, whose other blocks are ignored. Later sources override earlier ones:
+ringway's settings are in two blocks of a configuration: `ringway` and `comms_logger`. They can be in a dictionary, in a
+JSON (also with comments) or TOML file, or in a whole DeepSpeed configuration. Other blocks are kept in `Config.others`,
+for `ringway.initialize`. Later sources override earlier ones:
 
     default  <  RINGWAY_CONFIG (a file)  <  the `config` argument  <  RINGWAY_* variables
 
@@ -10,8 +11,11 @@ An unknown key in one of the two blocks is an error. `Config.source` says which 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -65,6 +69,17 @@ def _flag(value: object) -> bool:
     return value
 
 
+_TRUE, _FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
+
+
+def lenient_flag(value: object) -> bool:
+    """What DeepSpeed's configuration accepts as a flag: also 0 and 1, and these words."""
+    word = str(value).lower()
+    if isinstance(value, (bool, int, str)) and word in (*_TRUE, *_FALSE):
+        return word in _TRUE
+    raise ValueError("true or false")
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a name")
@@ -91,6 +106,41 @@ def _policy(value: object) -> str | dict[str, Any]:
     raise ValueError("a path or a table")
 
 
+def _parallel(value: object) -> dict[str, Any]:
+    """The block `ringway.parallel`. What a codec or a plan means is checked where it is used."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a table")
+    unknown = [str(key) for key in value if key not in PARALLEL]
+    if unknown:
+        raise ValueError(f"a table of {', '.join(PARALLEL)}, not {unknown[0]!r}{nearest(unknown[0], PARALLEL)}")
+    for key, check in PARALLEL.items():
+        if value.get(key) is not None:
+            try:
+                check(value[key])
+            except ValueError as error:
+                raise ValueError(f"{key} to be {error}, not {value[key]!r}") from None
+    return {key: content for key, content in value.items() if content is not None}
+
+
+def _size(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError("a number above 0")
+
+
+def _plan(value: object) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+        raise ValueError("a table of layers and styles")
+
+
+PARALLEL: Mapping[str, Callable[[object], object]] = {
+    "bucket_mb": _size,
+    "codec": _text,
+    "plan": _plan,
+    "model_parallel_size": _count,
+}
+"""The keys of `ringway.parallel`, which are arguments of `ringway.initialize`, and their checks."""
+
+
 def _parse_flag(text: str) -> object:
     return {"1": True, "true": True, "yes": True, "on": True}.get(
         text.lower(), False if text.lower() in ("0", "false", "no", "off") else text
@@ -111,20 +161,24 @@ def _parse_names(text: str) -> object:
 
 
 def _parse_policy(text: str) -> object:
-    if not text.lstrip().startswith("{"):
-        return text
+    return _parse_table(text) if text.lstrip().startswith("{") else text
+
+
+def _parse_table(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("a path, or a table as JSON") from None
+        raise ValueError("a table as JSON") from None
 
 
 _SECONDS = Kind(_number, _parse_number, {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS})
 _COUNT = Kind(_count, _parse_number, {"type": "integer", "minimum": 1})
 _FLAG = Kind(_flag, _parse_flag, {"type": "boolean"})
+_LENIENT_FLAG = Kind(lenient_flag, str.strip, {"enum": [True, False, 1, 0, *_TRUE, *_FALSE]})
 _NAME = Kind(_text, str, {"type": "string", "minLength": 1})
 _CHECK = Kind(_check_mode, str.strip, {"enum": list(CHECKS)})
 _NAMES = Kind(_names, _parse_names, {"type": "array", "items": {"type": "string"}})
+_PARALLEL = Kind(_parallel, _parse_table, {"type": "object", "properties": {key: {} for key in PARALLEL}})
 _POLICY = Kind(_policy, _parse_policy, {"type": ["string", "object"]})
 
 
@@ -134,14 +188,16 @@ def _about(kind: Kind, about: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class CommsLogger:
-    """The block `comms_logger`, with DeepSpeed's keys and defaults."""
+    """The block `comms_logger`, with DeepSpeed's keys and defaults. As in DeepSpeed, a block that does not mention
+    `enabled` turns the logger on."""
 
-    enabled: bool = field(default=False, metadata=_about(_FLAG, "log collectives"))
-    verbose: bool = field(default=False, metadata=_about(_FLAG, "print every logged call as it completes"))
+    enabled: bool = field(default=False, metadata=_about(_LENIENT_FLAG, "log collectives"))
+    verbose: bool = field(default=False, metadata=_about(_LENIENT_FLAG, "print every logged call as it completes"))
     prof_all: bool = field(
-        default=True, metadata=_about(_FLAG, "log every op; otherwise only those in prof_ops, or with prof=True")
+        default=True,
+        metadata=_about(_LENIENT_FLAG, "log every op; otherwise only those in prof_ops, or with prof=True"),
     )
-    debug: bool = field(default=False, metadata=_about(_FLAG, "add the caller's name to the label"))
+    debug: bool = field(default=False, metadata=_about(_LENIENT_FLAG, "add the caller's name to the label"))
     prof_ops: tuple[str, ...] = field(
         default=(), metadata=_about(_NAMES, "ops or labels to log when prof_all is false")
     )
@@ -183,7 +239,13 @@ class Config:
     require_launcher: bool = field(
         default=False, metadata=_about(_FLAG, "refuse to start a world of one if no launcher is found")
     )
+    parallel: dict[str, Any] | None = field(
+        default=None,
+        metadata=_about(_PARALLEL, "bucket_mb, codec, plan and model_parallel_size for initialize()"),
+    )
     comms_logger: CommsLogger = CommsLogger()
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Blocks that are not ringway's, such as those of a DeepSpeed configuration."""
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -245,13 +307,16 @@ def resolve(
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    others: dict[str, Any] = {}
     if environ.get("RINGWAY_CONFIG"):
         path = environ["RINGWAY_CONFIG"]
-        _take_blocks(read_file(path, "RINGWAY_CONFIG"), f"{path} (RINGWAY_CONFIG)", values, sources)
+        others |= _take_blocks(read_file(path, "RINGWAY_CONFIG"), f"{path} (RINGWAY_CONFIG)", values, sources)
     if isinstance(config, Mapping):
-        _take_blocks(config, "config argument", values, sources)
+        others |= _take_blocks(config, "config argument", values, sources)
+    elif isinstance(config, str) and (encoded := _from_base64(config)) is not None:
+        others |= _take_blocks(encoded, "config argument (base64)", values, sources)
     elif isinstance(config, (str, os.PathLike)):
-        _take_blocks(read_file(config, "config argument"), os.fspath(config), values, sources)
+        others |= _take_blocks(read_file(config, "config argument"), os.fspath(config), values, sources)
     elif config is not None:
         raise ConfigError(
             f"config is a {type(config).__name__}; pass a dictionary, or the path of a JSON or TOML file",
@@ -262,12 +327,16 @@ def resolve(
     return Config(
         **{key: value for key, value in values.items() if "." not in key},
         comms_logger=CommsLogger(**logger),
+        others=MappingProxyType(others),
         sources=MappingProxyType(sources),
         notes=tuple(notes),
     )
 
 
-def _take_blocks(blocks: Mapping[str, Any], source: str, values: dict[str, Any], sources: dict[str, str]) -> None:
+def _take_blocks(
+    blocks: Mapping[str, Any], source: str, values: dict[str, Any], sources: dict[str, str]
+) -> dict[str, Any]:
+    """Take ringway's blocks; return the others."""
     for block, prefix in ((BLOCK, ""), (LOGGER_BLOCK, "comms_logger.")):
         content = blocks.get(block)
         if content is None:
@@ -287,6 +356,9 @@ def _take_blocks(blocks: Mapping[str, Any], source: str, values: dict[str, Any],
             if value is not None:  # JSON's null means "the default"
                 values[known[name]] = _checked(SETTINGS[known[name]], value, source)
                 sources[known[name]] = source
+        if prefix and "enabled" not in content and "comms_logger.enabled" not in values:
+            values["comms_logger.enabled"], sources["comms_logger.enabled"] = True, source
+    return {name: content for name, content in blocks.items() if name not in (BLOCK, LOGGER_BLOCK)}
 
 
 def _take_variables(environ: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> list[str]:
@@ -327,8 +399,7 @@ def read_file(path: str | os.PathLike[str], origin: str) -> Mapping[str, Any]:
     name = os.fspath(path)
     try:
         text = Path(name).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
-        toml = name.endswith(".toml")
-        content = _read_toml(text) if toml else json.loads(text, object_pairs_hook=_each_key_once)
+        content = _read_toml(text) if name.endswith(".toml") else _read_json(text)
     except OSError as error:
         raise ConfigError(f"cannot read {name} ({origin}): {error.strerror or error}", source=name) from error
     except (ValueError, RecursionError) as error:  # decoding errors of text, JSON and TOML are ValueErrors
@@ -336,6 +407,47 @@ def read_file(path: str | os.PathLike[str], origin: str) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name} ({origin}) does not contain a table", source=name)
     return content
+
+
+def _from_base64(text: str) -> Mapping[str, Any] | None:
+    """The table that DeepSpeed's launcher passes as base64; None if the text is a path."""
+    if os.path.exists(text):
+        return None
+    try:
+        content = _read_json(base64.b64decode(text, altchars=b"-_", validate=True).decode())
+    except (ValueError, RecursionError, binascii.Error):
+        return None
+    return content if isinstance(content, Mapping) else None
+
+
+def _read_json(text: str) -> Any:
+    """JSON. As in DeepSpeed, the file may be Hjson: comments and trailing commas always, the rest of its syntax if the
+    package hjson is installed."""
+    try:
+        return json.loads(text, object_pairs_hook=_each_key_once)
+    except json.JSONDecodeError as error:
+        strict = error
+    try:
+        return json.loads(_without_comments(text), object_pairs_hook=_each_key_once)
+    except json.JSONDecodeError:
+        pass
+    try:
+        hjson = import_module("hjson")
+    except ImportError:
+        raise ValueError(f"{strict} (if this is Hjson, install the package hjson)") from None
+    return hjson.loads(text, object_pairs_hook=_each_key_once)
+
+
+_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|#[^\n]*|//[^\n]*|/\*.*?\*/|,(?=\s*[}\]])', re.DOTALL)
+
+
+def _without_comments(text: str) -> str:
+    """Replace comments by spaces, then remove commas in front of a closing bracket. Strings stay as they are."""
+
+    def keep(found: re.Match[str]) -> str:
+        return found[0] if found[0][0] == '"' else "" if found[0] == "," else " "
+
+    return _TOKENS.sub(keep, _TOKENS.sub(keep, text))
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 
-from ringway.parallel.buckets import FIRST_BUCKET_BYTES, Bucket, assign, first_assignment
+from ringway.parallel.buckets import FIRST_BUCKET_BYTES, Bucket, Transport, assign, first_assignment
 
 
 def test_buckets_are_those_of_torch() -> None:
@@ -46,7 +46,7 @@ def test_views_have_the_parameters_shapes_and_strides() -> None:
     ]
     bucket = Bucket(0, [(i, str(i), p) for i, p in enumerate(parameters)])
     assert bucket.flat.numel() == sum(p.numel() for p in parameters)
-    bucket.begin(0.5, compressed=False)
+    bucket.begin(Transport(0.5), compressed=False)
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         assert slot.view.shape == parameter.shape
         if slot.index != 3:  # one that overlaps itself cannot have the same strides
@@ -59,7 +59,7 @@ def test_views_have_the_parameters_shapes_and_strides() -> None:
 def test_a_gradient_accumulated_in_place_is_scaled_once() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     bucket = Bucket(0, [(i, str(i), p) for i, p in enumerate(parameters)])
-    bucket.begin(0.25, compressed=False)
+    bucket.begin(Transport(0.25), compressed=False)
     first, second, third = bucket.slots
     first.view.fill_(4)
     bucket.fill(first, first.view)
@@ -67,7 +67,7 @@ def test_a_gradient_accumulated_in_place_is_scaled_once() -> None:
     bucket.fill(third, None)
     bucket.scale_in_place()
     assert bucket.flat.tolist() == [1, 1, 2, 2, 0, 0]
-    bucket.begin(0.25, compressed=True)
+    bucket.begin(Transport(0.25), compressed=True)
     for slot in bucket.slots:
         bucket.fill(slot, slot.view)
     bucket.scale_in_place()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -16,11 +17,13 @@ from ringway.api import groups
 from ringway.api.start import configures_logger
 from ringway.config import Config, resolve
 from ringway.errors import UsageError
+from ringway.job.deepspeed_config import GradientSettings, make_optimizer, read_gradient_settings
 from ringway.job.init import init_distributed
 from ringway.observe.log.logger import configure
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from ringway.parallel import DataParallel, ModelParallel
     from ringway.parallel.styles import Style
@@ -32,7 +35,7 @@ def initialize(
     *,
     plan: Mapping[str, str | Style] | None = None,
     model_parallel_size: int | None = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     codec: Any = None,
     backend: str | None = None,
     timeout: timedelta | float | None = None,
@@ -43,23 +46,37 @@ def initialize(
     `config` is a dictionary or a file; `RINGWAY_*` variables override it. It sets the backend, the timeout and what the
     comms logger logs; `backend` and `timeout` override it. With a `plan` the model's layers are split over
     `model_parallel_size` consecutive ranks (default: all ranks). Gradients are averaged over the other dimension, in
-    buckets of `bucket_mb` MiB, compressed by `codec`. An existing process group is used unchanged.
+    buckets of `bucket_mb` MiB (25), compressed by `codec`. These four override the configuration's `ringway.parallel`.
+    An existing process group is used unchanged.
+
+    `config` may be a whole DeepSpeed configuration. What it says about gradients that travel is done: its
+    `communication_data_type`, `gradient_predivide_factor`, `prescale_gradients`, `sparse_gradients`, and an `optimizer`
+    of the 1-bit family, which averages instead of hooks and is `Runtime.optimizer`. Blocks that were found and not
+    acted on are named in one line.
 
     Returns the one object to close, at the end or with `with`.
     """
     if plan is not None and model is None:
         raise UsageError("plan= splits a model: pass model= too")
-    if model_parallel_size not in (None, 1) and plan is None:
-        raise UsageError(f"model_parallel_size={model_parallel_size} needs a plan that says which layers are split")
     settings = resolve(config)
+    given = {"plan": plan, "model_parallel_size": model_parallel_size, "bucket_mb": bucket_mb, "codec": codec}
+    chosen = {"bucket_mb": 25, **(settings.parallel or {}), **{k: v for k, v in given.items() if v is not None}}
+    if chosen.get("model_parallel_size") not in (None, 1) and chosen.get("plan") is None:
+        raise UsageError(
+            f"model_parallel_size={chosen['model_parallel_size']} needs a plan that says which layers are split"
+        )
+    gradients = read_gradient_settings(settings.others, model is not None)
     started = not c10d.is_initialized()
     init_distributed(dist_backend=backend, verbose=verbose, timeout=timeout, config=config)
     try:
         if not started and configures_logger(settings):
             configure(settings)  # init_distributed has done so if it joined the job
+        if verbose and gradients.unused and groups.get_rank() == 0:
+            names = ", ".join(gradients.unused)
+            print(f"ringway: found in the configuration and not acted on: {names}", file=sys.stderr, flush=True)
         runtime = Runtime(settings, started)
         if model is not None:
-            runtime.register(model, plan, model_parallel_size, bucket_mb, codec)
+            runtime.register(model, gradients=gradients, **chosen)
     except BaseException:
         if started:
             groups.destroy_process_group()
@@ -71,7 +88,8 @@ class Runtime:
     """A running job, and the hooks on its model.
 
     If there is a model, `mesh` has the dimensions "data" and "model", `data_group` and `model_group` are this rank's
-    groups in it, and `data_parallel` and `model_parallel` are the registered hooks.
+    groups in it, and `data_parallel` and `model_parallel` are the registered hooks. With a 1-bit optimizer in the
+    configuration, `optimizer` is it, and `data_parallel` is None.
     """
 
     def __init__(self, config: Config, started: bool) -> None:
@@ -79,31 +97,36 @@ class Runtime:
         self.mesh: DeviceMesh | None = None
         self.data_parallel: DataParallel | None = None
         self.model_parallel: ModelParallel | None = None
+        self.optimizer: Optimizer | None = None
         self._started = started
         self._model: nn.Module | None = None
 
     def register(
         self,
         model: nn.Module,
-        plan: Mapping[str, str | Style] | None,
-        model_parallel_size: int | None,
-        bucket_mb: float,
-        codec: Any,
+        plan: Mapping[str, str | Style] | None = None,
+        model_parallel_size: int | None = None,
+        bucket_mb: float = 25,
+        codec: Any = None,
+        gradients: GradientSettings | None = None,
     ) -> None:
         """Puts the hooks on a model: first splits its layers, then averages gradients over the other dimension."""
         from ringway.parallel import register_data_parallel_hooks, register_model_parallel_hooks
-        from ringway.parallel.agreement import agreed, describe, member
+        from ringway.parallel.agreement import agreed, broadcast, describe, member
         from ringway.parallel.data import described
         from ringway.parallel.model import planned
 
         ranks = groups.get_world_size()
+        gradients = GradientSettings() if gradients is None else gradients
+        hooks = gradients.hook_arguments()
 
         def prepare() -> tuple[list[str], int]:
             size = (1 if plan is None else ranks) if model_parallel_size is None else model_parallel_size
             if size < 1 or ranks % size:
                 raise UsageError(f"model_parallel_size={size} does not divide the job's {ranks} ranks")
             lines = describe(model) if plan is None else planned(model, plan)[0]
-            return [f"model_parallel_size={size}", *described(bucket_mb, codec), *lines], size
+            settings = [f"model_parallel_size={size}", *described(bucket_mb, codec, **hooks)]
+            return [*settings, f"optimizer={gradients.optimizer} {gradients.optimizer_arguments}", *lines], size
 
         # Agree over the whole job: if one group alone found a difference, the other groups would keep waiting.
         columns = agreed(member(None, "initialize"), prepare, "initialize")
@@ -112,7 +135,11 @@ class Runtime:
         self._model = model
         if plan is not None:
             self.model_parallel = register_model_parallel_hooks(model, plan, self.model_group)
-        self.data_parallel = register_data_parallel_hooks(model, self.data_group, bucket_mb, codec)
+        if gradients.optimizer is None:
+            self.data_parallel = register_data_parallel_hooks(model, self.data_group, bucket_mb, codec, **hooks)
+            return
+        self.optimizer = make_optimizer(gradients, model, self.data_group, codec)
+        broadcast(member(self.data_group, "initialize"), [*model.parameters(), *model.buffers()])
 
     @property
     def data_group(self) -> c10d.ProcessGroup | None:

@@ -41,6 +41,22 @@ def first_assignment(keys: Sequence[Hashable], sizes: Sequence[int], limit: int)
     return sorted(buckets, key=min, reverse=True)
 
 
+@dataclass(frozen=True)
+class Transport:
+    """How gradients travel: multiplied by `before`, in `dtype` (None: their own), and the sum multiplied by `after`."""
+
+    before: float
+    after: float = 1.0
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, size: int, predivide_factor: float | None, dtype: torch.dtype | None) -> Transport:
+        """The mean over `size` ranks. Without a factor, gradients are divided by `size` before they are summed."""
+        if predivide_factor is None:
+            return cls(1.0 / size, dtype=dtype)
+        return cls(1.0 / predivide_factor, predivide_factor / size, dtype)
+
+
 @dataclass(slots=True)
 class Slot:
     """One parameter's place in a bucket. `index` is its number among the trained ones, `view` its part of the
@@ -81,6 +97,9 @@ class Bucket:
         self.work: Work | None = None
         self.launched = False
         self.compressed = False
+        self._after = 1.0
+        self._dtype: torch.dtype | None = None
+        self._sent: Tensor | None = None
         # A zero-dimensional tensor: torch multiplies by it in a third of the time it needs for a Python number.
         exact = first.dtype in (torch.float64, torch.complex128)
         self._scale = torch.ones((), dtype=torch.float64 if exact else torch.float32)
@@ -90,13 +109,31 @@ class Bucket:
             self.slots.append(Slot(index, name, parameter, self, view, view.data_ptr(), view.nbytes, view.dtype))
             start += parameter.numel()
 
-    def begin(self, scale: float, compressed: bool) -> None:
-        """Start a new step. Buckets are summed, so gradients are scaled first; a codec averages by itself."""
+    def begin(self, transport: Transport, compressed: bool) -> None:
+        """Start a new step. Buckets are summed, so gradients are scaled; a codec averages by itself."""
         self.missing = len(self.slots)
         self.work = None
         self.launched = False
         self.compressed = compressed
-        self._scale.fill_(1.0 if compressed else scale)
+        self._scale.fill_(1.0 if compressed else transport.before)
+        self._after = 1.0 if compressed else transport.after
+        self._dtype = None if compressed or transport.dtype is self.flat.dtype else transport.dtype
+
+    def wire(self) -> Tensor:
+        """What is summed over the ranks: the bucket, or its values in another dtype."""
+        self._sent = self.flat if self._dtype is None else self.flat.to(self._dtype)
+        return self._sent
+
+    def finish(self) -> None:
+        """Wait for the sum, and turn it into the mean."""
+        if self.work is not None:
+            self.work.wait()
+        if self._sent is not None:
+            if self._sent is not self.flat:
+                self.flat.copy_(self._sent)
+            if self._after != 1.0:
+                self.flat.mul_(self._after)
+        self.work = self._sent = None
 
     def fill(self, slot: Slot, gradient: Tensor | None) -> None:
         """Copy a parameter's gradient, scaled, into its place; zeros if it has none."""

@@ -20,7 +20,7 @@ from ringway.groups.communicator import Communicator
 from ringway.groups.split import is_split
 from ringway.parallel import sparse
 from ringway.parallel.agreement import agreed, broadcast, describe, member
-from ringway.parallel.buckets import Bucket, Slot, assign, first_assignment
+from ringway.parallel.buckets import Bucket, Slot, Transport, assign, first_assignment
 from ringway.parallel.compression import Compression, codec_name
 from ringway.parallel.guards import ModelSnapshot, refuse_gradient, refuse_split
 from ringway.torch_versions import untraced
@@ -37,6 +37,9 @@ def register_data_parallel_hooks(
     codec: Any = None,
     *,
     gradient_as_bucket_view: bool = True,
+    communication_dtype: torch.dtype | None = None,
+    predivide_factor: float | None = None,
+    sparse_embeddings: bool = False,
 ) -> DataParallel:
     """Average the model's gradients over the group's ranks, while backward computes them.
 
@@ -48,6 +51,11 @@ def register_data_parallel_hooks(
     With `gradient_as_bucket_view`, gradients are views of the buckets, which saves a copy: a gradient that a program
     kept from the last step is overwritten by the next. With False, they are copied out.
 
+    Gradients travel in `communication_dtype` (default: their own) where no codec compresses them. They are divided by
+    the number of ranks before they are summed; with a `predivide_factor` they are divided by that, and the sum by the
+    rest. With `sparse_embeddings`, gradients of all embeddings travel as the rows that are not zero, not only those of
+    embeddings with sparse=True.
+
     The model is not wrapped, so its state-dict keys stay. All ranks of the group call this together. If ranks hold
     different models, all of them get an error here.
     """
@@ -57,19 +65,39 @@ def register_data_parallel_hooks(
         if has_data_parallel_hooks(model):
             raise UsageError("this model, or a part of it, has data-parallel hooks already; remove() those first")
         refuse_split(model, communicator)
-        settings = described(bucket_mb, codec)
+        settings = described(bucket_mb, codec, communication_dtype, predivide_factor, sparse_embeddings)
         return settings + describe(model), None if codec is None else Compression(codec, group)
 
     compression = agreed(communicator, prepare, "register_data_parallel_hooks")
     broadcast(communicator, [*model.parameters(), *model.buffers()])
-    return DataParallel(model, communicator, int(bucket_mb * (1 << 20)), compression, gradient_as_bucket_view)
+    transport = Transport.of(communicator.size, predivide_factor, communication_dtype)
+    bucket_bytes = int(bucket_mb * (1 << 20))
+    return DataParallel(
+        model, communicator, bucket_bytes, compression, gradient_as_bucket_view, transport, sparse_embeddings
+    )
 
 
-def described(bucket_mb: float, codec: Any) -> list[str]:
+def described(
+    bucket_mb: float,
+    codec: Any,
+    communication_dtype: torch.dtype | None = None,
+    predivide_factor: float | None = None,
+    sparse_embeddings: bool = False,
+) -> list[str]:
     """Check the settings, and describe them as text."""
     if not 0 < bucket_mb < float("inf"):
         raise UsageError(f"bucket_mb={bucket_mb} must be above 0 and finite")
-    return [f"bucket_mb={bucket_mb}", f"codec={None if codec is None else codec_name(codec)}"]
+    if communication_dtype is not None and not communication_dtype.is_floating_point:
+        raise UsageError(f"communication_dtype={communication_dtype}: gradients need a floating-point type")
+    if predivide_factor is not None and not 0 < predivide_factor < float("inf"):
+        raise UsageError(f"predivide_factor={predivide_factor} must be above 0 and finite")
+    return [
+        f"bucket_mb={bucket_mb}",
+        f"codec={None if codec is None else codec_name(codec)}",
+        f"communication_dtype={communication_dtype}",
+        f"predivide_factor={predivide_factor}",
+        f"sparse_embeddings={sparse_embeddings}",
+    ]
 
 
 def has_data_parallel_hooks(model: nn.Module) -> bool:
@@ -104,20 +132,23 @@ class DataParallel:
         bucket_bytes: int,
         compression: Compression | None,
         as_views: bool,
+        transport: Transport,
+        sparse_embeddings: bool,
     ) -> None:
         self._model = model
         self._communicator = communicator
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._as_views = as_views
-        self._scale = 1.0 / communicator.size
+        self._transport = transport
         self._lock = threading.Lock()
         self._synchronizing = True
         self._snapshot = ModelSnapshot(model)
-        sparse_ids = sparse.announced(model)
+        sparse_ids = sparse.announced(model, sparse_embeddings)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._dense = [(name, p) for name, p in trained if id(p) not in sparse_ids]
         self._sparse = [(name, p) for name, p in trained if id(p) in sparse_ids]
+        self._densified = {place for place, (_, p) in enumerate(self._sparse) if sparse_ids[id(p)]}
         self._trained_ids = {id(p) for _, p in trained}
         self._keys = [(p.dtype, p.device, is_split(p)) for _, p in self._dense]
         self._sizes = [p.nbytes for _, p in self._dense]
@@ -203,8 +234,8 @@ class DataParallel:
     def _install(self) -> None:
         for index, (_, parameter) in enumerate(self._dense):
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, index)))
-        for name, parameter in self._sparse:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived_sparse, name)))
+        for place, (_, parameter) in enumerate(self._sparse):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived_sparse, place)))
         self._handles.append(self._model.register_forward_hook(self._after_forward))
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -252,13 +283,14 @@ class DataParallel:
             if bucket.missing == 0:
                 self._launch_complete()
 
-    def _arrived_sparse(self, name: str, parameter: Tensor) -> None:
+    def _arrived_sparse(self, place: int, parameter: Tensor) -> None:
         if not self._synchronizing:
             return
-        if parameter.grad is not None and parameter.grad.layout is not torch.sparse_coo:
+        dense = parameter.grad is not None and parameter.grad.layout is not torch.sparse_coo
+        if dense and place not in self._densified:
             raise UsageError(
-                f"parameter '{name}' belongs to an embedding with sparse=True, but its gradient is dense: it is "
-                "shared with a layer that produces dense gradients; set sparse=False"
+                f"parameter '{self._sparse[place][0]}' belongs to an embedding with sparse=True, but its gradient is "
+                "dense: it is shared with a layer that produces dense gradients; set sparse=False"
             )
         with self._lock:
             self._follow()
@@ -295,9 +327,7 @@ class DataParallel:
 
     def _await_buckets(self) -> None:
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.finish()
 
     def _begin(self) -> None:
         self._snapshot.check()
@@ -306,7 +336,7 @@ class DataParallel:
         self._ends.clear()
         self._order_seen.clear()
         for bucket in self._buckets:
-            bucket.begin(self._scale, self._compresses(bucket))
+            bucket.begin(self._transport, self._compresses(bucket))
         self._open = True
 
     def _compresses(self, bucket: Bucket) -> bool:
@@ -325,7 +355,7 @@ class DataParallel:
         if bucket.compressed and self._compression is not None:
             bucket.work = self._compression.start(bucket)
         else:
-            bucket.work = self._communicator.all_reduce(bucket.flat, async_op=True, log_name=bucket.label)
+            bucket.work = self._communicator.all_reduce(bucket.wire(), async_op=True, log_name=bucket.label)
 
     def _backward_ended(self, task: int) -> None:
         outermost = self._outermost()
@@ -356,9 +386,12 @@ class DataParallel:
             for slot in self._slots:
                 if used is None or used[slot.index]:
                     self._hand_over(slot)
-        for place, (_, parameter) in enumerate(self._sparse, start=len(self._dense)):
-            if used is None or used[place]:
-                parameter.grad = sparse.average(self._communicator, parameter.grad, parameter)
+        for place, (_, parameter) in enumerate(self._sparse):
+            if used is None or used[len(self._dense) + place]:
+                mean = sparse.average(
+                    self._communicator, sparse.rows(parameter.grad), parameter, transport=self._transport
+                )
+                parameter.grad = mean.to_dense() if place in self._densified else mean
         if not self._follows_backward:
             self._rebuild()
 

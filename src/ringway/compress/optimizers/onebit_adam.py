@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ringway.compress.codecs.codec import Codec
-from ringway.compress.optimizers.base import CompressedOptimizer
+from ringway.compress.optimizers.base import CompressedOptimizer, accept_deepspeed_arguments
 from ringway.compress.optimizers.batch import Batch
 from ringway.errors import UsageError
 
@@ -49,8 +49,15 @@ class OneBitAdam(CompressedOptimizer):
         codec: str | Codec = "onebit",
         group: c10d.ProcessGroup | None = None,
         bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
         residual_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        deepspeed: object = None,
     ) -> None:
+        accept_deepspeed_arguments("OneBitAdam", amsgrad, max_grad_norm)
         if freeze_step < 1:
             raise UsageError(f"OneBitAdam: freeze_step={freeze_step}, but the variance needs at least one step")
         defaults = {
@@ -60,7 +67,14 @@ class OneBitAdam(CompressedOptimizer):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
         }
-        super().__init__(params, defaults, codec=codec, group=group, residual_dtype=residual_dtype)
+        super().__init__(
+            params,
+            defaults,
+            codec=codec,
+            group=group,
+            residual_dtype=residual_dtype,
+            eps_inside_sqrt=eps_inside_sqrt,
+        )
         self.freeze_step = freeze_step
 
     def _compresses(self, parameter: Tensor, group: dict[str, Any]) -> bool:
