@@ -34,12 +34,10 @@ OWN = {
 """Names that ringway defines itself although torch has the same name."""
 
 
-NEWER = {"enable_reconfigure"}
-"""Parameters that torch has added since 2.13, all at the end, and that ringway does not accept."""
-
 SINCE_2_11 = {
     "barrier": {"timeout"},
     "new_group": {"sort_ranks"},
+    "init_process_group": {"enable_reconfigure"},
     "all_gather_object": {"weights_only"},
     "gather_object": {"weights_only"},
     "broadcast_object_list": {"weights_only"},
@@ -64,7 +62,7 @@ def test_signature_is_torchs(name: str) -> None:
     if not inspect.isfunction(theirs):
         return
     parameters = inspect.signature(theirs).parameters
-    expected = [(p.name, p.kind, p.default) for p in parameters.values() if p.name not in NEWER]
+    expected = [(p.name, p.kind, p.default) for p in parameters.values()]
     own = {"log_name"} | (SINCE_2_11.get(name, set()) - set(parameters))
     actual = [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values() if p.name not in own]
     assert actual == expected

@@ -20,6 +20,7 @@ PATCHES: Mapping[str, str] = MappingProxyType(
         "batch_isend_irecv": "torch.distributed.batch_isend_irecv starts messages together on ringway's groups "
         "(torch before 2.15)",
         "builtin_comm_hook": "DDP's built-in hook FP16_COMPRESS works on ringway's groups",
+        "monitored_barrier": "torch.distributed.monitored_barrier takes ringway's groups, on every backend",
         "new_group": "the members of a group that ringway.new_group makes with use_local_synchronization agree on its "
         "name",
         "clip_grad_norm": "torch's clip_grad_norm_ warns about split parameters",

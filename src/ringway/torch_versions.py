@@ -7,6 +7,7 @@ on), `Gloo._set_default_timeout` (torch calls it before 2.15), and the old and n
 from __future__ import annotations
 
 import hashlib
+import inspect
 import pickle
 import weakref
 from collections import Counter
@@ -80,6 +81,11 @@ def undo_failed_start() -> None:
     start would name its groups differently from the other ranks."""
     if not c10d.is_initialized():
         c10d_module._world.group_count = 0
+
+
+def reconfigures() -> bool:
+    """Whether `init_process_group` has the argument `enable_reconfigure`. From 2.15 on."""
+    return "enable_reconfigure" in inspect.signature(c10d.init_process_group).parameters
 
 
 def premul_factor(op: Any) -> Any:
@@ -177,3 +183,18 @@ def builtin_comm_hooks(kind: type[c10d.ProcessGroup]) -> None:
         return _register_builtin_comm_hook
 
     patch("builtin_comm_hook", "_register_builtin_comm_hook", DistributedDataParallel, by=by)
+
+
+def monitored_barriers(kind: Any) -> None:
+    """Lets torch's `monitored_barrier` take groups of this kind. All versions: it takes only groups named gloo."""
+
+    def by(torchs: Any) -> Any:
+        def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+            own: Any = group or c10d_module._world.default_pg
+            if not isinstance(own, kind):
+                return torchs(group, timeout, wait_all_ranks)
+            return own.monitored_barrier(timeout, wait_all_ranks)
+
+        return monitored_barrier
+
+    patch("monitored_barrier", "monitored_barrier", c10d_module, c10d, by=by)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ringway as dist
 from ringway import torch_patches
 from ringway.compress import OneBitAdam, ddp_hook
+from ringway.errors import CommTimeout, UsageError
 from ringway.parallel import register_data_parallel_hooks
 from ringway.testing import RankContext, RankPool
+from ringway.torch_versions import reconfigures
 
 # torch.compile
 
@@ -195,6 +199,45 @@ def _built_in(context: RankContext, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_built_in_hooks_of_ddp(pool: RankPool, backend: str) -> None:
     pool.run(_built_in, backend, world_size=2)
+
+
+# torch's functions that ask for a group's name
+
+
+def _named(context: RankContext, backend: str) -> list[str]:
+    context.start(backend)
+    other = c10d.new_group([0])
+    for group in (None, c10d.group.WORLD):
+        c10d.monitored_barrier(group)
+        c10d.monitored_barrier(group, timedelta(seconds=60), wait_all_ranks=True)
+    if context.rank == 0:
+        c10d.monitored_barrier(other, 60.0)  # type: ignore[arg-type] # torch takes a number too
+        with pytest.raises(CommTimeout, match="Rank 1 failed to pass monitoredBarrier"):
+            c10d.distributed_c10d.monitored_barrier(timeout=timedelta(0))
+    else:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            c10d.monitored_barrier(other)
+        assert "does not belong" in str(said[0].message)
+    described = [repr(c10d.group.WORLD), repr(other)]
+    dist.destroy_process_group()  # ranks have passed different numbers of barriers
+    store = c10d.HashStore()
+    with pytest.raises(UsageError, match="cannot be reconfigured" if reconfigures() else "needs torch 2.15"):
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, enable_reconfigure=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, enable_reconfigure=False)
+    dist.destroy_process_group()
+    c10d.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
+    c10d.monitored_barrier()  # a group of torch's own
+    c10d.destroy_process_group()
+    return described
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_functions_of_torch_that_ask_for_the_backends_name(pool: RankPool, backend: str) -> None:
+    for rank, (world, other) in enumerate(pool.run(_named, backend, world_size=2)):
+        assert re.fullmatch(f"<ringway group .+: {backend}, rank {rank} of 2>", world)
+        if rank == 0:
+            assert re.fullmatch(f"<ringway group .+: {backend}, rank 0 of 1>", other)
 
 
 # The switch of patches

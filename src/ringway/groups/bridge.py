@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringway import call as ops
 from ringway.backends.nccl.group import Nccl
+from ringway.backends.registry import user_spelling
 from ringway.backends.torch.gloo import Gloo
 from ringway.call import ALL_REDUCE, ANY_SOURCE, Call, Op, Reduce, parse_reduce
 from ringway.errors import UsageError
@@ -49,6 +50,10 @@ class Bridge(c10d.ProcessGroup):
             self._register_backend(torch.device(device), custom if backend is torchs.get("cpu") else nccl, backend)
             if isinstance(backend, (Gloo, Nccl)):
                 backend.timeout_changed = weak_method(communicator.set_timeout)
+
+    def __repr__(self) -> str:
+        backend, own = user_spelling(self._name), self.communicator
+        return f"<ringway group {own.name}: {backend}, rank {own.rank} of {own.size}>"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         # Not the backend's own name: torch assumes that a group named gloo or nccl is its own class.

@@ -22,7 +22,7 @@ from ringway.backends.torch.gloo import GlooBackend, make_gloo
 from ringway.compare.across_hosts import join_comparison, reserve_prefix
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.config import resolve
-from ringway.errors import BackendUnavailable
+from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.world import world
 from ringway.launch.rendezvous import admit, of_this_attempt
@@ -76,6 +76,11 @@ _TORCHS = ("nccl", "ucc", "torch:mpi")
 
 def _make_bridge(registration: registry.Registration, options: Any, extra: Any) -> Bridge:
     """Makes one of ringway's groups. torch calls this on every rank of the group."""
+    if getattr(options, "enable_reconfigure", False):  # torch 2.15
+        raise UsageError(
+            f"enable_reconfigure=True: groups on ringway's backend '{registration.name}' cannot be reconfigured; "
+            "torch.distributed.init_process_group makes groups on torch's own gloo that can"
+        )
     size = options.group_size
     info = GroupInfo(
         rank=options.group_rank,

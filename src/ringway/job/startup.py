@@ -13,7 +13,7 @@ from ringway.groups.bridge import Bridge
 from ringway.groups.exit import leave_at_exit, leave_in_child
 from ringway.groups.factory import introduce_to_torch
 from ringway.observe.start import install
-from ringway.torch_versions import batch_messages, builtin_comm_hooks, dlpack_exchange_api
+from ringway.torch_versions import batch_messages, builtin_comm_hooks, dlpack_exchange_api, monitored_barriers
 
 
 def start_up() -> None:
@@ -24,6 +24,7 @@ def start_up() -> None:
     introduce_to_torch()
     batch_messages(Bridge, batch_isend_irecv)
     builtin_comm_hooks(Bridge)
+    monitored_barriers(Bridge)
     watch = install()
     os.register_at_fork(after_in_child=leave_in_child)
     os.register_at_fork(after_in_child=watch.forked)
