@@ -172,6 +172,7 @@ __all__ = [
 ]
 
 _LAZY: dict[str, str] = {
+    "ElasticJob": "ringway.job.elastic.job",
     "init_distributed": "ringway.job.init",
     "initialize": "ringway.job.runtime",
     "configure": "ringway.observe.log.logger",

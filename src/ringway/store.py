@@ -298,6 +298,77 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
+class WatchedStore(Store):
+    """A store whose waits end when a process that they count on is gone: `watch` raises then. Waits in torch's store
+    would last until their timeout."""
+
+    timeout: timedelta  # torch's property
+
+    def __init__(self, inner: Any, key: Key, watch: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.key = key
+        self._base = unwrapped(inner)  # a prefix store holds only its C++ half
+        self._sealed = beneath_prefixes(inner)
+        self.watch: Callable[[], None] | None = watch
+        """None ends the watching: later failures are explained through this store too."""
+        self._clones: list[Store] = []
+        self.set_timeout(inner.timeout)
+
+    def _look(self) -> None:
+        if self.watch is not None:
+            self.watch()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self.inner.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        self._look()
+        return bool(self.inner.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = self.timeout if timeout is None else timeout
+        if not Deadline(limit.total_seconds()).poll(lambda: self.check(keys) or None):
+            raise DistStoreError(f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(keys[:4])}")
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return [bytes(value) for value in self.inner.multi_get(keys)]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.inner.multi_set(keys, values)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.inner.add(key, amount))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self.inner.append(key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        self._look()
+        return bytes(self.inner.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self.inner.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self.inner.num_keys())
+
+    deleteKey = delete_key  # noqa: N815 - the names that torch's C++ code calls
+    getNumKeys = num_keys  # noqa: N815
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Store:
+        self._clones.append(self.inner.clone())
+        return self._clones[-1]
+
+
 def beneath_prefixes(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -311,7 +382,7 @@ def key_of(store: Store) -> Key:
 
 def unwrapped(store: Store) -> Any:
     """The store beneath prefixes and seals."""
-    while isinstance(store, (PrefixStore, KeyedStore)):
+    while isinstance(store, (PrefixStore, KeyedStore, WatchedStore)):
         store = store.underlying_store if isinstance(store, PrefixStore) else store.inner
     return store
 

@@ -16,7 +16,8 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,7 @@ from ringway.launch.roll_call import Place, printable, roll_call
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import REMEDY, HostFile, job_secret
 from ringway.launch.sources import from_torchrun
-from ringway.store import Deadline, read
+from ringway.store import Deadline, KeyedStore, WatchedStore, read
 from ringway.threads import start
 
 _IDENTITY = "ringway/job"
@@ -57,6 +58,26 @@ def rendezvous(
         return _rendezvous(info, timeout, token, path, require_secret)
 
 
+class LastingStore:
+    """The store of a job whose ranks come and go. Every rank that signs up in it has the job's secret: the store is
+    private, or what it holds is sealed."""
+
+    def __init__(self, info: LaunchInfo, timeout: float, *, token: str = "", require_secret: bool = False) -> None:
+        job = _Job.of(info, token, require_secret)
+        with shortage_named("the rendezvous"):
+            self._inner, _, _, job = _meet(replace(info, size=0), job, Deadline(timeout))
+        self._key = job.key
+        self.store = self._sealed(self._inner, job.key.derive("elastic"))
+
+    def _sealed(self, store: Store, key: Key) -> Store:
+        return store if self._key.open or isinstance(self._inner, RunStore) else KeyedStore(store, key)
+
+    def part(self, generation: int, watch: Callable[[], None]) -> WatchedStore:
+        """The part of one generation of ranks. `watch` raises if one of them is gone."""
+        key = self._key.derive("generation", str(generation))
+        return WatchedStore(self._sealed(PrefixStore(f"generation {generation}", self._inner), key), key, watch)
+
+
 def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, require_secret: bool) -> Store:
     deadline = Deadline(timeout)
     from_mpi = path is None and info.socket is None and info.address is None
@@ -69,14 +90,7 @@ def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, 
         met = _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place, deadline))
         job.all_have_met(info)
         return met
-    if info.socket is not None:
-        store, place, opened = _join_run(info, info.socket, job, deadline)
-    elif from_mpi:
-        store, place, opened, job = _agree_through_mpi(info, job, deadline)
-    elif info.rank == 0 and not info.hosted_by_launcher:
-        store, place, opened = _host(info, job, deadline)
-    else:
-        store, place, opened = _join(info, job, deadline)
+    store, place, opened, job = _meet(info, job, deadline)
     while True:
         try:
             met = _roll_call(store, info, deadline, place, job.key, opened)
@@ -98,6 +112,17 @@ def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, 
                     missing=[] if info.hosted_by_launcher else [0],
                 ) from error
             store, place, opened = again
+
+
+def _meet(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple[Store, Place, str, _Job]:
+    """Connect to the job's store."""
+    if info.socket is not None:
+        return *_join_run(info, info.socket, job, deadline), job
+    if info.address is None:
+        return _agree_through_mpi(info, job, deadline)
+    if info.rank == 0 and not info.hosted_by_launcher:
+        return *_host(info, job, deadline), job
+    return *_join(info, job, deadline), job
 
 
 _roll_call = roll_call

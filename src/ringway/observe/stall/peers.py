@@ -65,12 +65,7 @@ class Address:
 
     def seems_gone(self) -> bool:
         """Whether the process is gone, according to this host's process table. Nothing is sent."""
-        return _process_state(self)[0] in ("Z", "X", "gone")
-
-    @property
-    def is_neighbour(self) -> bool:
-        """Whether the pid means the same process here."""
-        return bool(self.namespace) and self.namespace == _namespace()
+        return seems_gone(self.pid, self.namespace)
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,7 @@ def _answer(address: Address, reply: Mapping[str, Any]) -> Answer:
 
 
 def _silent(address: Address, why: str) -> Answer:
-    state, code = _process_state(address)
+    state, code = _process_state(address.pid, address.namespace)
     if state in ("Z", "X", "gone"):
         return _gone(address)
     if state in ("T", "t"):
@@ -196,7 +191,7 @@ def _silent(address: Address, why: str) -> Answer:
 
 
 def _gone(address: Address) -> Answer:
-    _, code = _process_state(address)
+    _, code = _process_state(address.pid, address.namespace)
     detail = "its process is gone"
     if code:
         detail += f", killed by {_signal_name(code)}"
@@ -210,16 +205,26 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _process_state(address: Address) -> tuple[str, int | None]:
+def seems_gone(pid: int, namespace: str) -> bool:
+    """Whether a process is gone, according to this host's process table. False for processes of other hosts."""
+    return _process_state(pid, namespace)[0] in ("Z", "X", "gone")
+
+
+def _is_neighbour(namespace: str) -> bool:
+    """Whether a pid of that namespace means the same process here."""
+    return bool(namespace) and namespace == _namespace()
+
+
+def _process_state(pid: int, namespace: str) -> tuple[str, int | None]:
     """The state letter of /proc/PID/stat, 'gone', or '' if unknown; and the signal that killed the process. The kernel
     reports the signal only until the process is reaped."""
-    if not address.is_neighbour:
+    if not _is_neighbour(namespace):
         return "", None
     try:
-        with open(f"/proc/{address.pid}/stat", encoding="utf-8", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:  # gone, or hidden from this user, or this process has no descriptor left
-        return ("" if _exists(address.pid) else "gone"), None
+        return ("" if _exists(pid) else "gone"), None
     status = int(fields[49]) if len(fields) > 49 else 0
     return fields[0], (status & 0x7F) or None if fields[0] in ("Z", "X") else None
 

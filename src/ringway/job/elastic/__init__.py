@@ -1,0 +1,1 @@
+"""Jobs whose ranks come and go: `ElasticJob`."""

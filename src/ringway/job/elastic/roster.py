@@ -1,0 +1,264 @@
+"""Who is in the job: members, and the generations that they form.
+
+A member is one process. A generation is a fixed set of members, in rank order. When a member dies, or a new one waits,
+the members sign up for the next generation in the job's store. Once every member of the current one has signed up, left
+or died, anyone who has signed up may close the next one: a single compare-and-set, which one of them wins. So there is
+never more than one next generation, and a process that cannot reach the store is in none: it stops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+
+from ringway.backends.several.hosts import pid_namespace
+from ringway.errors import PeerLost, RendezvousError
+from ringway.observe.stall.peers import seems_gone
+from ringway.store import Deadline, read
+
+_GENERATION = "generation"
+_FINISHED = "finished"
+_PAUSE = 0.005
+_WATCH_SECONDS = 0.05
+_LATE_STARTERS = 30.0
+"""Seconds that the first generation waits for the rest, once the fewest ranks are there."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the job. Its number is never given to another."""
+
+    number: int
+    host: str
+    pid: int
+    namespace: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A member that has signed up for a generation, and the state that it brings.
+
+    `step` counts the steps that it has applied. The state is not `whole` if a fault interrupted a step after its
+    commit. A `veteran` was in an earlier generation.
+    """
+
+    member: Member
+    step: int
+    whole: bool
+    veteran: bool
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The members that form a group together. The rank of each is its place in `arrivals`."""
+
+    number: int
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(arrival.member for arrival in self.arrivals)
+
+    def rank_of(self, member: Member) -> int | None:
+        return next((rank for rank, other in enumerate(self.members) if other.number == member.number), None)
+
+    def sources(self) -> list[int]:
+        """The ranks whose state the others copy. Of newcomers, only the first is one: they may differ."""
+        whole = [arrival for arrival in self.arrivals if arrival.whole and arrival.veteran]
+        if not whole:
+            newest = max((arrival.step for arrival in self.arrivals if arrival.whole), default=None)
+            ranks = [rank for rank, a in enumerate(self.arrivals) if a.whole and a.step == newest]
+            return ranks[:1]
+        newest = max(arrival.step for arrival in whole)
+        return [rank for rank, a in enumerate(self.arrivals) if a.whole and a.veteran and a.step == newest]
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpack(text: bytes) -> Generation:
+        facts = json.loads(text)
+        return Generation(int(facts["number"]), tuple(_arrival(each) for each in facts["arrivals"]))
+
+
+def _arrival(facts: dict[str, Any]) -> Arrival:
+    return Arrival(Member(**facts["member"]), int(facts["step"]), bool(facts["whole"]), bool(facts["veteran"]))
+
+
+class Roster:
+    """This process's view of the members and generations in the job's store."""
+
+    def __init__(self, store: Store, expected: int, fewest: int, grace: float, patience: float) -> None:
+        self._store = PrefixStore("ringway/elastic", store)
+        self._expected = expected
+        self._fewest = fewest
+        self._grace = grace
+        self._patience = patience
+
+    def enroll(self) -> Member:
+        """A new member: this process."""
+        with _reaching_the_store():
+            number = self._store.add("members", 1)
+        return Member(number, socket.gethostname(), os.getpid(), pid_namespace())
+
+    def finish(self) -> None:
+        """The job is done: a process that comes later has nothing to do."""
+        with _reaching_the_store():
+            self._store.set(_FINISHED, "")
+
+    def leave(self, member: Member) -> None:
+        """The member leaves for good. The others need not wait for it."""
+        self._store.set(f"gone/{member.number}", "left")
+
+    def someone_waits_after(self, generation: Generation) -> bool:
+        """Whether a process has signed up for the next generation."""
+        return read(self._store, f"{generation.number + 1}/arrivals") is not None
+
+    def next(self, me: Arrival, lost: Collection[int]) -> Generation | None:
+        """Sign up, and return the next generation with this member in it; None if the job is done. `lost` are members
+        known to have died."""
+        with _reaching_the_store():
+            current = self._current()
+            while True:
+                number = 1 if current is None else current.number + 1
+                self._sign_up(number, me)
+                current = self._await(number, current, lost)
+                if current is None or current.rank_of(me.member) is not None:
+                    return current
+
+    def _current(self) -> Generation | None:
+        text = read(self._store, _GENERATION)
+        return None if text is None else Generation.unpack(text)
+
+    def _sign_up(self, number: int, me: Arrival) -> None:
+        place = self._store.add(f"{number}/arrivals", 1)
+        self._store.set(f"{number}/arrival/{place}", json.dumps(asdict(me)))
+
+    def _await(self, number: int, current: Generation | None, lost: Collection[int]) -> Generation | None:
+        """Wait until generation `number` is closed, by this process or another. None if the job is done instead."""
+        round_ = _Round(self._store, number, current, lost)
+        deadline, grace = Deadline(self._patience), Deadline(self._grace if current else _LATE_STARTERS)
+        told = False
+
+        def look() -> list[Generation] | None:
+            nonlocal told
+            closed = self._current()
+            if closed is not None and closed.number >= number:
+                return [closed]
+            here = round_.here()
+            enough = len(here) >= self._fewest
+            if current is None:
+                complete = len(here) >= self._expected or (enough and grace.left() == 0)
+            else:
+                complete = round_.all_accounted_for() or grace.left() == 0
+            # Read last: a rank that is done says so before it leaves.
+            if read(self._store, _FINISHED) is not None:
+                return []
+            if complete and enough:
+                return [self._close(Generation(number, tuple(here)), current)]
+            if complete and not told:
+                told = True
+                _say(f"{len(here)} of at least {self._fewest} ranks are left: waiting for others to join")
+            return None
+
+        found = deadline.poll(look, _PAUSE)
+        if found is None:
+            here = round_.here()
+            raise RendezvousError(
+                f"generation {number} was not formed within {self._patience:g} s: {len(here)} ranks are here, and at "
+                f"least {self._fewest} are needed",
+                arrived={rank: str(arrival.member) for rank, arrival in enumerate(here)},
+            )
+        return found[0] if found else None
+
+    def _close(self, next_one: Generation, current: Generation | None) -> Generation:
+        before = "" if current is None else current.pack()
+        return Generation.unpack(bytes(self._store.compare_set(_GENERATION, before, next_one.pack())))
+
+
+class _Round:
+    """The signing up for one generation."""
+
+    def __init__(self, store: Store, number: int, current: Generation | None, lost: Collection[int]) -> None:
+        self._store = store
+        self._number = number
+        self._current = current
+        self._lost = set(lost)
+        self._arrivals: dict[int, Arrival] = {}
+
+    def here(self) -> list[Arrival]:
+        """Those who have signed up and live, in rank order."""
+        count = int(read(self._store, f"{self._number}/arrivals") or 0)
+        for place in range(1, count + 1):
+            if place not in self._arrivals:
+                text = read(self._store, f"{self._number}/arrival/{place}")
+                if text is not None:
+                    self._arrivals[place] = _arrival(json.loads(text))
+        alive = [arrival for arrival in self._arrivals.values() if not self._is_lost(arrival.member)]
+        return sorted(alive, key=lambda arrival: arrival.member.number)
+
+    def all_accounted_for(self) -> bool:
+        """Whether every member of the current generation has signed up or is gone."""
+        assert self._current is not None
+        signed_up = {arrival.member.number for arrival in self._arrivals.values()}
+        return all(member.number in signed_up or self._is_lost(member) for member in self._current.members)
+
+    def _is_lost(self, member: Member) -> bool:
+        if member.number not in self._lost and _is_gone(member, self._store):
+            self._lost.add(member.number)
+        return member.number in self._lost
+
+
+class Watch:
+    """Raises `PeerLost` if a member of a generation is gone. Cheap enough to be called often."""
+
+    def __init__(self, roster: Roster, generation: Generation) -> None:
+        self._store = roster._store
+        self._generation = generation
+        self._next = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        for rank, member in enumerate(self._generation.members):
+            if _is_gone(member, self._store):
+                raise PeerLost(
+                    f"rank {rank} ({member}) ended while generation {self._generation.number} formed",
+                    rank=rank,
+                    host=member.host,
+                    pid=member.pid,
+                )
+        self._next = time.monotonic() + _WATCH_SECONDS
+
+
+def _is_gone(member: Member, store: Store) -> bool:
+    return seems_gone(member.pid, member.namespace) or read(store, f"gone/{member.number}") is not None
+
+
+@contextmanager
+def _reaching_the_store() -> Iterator[None]:
+    """A process that cannot reach the store must stop: the others may go on without it."""
+    try:
+        yield
+    except DistError as error:
+        raise RendezvousError(
+            f"the job's store is out of reach ({str(error).splitlines()[0]}). This rank cannot know whether the others "
+            "go on without it, so it stops. Start the job again, or join it again once its launcher is reachable"
+        ) from error
+
+
+def _say(line: str) -> None:
+    print(f"ringway: {line}", file=sys.stderr, flush=True)

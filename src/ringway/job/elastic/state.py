@@ -1,0 +1,173 @@
+"""The state that all ranks of an elastic job have in common: what a failed step changes, and copying it to ranks that
+lack it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringway.api.objects import broadcast_object_list
+from ringway.errors import UsageError
+from ringway.groups.world import world
+
+_PIECE = 16 << 20
+"""Bytes that travel at a time."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a state dict whose tensors travel separately."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+class State:
+    """The objects that the user named: modules, optimizers, anything with a `state_dict`, and plain values."""
+
+    def __init__(self, parts: MutableMapping[str, Any]) -> None:
+        step = parts.setdefault("step", 0)
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise UsageError(f"state['step'] is {step!r}; it counts the steps done, so it is a number from 0 on")
+        self._parts = parts
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._random: list[Callable[[], None]] = []
+
+    @property
+    def step(self) -> int:
+        step: int = self._parts["step"]
+        return step
+
+    def advance(self) -> None:
+        self._parts["step"] = self.step + 1
+
+    # One attempt
+
+    def prepare(self) -> None:
+        """Before an attempt: clears gradients, and keeps what a forward pass changes: buffers and random numbers."""
+        for part in self._parts.values():
+            if isinstance(part, (nn.Module, torch.optim.Optimizer)):
+                part.zero_grad(set_to_none=True)
+        self._kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        cpu = torch.get_rng_state()
+        self._random = [lambda: torch.set_rng_state(cpu)]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            device = torch.cuda.get_rng_state()
+            self._random.append(lambda: torch.cuda.set_rng_state(device))
+
+    def undo(self) -> None:
+        """After an attempt that failed before its commit: the state is as before it."""
+        with torch.no_grad():
+            for buffer, before in self._kept:
+                buffer.copy_(before)
+        for restore in self._random:
+            restore()
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for part in self._parts.values():
+            if isinstance(part, nn.Module):
+                yield from part.buffers()
+
+    # Copying
+
+    def copy_from(self, sources: Sequence[int]) -> None:
+        """Every rank of the default group calls this. The state of the ranks in `sources`, which is the same on all of
+        them, becomes every rank's. Each of them sends a share."""
+        communicator = world.communicator(None)
+        has_it = communicator.rank in sources
+        tensors: list[Tensor] = []
+        told = [_separated(self._dicts(), tensors) if has_it else None]
+        broadcast_object_list(told, src=sources[0])
+        if not has_it:
+            tensors = []
+            dicts = _joined(told[0], tensors)
+        for turn, piece in enumerate(_pieces(tensors)):
+            _send_piece(piece, sources[turn % len(sources)], has_it)
+        if not has_it:
+            self._load(dicts)
+
+    def _dicts(self) -> dict[str, Any]:
+        return {name: part.state_dict() if _has_state(part) else part for name, part in self._parts.items()}
+
+    def _load(self, dicts: dict[str, Any]) -> None:
+        if dicts.keys() != self._parts.keys():
+            differing = ", ".join(sorted(dicts.keys() ^ self._parts.keys()))
+            raise UsageError(f"the ranks' states differ: only some of them have {differing}")
+        for name, value in dicts.items():
+            part = self._parts[name]
+            if _has_state(part):
+                part.load_state_dict(value)
+            elif isinstance(part, Tensor):
+                with torch.no_grad():
+                    part.copy_(value)
+            else:
+                self._parts[name] = value
+
+
+def _has_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with `change` applied to everything else."""
+    if isinstance(value, dict):
+        return type(value)((key, _mapped(each, change)) for key, each in value.items())
+    if isinstance(value, list) or type(value) is tuple:
+        return type(value)(_mapped(each, change) for each in value)
+    return change(value)
+
+
+def _separated(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with a slot in place of each tensor; the tensors are appended to the list."""
+
+    def take(each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
+        tensors.append(each.detach())
+        return _Slot(tuple(each.shape), each.dtype, each.device.type)
+
+    return _mapped(value, take)
+
+
+def _joined(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with an empty tensor in place of each slot; the tensors are appended to the list."""
+
+    def make(each: Any) -> Any:
+        if not isinstance(each, _Slot):
+            return each
+        tensors.append(each.empty())
+        return tensors[-1]
+
+    return _mapped(value, make)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors' bytes in pieces of about the same size, each on one device."""
+    piece: list[Tensor] = []
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    for tensor in sorted(filled, key=lambda each: each.device.type):  # stable, so the same on every rank
+        for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(_PIECE):
+            if piece and (sum(map(len, piece)) + len(part) > _PIECE or piece[0].device != part.device):
+                yield piece
+                piece = []
+            piece.append(part)
+    if piece:
+        yield piece
+
+
+def _send_piece(piece: list[Tensor], source: int, has_it: bool) -> None:
+    together = torch.cat(piece) if len(piece) > 1 else piece[0]
+    if has_it and len(piece) == 1:
+        together = together.clone()  # another source may write the same bytes into it
+    world.communicator(None).broadcast(together, src=source)
+    if not has_it and len(piece) > 1:
+        for part, received in zip(piece, together.split([len(each) for each in piece]), strict=True):
+            part.copy_(received)
