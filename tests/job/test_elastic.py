@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import ringway
+import ringway.backends.ccl.backend  # here once, rather than in every process that is forked
+import ringway.backends.shm.backend
 from ringway.errors import RendezvousError, UsageError
 from ringway.job.elastic import state as elastic_state
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
@@ -59,7 +61,7 @@ class Program:
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         self.steps = draw.randint(2, 8)
-        initial, joining = draw.randint(1, 4), draw.randint(0, 2)
+        initial, joining = draw.choice([1, 2, 2, 2, 3, 3, 4]), draw.choice([0, 1, 1, 2])
         self.fates = [Fate(0, *self._end(draw)) for _ in range(initial)]
         self.fates[draw.randrange(initial)] = Fate()  # someone keeps the state
         self.fates += [Fate(draw.randrange(self.steps), *self._end(draw)) for _ in range(joining)]

@@ -19,13 +19,29 @@ def run(
     on_death: Annotated[
         str, typer.Option(help="When a rank fails: stop the others, or keep them running.", metavar="stop|keep")
     ] = "stop",
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="The program uses ElasticJob: start ranks that fail again.")
+    ] = False,
+    fewest: Annotated[int, typer.Option("--min", min=1, help="With --elastic: end if fewer ranks are left.")] = 1,
+    restarts: Annotated[int, typer.Option(min=0, help="With --elastic: how often each rank starts again.")] = 3,
+    join: Annotated[
+        int | None, typer.Option(help="Join the elastic run of the launcher with this pid.", metavar="PID")
+    ] = None,
 ) -> None:
     """Start several ranks of a program on this host. The store is in this launcher, so it survives any rank."""
     from ringway.launch import run as launcher
 
     if on_death not in launcher.ON_DEATH:
         raise UsageError(f"--on-death is '{on_death}'; use stop or keep")
-    outcome = launcher.run(_command(command, module), ranks, on_death=on_death)
+    if join is not None and elastic:
+        raise UsageError("--join joins an elastic run, and --elastic starts one; use one of them")
+    if fewest > ranks:
+        raise UsageError(f"--min {fewest} is more than the {ranks} ranks of -n")
+    if join is not None:
+        outcome = launcher.join(_command(command, module), ranks, join)
+    else:
+        plan = launcher.Elastic(fewest, restarts) if elastic else None
+        outcome = launcher.run(_command(command, module), ranks, on_death=on_death, elastic=plan)
     print(f"ringway run: {outcome.summary}", file=sys.stderr, flush=True)
     raise typer.Exit(outcome.code)
 

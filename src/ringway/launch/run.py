@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from ringway.errors import UsageError
 from ringway.launch import ports
 from ringway.launch.cpus import usable_cpus
 from ringway.launch.guard import RUN_ID, Guard
+from ringway.launch.invitation import Invitation
 from ringway.launch.output import Output
 from ringway.launch.rendezvous import job_key
 from ringway.launch.run_store import PrivateSocket, StoreServer
@@ -30,8 +32,18 @@ from ringway.launch.sources import LOOPBACK
 
 ON_DEATH = ("stop", "keep")
 _POLL = 0.05
+_LONGEST_PAUSE = 30.0  # before a rank is started again
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """A run whose ranks are started again when they fail, each at most `restarts` times. It ends if fewer than `fewest`
+    are left."""
+
+    fewest: int = 1
+    restarts: int = 3
 
 
 @dataclass(frozen=True)
@@ -42,15 +54,28 @@ class Outcome:
     summary: str
 
 
-def run(command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: int = 30) -> Outcome:
+def run(
+    command: Sequence[str], ranks: int, *, on_death: str = "stop", grace: int = 30, elastic: Elastic | None = None
+) -> Outcome:
     """Start `ranks` copies of a command and wait for them to end.
 
     With `on_death="stop"`, the first rank that fails ends the others, which get `grace` seconds to exit; with "keep",
-    they continue without it. Processes that ranks started and left behind end with the run, or with the launcher, even
-    if that is killed.
+    they continue without it. With `elastic`, it is started again. Processes that ranks started and left behind end with
+    the run, or with the launcher, even if that is killed.
     """
     with shortage_named(f"a run of {ranks} ranks"), store_of_a_run() as variables:
-        return _run(command, ranks, variables, on_death, grace)
+        if elastic is None:
+            return _run(command, ranks, variables, on_death, grace)
+        environment = {**variables, "RINGWAY_MIN_RANKS": str(elastic.fewest)}
+        with Invitation(environment, ranks):
+            _say(f"more ranks can join with: ringway run --join {os.getpid()} -n 1 ...")
+            return _run(command, ranks, environment, on_death, grace, elastic)
+
+
+def join(command: Sequence[str], ranks: int, launcher: int, *, grace: int = 30) -> Outcome:
+    """Start `ranks` more copies of a command for the elastic run of another launcher of this user, by its pid."""
+    variables, size = Invitation.of(launcher)
+    return _run(command, ranks, variables, "keep", grace, joins=size)
 
 
 @contextmanager
@@ -72,17 +97,31 @@ def store_of_a_run() -> Iterator[dict[str, str]]:
             store.close()
 
 
-def _run(command: Sequence[str], ranks: int, variables: dict[str, str], on_death: str, grace: int) -> Outcome:
+def _run(
+    command: Sequence[str],
+    ranks: int,
+    variables: dict[str, str],
+    on_death: str,
+    grace: int,
+    elastic: Elastic | None = None,
+    joins: int = 0,
+) -> Outcome:
+    """`joins` is the size of the job that the ranks join, if they do."""
     started = time.monotonic()
     output = Output()
     with _Signals() as signals:
         processes = _Processes(variables[RUN_ID], output)
+        size = joins or ranks
+        environments = [variables | _environment(min(rank, size - 1), size) for rank in range(ranks)]
         try:
-            for rank in range(ranks):
+            for environment in environments:
                 if signals.ending is not None:
                     break
-                processes.start(command, variables | _environment(rank, ranks))
-            failed, stopped = _supervise(processes, signals, on_death)
+                processes.start(command, environment)
+            if elastic is None:
+                failed, stopped = _supervise(processes, signals, on_death)
+            else:
+                failed, stopped = _supervise_elastic(processes, signals, elastic, command, environments)
             ended_by = signals.ending
             processes.end(ended_by or signal.SIGTERM, grace, signals)
         finally:
@@ -123,6 +162,48 @@ def _supervise(processes: _Processes, signals: _Signals, on_death: str) -> tuple
     return failed, running
 
 
+def _supervise_elastic(
+    processes: _Processes,
+    signals: _Signals,
+    elastic: Elastic,
+    command: Sequence[str],
+    environments: Sequence[dict[str, str]],
+) -> tuple[list[int], list[int]]:
+    """Start ranks that fail again, until all have ended or too few are left. Once a rank has finished, the job is done,
+    and no rank is started again. Returns the ranks that failed for good, and those that still run."""
+    restarts = [0] * len(processes)
+    due: dict[int, float] = {}
+    failed: list[int] = []
+    running = list(range(len(processes)))
+    finished = False
+    while (running or due) and signals.ending is None:
+        time.sleep(_POLL)
+        signals.pass_on(processes.send)
+        for rank in [rank for rank in running if processes.code(rank) is not None]:
+            running.remove(rank)
+            code = processes.code(rank) or 0
+            finished = finished or code == 0
+            line = f"rank {rank} (pid {processes.pid(rank)}) {_how(code)}; {len(running)} of {len(processes)} run"
+            if code and restarts[rank] < elastic.restarts:
+                pause = min(2.0 ** restarts[rank], _LONGEST_PAUSE)
+                due[rank] = time.monotonic() + pause
+                restarts[rank] += 1
+                _say(f"{line}; it starts again in {pause:g} s (restart {restarts[rank]} of {elastic.restarts})")
+            elif code:
+                failed.append(rank)
+                _say(line)
+        if finished:
+            due.clear()
+        elif len(running) + len(due) < elastic.fewest:
+            _say(f"{len(running)} ranks are left, and the job needs {elastic.fewest}: it ends")
+            return [*failed, *due], running
+        for rank in [rank for rank, moment in due.items() if moment <= time.monotonic()]:
+            del due[rank]
+            processes.start_again(rank, command, environments[rank])
+            running.append(rank)
+    return [] if finished else [*failed, *due], running
+
+
 class _Processes:
     """The processes of the ranks, each in a session of its own."""
 
@@ -130,12 +211,22 @@ class _Processes:
         self._output = output
         self._guard = Guard(run_id)
         self._all: list[subprocess.Popen[bytes]] = []
+        self._before: list[subprocess.Popen[bytes]] = []
+        """Processes of ranks that were started again. They stay zombies too."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the next rank."""
+        self._all.append(self._started(len(self._all), command, environment))
+
+    def start_again(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start a rank that has ended once more."""
+        self._before.append(self._all[rank])
+        self._all[rank] = self._started(rank, command, environment)
+
+    def _started(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         try:
             process = subprocess.Popen(
                 list(command),
@@ -148,12 +239,11 @@ class _Processes:
             if is_shortage(error):
                 raise
             raise UsageError(f"cannot start '{command[0]}': {error.strerror or error}") from error
-        rank = len(self._all)
-        self._all.append(process)
         self._guard.add(process.pid)
         assert process.stdout is not None
         assert process.stderr is not None
         self._output.show(rank, process.stdout, process.stderr)
+        return process
 
     def pid(self, rank: int) -> int:
         return self._all[rank].pid
@@ -199,7 +289,7 @@ class _Processes:
     def close(self) -> None:
         """End everything that is left of the run."""
         self._guard.close()
-        for process in self._all:
+        for process in (*self._all, *self._before):
             process.wait()
 
 
@@ -243,8 +333,7 @@ def _outcome(processes: _Processes, failed: list[int], stopped: list[int], start
         return Outcome(0, f"{many} finished in {_seconds(started)}")
     first = failed[0]
     code = processes.code(first) or 0
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-    line = f"rank {first} (pid {processes.pid(first)}) {how} after {_seconds(started)}"
+    line = f"rank {first} (pid {processes.pid(first)}) {_how(code)} after {_seconds(started)}"
     if failed[1:]:
         line += f"; then failed: {', '.join(map(str, failed[1:]))}"
     if stopped:
@@ -255,11 +344,21 @@ def _outcome(processes: _Processes, failed: list[int], stopped: list[int], start
     return Outcome(128 - code if code < 0 else code, line)
 
 
+def _how(code: int) -> str:
+    if code == 0:
+        return "finished"
+    return f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # real-time signals have numbers only
         return f"signal {number}"
+
+
+def _say(line: str) -> None:
+    print(f"ringway run: {line}", file=sys.stderr, flush=True)
 
 
 def _seconds(started: float) -> str:

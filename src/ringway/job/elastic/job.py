@@ -20,7 +20,7 @@ from ringway.call import ReduceOp
 from ringway.config import resolve
 from ringway.errors import CommTimeout, PeerLost, RendezvousError, RingwayError, UsageError
 from ringway.groups.world import world
-from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, Watch
+from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, Watch, say
 from ringway.job.elastic.state import State
 from ringway.job.init import limit_of, start_group
 from ringway.launch.discover import discover
@@ -64,14 +64,14 @@ class ElasticJob:
     If a rank dies, the block ends on the others. They form a group without it, and repeat the step. A rank that starts
     later waits until the others finish a step, and gets the state from them.
 
-    `min_ranks`: with fewer, the job waits for others to join, for at most `patience` seconds. `grace`: how long a rank
-    that lives but does not react is waited for. `backend`, `timeout` and `config` mean what they mean in
-    `init_distributed`.
+    `min_ranks` (from `ringway run --min`, or 1): with fewer, the job waits for others to join, for at most `patience`
+    seconds. `grace`: how long a rank that lives but does not react is waited for. `backend`, `timeout` and `config`
+    mean what they mean in `init_distributed`.
     """
 
     def __init__(
         self,
-        min_ranks: int = 1,
+        min_ranks: int | None = None,
         *,
         backend: str | None = None,
         timeout: timedelta | float | None = None,
@@ -79,7 +79,7 @@ class ElasticJob:
         grace: float = 30.0,
         patience: float = 600.0,
     ) -> None:
-        if min_ranks < 1:
+        if min_ranks is not None and min_ranks < 1:
             raise UsageError(f"min_ranks={min_ranks} must be at least 1")
         self._fewest = min_ranks
         self._backend = backend
@@ -108,9 +108,8 @@ class ElasticJob:
         self._info = discover()
         token = os.environ.get("RINGWAY_JOB_TOKEN", "")
         self._store = LastingStore(self._info, self._limit, token=token, require_secret=self._settings.require_secret)
-        self._roster = Roster(
-            self._store.store, self._info.size, min(self._fewest, self._info.size), self._grace, self._patience
-        )
+        fewest = self._fewest or int(os.environ.get("RINGWAY_MIN_RANKS", "1"))
+        self._roster = Roster(self._store.store, self._info.size, fewest, self._grace, self._patience)
         self._member = self._roster.enroll()
         return self
 
@@ -192,7 +191,10 @@ class ElasticJob:
 
     def _current(self) -> Generation:
         if self._generation is None:
-            raise UsageError("the ranks meet when steps() begins; before that, the job has no rank and no size")
+            raise UsageError(
+                "this rank is in no generation: the ranks meet when steps() begins, and a rank that comes after the "
+                "last step meets nobody"
+            )
         return self._generation
 
     def _regroup(self, fault: BaseException | None) -> bool:
@@ -207,6 +209,8 @@ class ElasticJob:
             arrival = Arrival(self._member, self._state.step, self._whole, before is not None)
             generation = self._roster.next(arrival, lost)
             if generation is None:
+                if before is None:
+                    say("the job had made its last step when this rank came: there is nothing left to do")
                 return False
             self._generation, self._someone_waits, self._saw_newcomers = generation, False, False
             try:

@@ -171,7 +171,7 @@ class Roster:
                 return [self._close(Generation(number, tuple(here)), current)]
             if complete and not told:
                 told = True
-                _say(f"{len(here)} of at least {self._fewest} ranks are left: waiting for others to join")
+                say(f"{len(here)} of at least {self._fewest} ranks are left: waiting for others to join")
             return None
 
         found = deadline.poll(look, _PAUSE)
@@ -260,5 +260,6 @@ def _reaching_the_store() -> Iterator[None]:
         ) from error
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """One line for the user."""
     print(f"ringway: {line}", file=sys.stderr, flush=True)
