@@ -88,6 +88,7 @@ __version__ = VERSION
 
 __all__ = [
     # life
+    "ElasticJob",
     "init_distributed",
     "initialize",
     "init_process_group",

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from ringway.errors import UsageError
 from ringway.launch import run as launcher
+from ringway.launch.invitation import Invitation
 from ringway.launch.run import run
 from ringway.testing import RankContext, RankPool
 
@@ -167,6 +169,75 @@ def test_others_are_kept_when_asked_for(pool: RankPool) -> None:
     assert code == 3
     assert "finished: 1, 2" in summary
     assert output.count("done") == 2
+
+
+def _run_elastic(context: RankContext, command: list[str], ranks: int, fewest: int, restarts: int) -> Ended:
+    outcome = run(command, ranks, elastic=launcher.Elastic(fewest, restarts))
+    return outcome.code, outcome.summary
+
+
+def _try_elastic(pool: RankPool, script: str, *arguments: object) -> tuple[Ended, str]:
+    (ended,) = pool.try_run(_run_elastic, _shell(script), *arguments, world_size=1, timeout=120)
+    assert ended.ok, ended
+    return ended.value, ended.output
+
+
+def test_an_elastic_run_starts_ranks_again(pool: RankPool, tmp_path: Path) -> None:
+    """Rank 1 fails once and is killed once; the others wait for its third start."""
+    mark = tmp_path / "mark"
+    script = (
+        f"if [ $RANK = 1 ]; then echo x >> {mark}; test $(wc -l < {mark}) = 1 && exit 3; "
+        f"test $(wc -l < {mark}) = 2 && kill -9 $$; touch {mark}.done; fi; "
+        f"while [ ! -e {mark}.done ]; do sleep 0.05; done; echo min $RINGWAY_MIN_RANKS"
+    )
+    (code, summary), output = _try_elastic(pool, script, 3, 2, 2)
+    assert code == 0, output
+    assert summary.startswith("3 ranks finished")
+    assert output.count("min 2") == 3
+    assert "failed with exit code 3; 2 of 3 run; it starts again in 1 s (restart 1 of 2)" in output
+    assert "was killed by SIGKILL; 2 of 3 run; it starts again in 2 s (restart 2 of 2)" in output
+
+
+def test_an_elastic_run_ends_with_too_few_ranks(pool: RankPool) -> None:
+    (code, summary), output = _try_elastic(pool, "test $RANK = 0 && exit 4; sleep 100", 2, 2, 0)
+    assert code == 4
+    assert "rank 0" in summary
+    assert "1 ranks are left, and the job needs 2: it ends" in output
+
+
+def test_a_rank_that_an_elastic_run_lost_for_good_is_no_failure_of_the_job(pool: RankPool) -> None:
+    (code, _), output = _try_elastic(pool, "test $RANK = 0 && exit 4; sleep 0.3", 2, 1, 0)
+    assert code == 0, output
+    assert "failed with exit code 4; 1 of 2 run" in output
+
+
+def _run_and_join(context: RankContext) -> tuple[list[int], list[str]]:
+    """A launcher of this process is joined by one of a child: both see the same store and secret."""
+    refused = []
+    for wrong in (os.getpid(), 1 << 30):
+        try:
+            launcher.join(_shell("true"), 1, wrong)
+        except UsageError as error:
+            refused.append(str(error))
+    script = 'test $(wc -c < $RINGWAY_JOB_SECRET_FILE) = 64 && echo "$WORLD_SIZE ranks at $RINGWAY_RUN_STORE"'
+    with launcher.store_of_a_run() as variables, Invitation(variables, 2):
+        child = os.fork()
+        if child == 0:
+            os._exit(launcher.join(_shell(script), 2, os.getppid()).code)
+        joined = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"expected: 2 ranks at {variables['RINGWAY_RUN_STORE']}", flush=True)
+    return [joined], refused
+
+
+def test_ranks_join_the_run_of_another_launcher(pool: RankPool) -> None:
+    (ended,) = pool.try_run(_run_and_join, world_size=1, timeout=120)
+    assert ended.ok, ended
+    assert ended.value[0] == [0]
+    expected = ended.output.split("expected: ")[1].splitlines()[0]
+    assert f"[rank 0] {expected}" in ended.output
+    assert f"[rank 1] {expected}" in ended.output
+    assert "is not the launcher of a 'ringway run --elastic'" in ended.value[1][0]
+    assert "there is no process" in ended.value[1][1]
 
 
 _USES_STORE_AFTER_DEATH = """

@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+from torch._C._distributed_c10d import Store
 
 from ringway.backends.select import Choice, select
 from ringway.backends.several import policy
@@ -36,26 +39,40 @@ def join(
     **group: Any,
 ) -> None:
     """Joins the job as the rank that `info` says. `group` are torch's further options of the world's group."""
-    limit, limit_source = _limit(timeout, settings)
+    limit = limit_of(timeout, settings)
     _check_launcher(info, settings)
     path = init_method.removeprefix("file://") if init_method and init_method.startswith("file://") else None
     token = os.environ.get("RINGWAY_JOB_TOKEN", "")
-    store = rendezvous(info, limit, token=token, path=path, require_secret=settings.require_secret)
+    store = rendezvous(info, limit.seconds, token=token, path=path, require_secret=settings.require_secret)
+    start_world(info, store, settings, backend, limit, verbose=verbose, **group)
+    for note in settings.notes:
+        warnings.warn(note, stacklevel=3)
+
+
+def start_world(
+    info: LaunchInfo,
+    store: Store,
+    settings: Config,
+    backend: str | None,
+    limit: Limit,
+    *,
+    verbose: bool = True,
+    **group: Any,
+) -> None:
+    """Chooses a backend and creates the world's group, once all ranks have reached the store."""
     world.store, key = store, key_of(store)
     explicit, said_by = _wanted(backend, settings)
     table = policy.consult(settings.policy, info.size)
-    choice = select(explicit, said_by, info, store, limit, table)
+    choice = select(explicit, said_by, info, store, limit.seconds, table)
     world.backend_reason = choice.reason
     world.policy = table if isinstance(table, policy.Policy) else None
     _prepare(settings, info)
-    create_world(choice.backend, timedelta(seconds=limit), info.rank, info.size, store, **group)
+    create_world(choice.backend, timedelta(seconds=limit.seconds), info.rank, info.size, store, **group)
     watching.begin(settings)
     if verbose and info.rank == 0:
-        say(_summary(info, choice, limit, limit_source, key))
+        say(_summary(info, choice, limit, key))
     if info.rank == 0 and info.size > 1 and key.open and (verbose or world.communicator(None).spans_hosts):
         say_open()
-    for note in settings.notes:
-        warnings.warn(note, stacklevel=3)
 
 
 def _check_launcher(info: LaunchInfo, settings: Config) -> None:
@@ -77,17 +94,25 @@ def _check_launcher(info: LaunchInfo, settings: Config) -> None:
         )
 
 
-def _limit(timeout: timedelta | float | None, settings: Config) -> tuple[float, str]:
-    """The timeout in seconds, and where it was set."""
+@dataclass(frozen=True)
+class Limit:
+    """The timeout, and where it was set."""
+
+    seconds: float
+    source: str
+
+
+def limit_of(timeout: timedelta | float | None, settings: Config) -> Limit:
+    """The timeout that the caller gave, or that of the settings."""
     if timeout is None:
-        return settings.timeout, settings.source("timeout")
+        return Limit(settings.timeout, settings.source("timeout"))
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):
         raise UsageError(f"timeout={timeout!r} is neither a timedelta nor a number of seconds") from None
     if not 0 < seconds <= MAX_SECONDS:
         raise UsageError(f"timeout={timeout} is not above 0 and at most {MAX_SECONDS:.0f} seconds")
-    return seconds, getattr(timeout, "source", "argument")  # DeepSpeed's default names itself
+    return Limit(seconds, getattr(timeout, "source", "argument"))  # DeepSpeed's default names itself
 
 
 def _wanted(backend: str | None, settings: Config) -> tuple[str | None, str]:
@@ -115,12 +140,12 @@ def configures_logger(settings: Config) -> bool:
     return any(settings.source(key) != "default" for key in SETTINGS if key.startswith("comms_logger."))
 
 
-def _summary(info: LaunchInfo, choice: Choice, limit: float, limit_source: str, key: Key) -> str:
+def _summary(info: LaunchInfo, choice: Choice, limit: Limit, key: Key) -> str:
     backend = f"backend {choice.backend} ({choice.reason})"
     if world.policy is not None:
         backend += f", mixed by the policy in {world.policy.source}"
     secret = "" if key.open else f"; secret from {'ringway run' if info.socket else key.source}"
-    return f"{ranks_text(info.size)}, by {info.source}; {backend}; timeout {limit:g} s ({limit_source}){secret}"
+    return f"{ranks_text(info.size)}, by {info.source}; {backend}; timeout {limit.seconds:g} s ({limit.source}){secret}"
 
 
 def ranks_text(size: int) -> str:

@@ -16,13 +16,13 @@ import torch.distributed as c10d
 from torch import nn
 
 from ringway.api.groups import destroy_process_group, settled
+from ringway.api.start import Limit, limit_of, say, start_world
 from ringway.call import ReduceOp
 from ringway.config import resolve
 from ringway.errors import CommTimeout, PeerLost, RendezvousError, RingwayError, UsageError
 from ringway.groups.world import world
-from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, Watch, say
+from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, Watch
 from ringway.job.elastic.state import State
-from ringway.job.init import limit_of, start_group
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import LastingStore
 from ringway.parallel.data import DataParallel, register_data_parallel_hooks
@@ -84,7 +84,7 @@ class ElasticJob:
         self._fewest = min_ranks
         self._backend = backend
         self._settings = resolve(config)
-        self._limit, self._limit_source = limit_of(timeout, self._settings)
+        self._limit = limit_of(timeout, self._settings)
         self._grace = grace
         self._patience = patience
         self._callbacks: list[Callable[[Change], None]] = []
@@ -107,10 +107,12 @@ class ElasticJob:
             raise UsageError("this ElasticJob has ended; make a new one")
         self._info = discover()
         token = os.environ.get("RINGWAY_JOB_TOKEN", "")
-        self._store = LastingStore(self._info, self._limit, token=token, require_secret=self._settings.require_secret)
+        self._store = LastingStore(
+            self._info, self._limit.seconds, token=token, require_secret=self._settings.require_secret
+        )
         fewest = self._fewest or int(os.environ.get("RINGWAY_MIN_RANKS", "1"))
         self._roster = Roster(self._store.store, self._info.size, fewest, self._grace, self._patience)
-        self._member = self._roster.enroll()
+        self._member = self._roster.enroll(self._info.rank)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -231,11 +233,11 @@ class ElasticJob:
 
     def _form(self, generation: Generation) -> None:
         assert self._roster is not None
-        limit = min(_FORM_SECONDS, self._limit)
         store = self._store.part(generation.number, Watch(self._roster, generation))
         info = replace(self._info, rank=self.rank, size=self.size, local_size=None)
-        start_group(info, store, self._settings, self._backend, limit, self._limit_source, verbose=False)
-        world.communicator(None).set_timeout(self._limit)
+        while_forming = Limit(min(_FORM_SECONDS, self._limit.seconds), self._limit.source)
+        start_world(info, store, self._settings, self._backend, while_forming, verbose=False)
+        world.communicator(None).set_timeout(self._limit.seconds)
         store.watch = None
 
     def _share_state(self, generation: Generation) -> None:

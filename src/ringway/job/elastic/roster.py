@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
+from ringway.api.start import say
 from ringway.backends.several.hosts import pid_namespace
 from ringway.errors import PeerLost, RendezvousError
 from ringway.observe.stall.peers import seems_gone
@@ -39,6 +39,8 @@ class Member:
     """One process of the job. Its number is never given to another."""
 
     number: int
+    started_as: int
+    """Its rank, as the launcher gave it: the first generation's ranks are in this order."""
     host: str
     pid: int
     namespace: str
@@ -108,11 +110,11 @@ class Roster:
         self._grace = grace
         self._patience = patience
 
-    def enroll(self) -> Member:
+    def enroll(self, started_as: int) -> Member:
         """A new member: this process."""
         with _reaching_the_store():
             number = self._store.add("members", 1)
-        return Member(number, socket.gethostname(), os.getpid(), pid_namespace())
+        return Member(number, started_as, socket.gethostname(), os.getpid(), pid_namespace())
 
     def finish(self) -> None:
         """The job is done: a process that comes later has nothing to do."""
@@ -200,7 +202,7 @@ class _Round:
         self._arrivals: dict[int, Arrival] = {}
 
     def here(self) -> list[Arrival]:
-        """Those who have signed up and live, in rank order."""
+        """Those who have signed up and live, in rank order: members keep theirs, and newcomers follow."""
         count = int(read(self._store, f"{self._number}/arrivals") or 0)
         for place in range(1, count + 1):
             if place not in self._arrivals:
@@ -208,7 +210,12 @@ class _Round:
                 if text is not None:
                     self._arrivals[place] = _arrival(json.loads(text))
         alive = [arrival for arrival in self._arrivals.values() if not self._is_lost(arrival.member)]
-        return sorted(alive, key=lambda arrival: arrival.member.number)
+        return sorted(alive, key=self._order)
+
+    def _order(self, arrival: Arrival) -> tuple[bool, int, int]:
+        member = arrival.member
+        rank = None if self._current is None else self._current.rank_of(member)
+        return (rank is None, member.started_as if rank is None else rank, member.number)
 
     def all_accounted_for(self) -> bool:
         """Whether every member of the current generation has signed up or is gone."""
@@ -258,8 +265,3 @@ def _reaching_the_store() -> Iterator[None]:
             f"the job's store is out of reach ({str(error).splitlines()[0]}). This rank cannot know whether the others "
             "go on without it, so it stops. Start the job again, or join it again once its launcher is reachable"
         ) from error
-
-
-def say(line: str) -> None:
-    """One line for the user."""
-    print(f"ringway: {line}", file=sys.stderr, flush=True)
