@@ -147,7 +147,10 @@ def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
         f" {os.cpu_count()} cores.",
     ]
     if part.lists_skipped:
-        lines += ["", "Skipped: " + (", ".join(f"`{case.get('name')}`" for case in skipped) or "none") + "."]
+        lines += ["", "Skipped: " + (", ".join(map(_why_skipped, skipped)) or "none") + "."]
+    for case in cases:
+        for fact in case.iter("property"):
+            lines += ["", f"`{case.get('name')}` {fact.get('name')} {fact.get('value')}."]
     if len(cases) <= 30:
         lines += ["", "| test | seconds |", "|---|---|"]
         lines += [f"| `{case.get('name')}` | {float(case.get('time', 0)):.1f} |" for case in cases]
@@ -159,6 +162,11 @@ def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
         ]
     proofs.write(output, part.title, part.proves, "\n".join(lines), commit)
     return 0
+
+
+def _why_skipped(case: ElementTree.Element) -> str:
+    skipped = case.find("skipped")
+    return f"`{case.get('name')}` ({'' if skipped is None else skipped.get('message')})"
 
 
 def main() -> int:

@@ -64,8 +64,11 @@ int CallBoard::create(int size, int seats, const std::string& token) {
     // Reserve the pages now: running out of memory is then an error here, not a SIGBUS in a call.
     if (fd < 0 || ftruncate(fd, bytes) != 0 || (errno = posix_fallocate(fd, 0, bytes)) != 0 ||
         pwrite(fd, &header, sizeof(header), 0) < 0) {
+        const int failure = errno;
         if (fd >= 0) close(fd);
-        throw std::runtime_error(std::string("no memory for the call board of a group: ") + std::strerror(errno));
+        const bool shortage = failure == EMFILE || failure == ENFILE;
+        throw std::runtime_error(std::string(shortage ? "no descriptor" : "no memory") +
+                                 " for the call board of a group: " + std::strerror(failure));
     }
     fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);  // shrinking it would kill all ranks with SIGBUS
     return fd;

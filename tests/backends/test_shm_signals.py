@@ -18,7 +18,7 @@ import torch.distributed as c10d
 import ringway as dist
 from ringway.backends.torch.gloo import GlooFastPath
 from ringway.call import BARRIER, Call
-from ringway.errors import CommTimeout, PeerLost, UsageError
+from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.call_path import CallPath
 from ringway.groups.listener import Listener
 from ringway.groups.world import world
@@ -393,3 +393,43 @@ def _raised_after_the_start(context: RankContext) -> list[list[float]]:
 def test_a_call_that_has_started_keeps_its_number(pool: RankPool) -> None:
     expected = [2.0 * i + 1 for i in range(4)]
     assert pool.run(_raised_after_the_start, world_size=2, timeout=60) == [[expected, expected]] * 2
+
+
+def _raised_between_two_parts(context: RankContext) -> tuple[str, str]:
+    """gloo sends this call as two, one for each dtype. Rank 0's handler raises when the first is sent."""
+    context.start("gloo", timeout=timedelta(seconds=30))
+    dist.barrier()
+    kind: Any = type(next(iter(world.communicator(None).devices.made())))
+    before, starts = kind._start, itertools.count()
+
+    def start(self: Any, *arguments: Any) -> Any:
+        if next(starts) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return before(self, *arguments)
+
+    tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
+    if context.rank == 0:
+        signal.signal(signal.SIGUSR1, _refuse)
+        kind._start = start
+        with pytest.raises(LookupError):
+            dist.all_reduce_coalesced(tensors)
+        kind._start = before
+        context.store.wait(["told"])
+    else:
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 0 was interrupted by LookupError in the middle of a call"):
+            dist.all_reduce_coalesced(tensors)
+        assert time.monotonic() - began < 25  # not at the timeout
+        context.store.set("told", "")
+    with pytest.raises(RingwayError) as again:
+        dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    return str(again.value), repr(again.value.__cause__)
+
+
+@pytest.mark.timeout(60)
+def test_an_error_between_two_parts_of_a_call_ends_the_group(pool: RankPool) -> None:
+    """The other rank waits for the second part, and would take this rank's next call for it."""
+    (said, cause), _ = pool.run(_raised_between_two_parts, world_size=2, timeout=50)
+    assert "was interrupted by LookupError in the middle of a call of the group" in said
+    assert cause == 'LookupError("the handler\'s own error")'

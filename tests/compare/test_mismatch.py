@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ringway._core as _core
+from few_files import leave_descriptors
 from ringway.call import OPS
 from ringway.compare.one_host import board_error
 from ringway.errors import CollectiveMismatch
@@ -111,6 +112,19 @@ def test_the_board_compares_what_must_agree_and_nothing_else() -> None:
             else:
                 second.begin(op.code, *changed.values(), 0)
                 assert first.difference is None
+
+
+def _board_without_descriptors(context: RankContext) -> str:
+    leave_descriptors(0)
+    with pytest.raises(RuntimeError) as caught:
+        _core.create_call_board(2, 2, "t" * 32)
+    return str(caught.value)
+
+
+def test_a_board_without_a_descriptor_says_so(pool: RankPool) -> None:
+    (said,) = pool.run(_board_without_descriptors, world_size=1)
+    pool.replace()
+    assert said == "no descriptor for the call board of a group: Too many open files"
 
 
 def test_a_full_board_or_one_of_another_group_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -94,6 +95,64 @@ def test_ringway_run(expected: str, program: Path) -> None:
     _check(output, expected, r"/proc/\d+/fd/\d+ \(RINGWAY_JOB_SECRET_FILE\)")
     assert "[rank 0] weights" in output
     assert "ringway run: 2 ranks finished" in output
+
+
+_TELLS_ITS_SECRET = """
+import json, os, sys
+from pathlib import Path
+
+secret = Path(os.environ["RINGWAY_JOB_SECRET_FILE"]).read_text()
+shown = {"argv": str(sys.argv), "environ": str(os.environ)}
+for pid in (os.getpid(), os.getppid()):  # the rank and the launcher
+    for part in ("cmdline", "environ", "comm", "maps"):
+        shown[f"{pid} {part}"] = Path(f"/proc/{pid}/{part}").read_text(errors="replace")
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps([secret, [k for k, v in shown.items() if secret in v]]))
+print("rank", os.environ["RANK"], "ends", file=sys.stderr)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_the_secret_of_ringway_run_is_new_each_time_and_shows_nowhere(tmp_path: Path) -> None:
+    """A run that fails, and the same run once more."""
+    program = tmp_path / "tells.py"
+    program.write_text(_TELLS_ITS_SECRET)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    secrets = []
+    for code in (3, 0):
+        told = tmp_path / f"told {code}"
+        told.mkdir()
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "ringway.cli",
+                "run",
+                "-n",
+                "2",
+                "--on-death",
+                "keep",
+                str(program),
+                str(told),
+                str(code),
+            ],
+            env=_clean_environment() | {"TMPDIR": str(temporary), "RINGWAY_JOB_SECRET": "of another job" * 3},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == code, done.stdout
+        (secret, shown), (other, shown_by_other) = (json.loads(path.read_text()) for path in sorted(told.iterdir()))
+        assert secret == other
+        assert re.fullmatch("[0-9a-f]{64}", secret)
+        assert shown == shown_by_other == []
+        assert "rank 0 ends" in done.stdout
+        assert secret not in done.stdout
+        secrets.append(secret)
+    assert secrets[0] != secrets[1]
+    left = [path for path in temporary.rglob("*") if path.is_file() and any(s in path.read_text() for s in secrets)]
+    assert left == []
 
 
 def test_torchrun(pool: RankPool, expected: str, program: Path) -> None:

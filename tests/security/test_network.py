@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -170,9 +170,9 @@ def test_the_store_listens_on_the_jobs_interface() -> None:
 
 
 @contextmanager
-def _wireguard(namespaces: list[str]) -> Iterator[list[str]]:
-    """A WireGuard interface in each namespace: the kernel's, or wireguard-go's where the kernel has none. Their names:
-    `wg` finds wireguard-go by the interface's name on the whole host, so they differ."""
+def _wireguard(namespaces: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """A WireGuard interface in each namespace: the kernel's, or wireguard-go's where the kernel has none. Which it is,
+    and their names: `wg` finds wireguard-go by the interface's name on the whole host, so they differ."""
     if shutil.which("wg") is None:
         pytest.skip("'wg' is missing; install wireguard-tools")
     names = [f"{namespace}wg" for namespace in namespaces]
@@ -194,7 +194,7 @@ def _wireguard(namespaces: list[str]) -> Iterator[list[str]]:
                 if programs[-1].poll() is not None:
                     pytest.skip("this kernel has no WireGuard, and wireguard-go cannot run here: it needs /dev/net/tun")
                 time.sleep(0.02)
-        yield names
+        yield "wireguard-go" if programs else f"the WireGuard of Linux {os.uname().release}", names
     finally:
         for program in programs:
             program.terminate()
@@ -207,14 +207,17 @@ def _wg(*arguments: str, given: str | None = None) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_a_job_runs_over_wireguard(pool: RankPool, tmp_path: Path) -> None:
+def test_a_job_runs_over_wireguard(
+    pool: RankPool, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """The recipe of docs/security.md, on two namespaces."""
     flag = tmp_path / "go"
     flag.touch()
     with (
         _namespaces(["a", "b"], {("a", "b"): "10.63.0"}) as made,
-        _wireguard([made["a"], made["b"]]) as interfaces,
+        _wireguard([made["a"], made["b"]]) as (which, interfaces),
     ):
+        record_property("ran on", which)
         private, public = [_wg("genkey"), _wg("genkey")], []
         for own, key in enumerate(private):
             public.append(_wg("pubkey", given=key))

@@ -6,8 +6,10 @@ asynchronous composition keeps the group's order: nothing is issued from a compl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,9 +102,10 @@ def reduced_share(call: Call, exchange: Callable[[Tensor, Tensor], None]) -> Ten
 
 def reduced(call: Call, exchange: Callable[[Tensor, Tensor], None], gather: Callable[[Tensor, Tensor], None]) -> Tensor:
     """The whole of such a reduction. `gather(share, whole)` joins every rank's share, wherever the result is needed."""
-    share = reduced_share(call, exchange)
-    whole = share.new_empty(share.numel() * call.size)
-    gather(share, whole)
+    with in_parts():
+        share = reduced_share(call, exchange)
+        whole = share.new_empty(share.numel() * call.size)
+        gather(share, whole)
     return whole[: call.inputs[0].numel()].view(call.inputs[0].shape)
 
 
@@ -238,14 +241,35 @@ def _all_reduce_coalesced(backend: Backend, one: Runner) -> Runner:
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in call.inputs:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        return Together([_joined(call, tensors, one) for tensors in by_kind.values()])
+        return _together(partial(_joined, call, tensors, one) for tensors in by_kind.values())
 
     return run
 
 
+def _together(starts: Iterable[Callable[[], Handle]]) -> Handle:
+    """Starts the parts of one call."""
+    handles: list[Handle] = []
+    for start in starts:
+        with in_parts() if handles else nullcontext():
+            handles.append(start())
+    return Together(handles)
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Around what follows the first part of a call that is sent in several. The other ranks wait for the rest, so an
+    error here, such as a signal handler's, ends the group (`Health.interrupted_by`)."""
+    try:
+        yield
+    except Exception as error:
+        error.sent_in_part = True  # type: ignore[attr-defined]
+        raise
+
+
 def _joined(call: Call, tensors: list[Tensor], one: Runner) -> Handle:
     if len(tensors) == 1 or call.size == 1:  # joining them saves messages, and one rank sends none
-        return Together([one(replace(call, op=ops.ALL_REDUCE, inputs=[each], outputs=[each])) for each in tensors])
+        alone = (replace(call, op=ops.ALL_REDUCE, inputs=[each], outputs=[each]) for each in tensors)
+        return _together(partial(one, part) for part in alone)
     flat = _flat(tensors)
     handle = one(replace(call, op=ops.ALL_REDUCE, inputs=[flat], outputs=[flat]))
     return handle.then(lambda: _scatter_back(flat, tensors))
@@ -259,12 +283,11 @@ def _one_by_one(op: Op) -> Callable[[Backend, Runner], Runner]:
             if not call.inputs:
                 return DONE
             width = len(call.outputs) // len(call.inputs)
-            return Together(
-                [
-                    one(replace(call, op=op, inputs=[x], outputs=call.outputs[i * width : (i + 1) * width]))
-                    for i, x in enumerate(call.inputs)
-                ]
+            members = (
+                replace(call, op=op, inputs=[x], outputs=call.outputs[i * width : (i + 1) * width])
+                for i, x in enumerate(call.inputs)
             )
+            return _together(partial(one, member) for member in members)
 
         return run
 

@@ -77,13 +77,7 @@ class Health:
         if isinstance(known, ENDS_THE_GROUP):  # it says more than the backend's error
             error = known
         first = self.fault is None
-        group = self._group()
-        if group is not None:
-            for listener in list(self._listeners):
-                try:
-                    error = listener.failed(group, error)
-                except Exception:  # the group must fail all the same
-                    logging.getLogger("ringway").exception("a listener could not be told of a failed group")
+        error = self._explained(error)
         if isinstance(error, CollectiveMismatch):
             self._devices.abandon()
         self.poison(error)
@@ -91,6 +85,17 @@ class Health:
             self._devices.failed(self.fault or error)
         # Another rank's report may have arrived by now. Later calls raise that one, so this call does too.
         return self.fault if first and self.fault is not None else error
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What the listeners make of an error that ends the group. One of them tells the other ranks."""
+        group = self._group()
+        if group is not None:
+            for listener in list(self._listeners):
+                try:
+                    error = listener.failed(group, error)
+                except Exception:  # the group must fail all the same
+                    logging.getLogger("ringway").exception("a listener could not be told of a failed group")
+        return error
 
     def failed(self, error: BaseException) -> None:
         """A call failed after it had returned to its caller."""
@@ -100,18 +105,21 @@ class Health:
         """`error` leaves a call that may not have started: a signal handler raised it, or the backend. If nothing of
         the call was sent, its number goes to the next call, as if this one had not been made, and the result is True.
         If a part may have been sent, an interrupt or a refusal ends the group: the other ranks count on the call, and
-        would take this rank's next one for it."""
+        would take this rank's next one for it. So does any error between two parts of a call."""
         given_back = self._record.take_back()
         if given_back:
             return True
-        sent = self._record.is_starting and (isinstance(error, CallTooEarly) or not isinstance(error, Exception))
-        if given_back is False or sent:
-            self.end(
-                RingwayError(
-                    f"this rank was interrupted in the middle of a call of the group {self._name}, which has ended; "
-                    "make a new group"
-                )
-            )
+        interrupted = isinstance(error, CallTooEarly) or not isinstance(error, Exception)
+        in_part = interrupted or getattr(error, "sent_in_part", False)
+        if given_back is False or (self._record.is_starting and in_part):
+            what = f"interrupted by {type(error).__name__} in the middle of a call of the group {self._name}"
+            fault = RingwayError(f"this rank was {what}, which has ended; make a new group")
+            fault.__cause__ = error
+            group = self._group()
+            if group is not None and isinstance(error, Exception):  # an interrupt must not wait for the store
+                me = group.ranks[group.rank]
+                self._explained(PeerLost(f"rank {me} was {what}, which has ended", rank=me))
+            self.end(fault)
         return False
 
     def pending(self, work: Work) -> None:
