@@ -72,6 +72,7 @@ from ringway.compat.deepspeed.logging import (
     timed_op,
     timer_summary,
 )
+from ringway.compat.deepspeed.onebit import OnebitAdam
 from ringway.compat.deepspeed.ops import (
     P2POp,
     all_gather,
@@ -190,6 +191,7 @@ __all__ = [
     "HCCL_BACKEND",
     "MPI_BACKEND",
     "NCCL_BACKEND",
+    "OnebitAdam",
     "P2POp",
     "ProcessGroup",
     "ReduceOp",

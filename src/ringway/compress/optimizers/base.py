@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, overload
 
@@ -345,14 +344,13 @@ def has_gradient(parameter: Tensor) -> bool:
     return parameter.requires_grad and parameter.grad is not None
 
 
-def accept_deepspeed_arguments(name: str, amsgrad: bool, max_grad_norm: float) -> None:
-    """Refuse or warn of DeepSpeed's arguments that have no effect there either."""
+def refuse_without_effect(name: str, amsgrad: bool, max_grad_norm: float) -> None:
+    """Refuse arguments of DeepSpeed that have no effect there either."""
     if amsgrad:
         raise UsageError(f"{name}: amsgrad=True is not supported")
     if max_grad_norm:
-        warnings.warn(
-            f"{name}: max_grad_norm={max_grad_norm} has no effect, as in DeepSpeed; clip gradients before step()",
-            stacklevel=3,
+        raise UsageError(
+            f"{name}: max_grad_norm={max_grad_norm} would have no effect, as in DeepSpeed; clip gradients before step()"
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ringway.compress.codecs.codec import Codec
-from ringway.compress.optimizers.base import CompressedOptimizer, accept_deepspeed_arguments
+from ringway.compress.optimizers.base import CompressedOptimizer, refuse_without_effect
 from ringway.compress.optimizers.batch import Batch
 from ringway.errors import UsageError
 
@@ -32,6 +32,9 @@ class OneBitAdam(CompressedOptimizer):
     codec that has one scale per tensor, each parameter travels alone, as in DeepSpeed. `codec` must not be "auto",
     because the step number decides between the stages. The state holds this rank's residuals; if another rank's state
     is loaded, residuals start from zero, with a warning.
+
+    A param group may have DeepSpeed's `exp_avg_mask`, by which compressed momenta are multiplied. Elements that never
+    had a gradient need none: they are left unchanged.
 
     A gradient that is NaN or infinite on any rank raises `NotFinite` on every rank, before anything has changed. With
     torch's `GradScaler`, all ranks skip such a step instead.
@@ -57,7 +60,7 @@ class OneBitAdam(CompressedOptimizer):
         comm_backend_name: str = "nccl",
         deepspeed: object = None,
     ) -> None:
-        accept_deepspeed_arguments("OneBitAdam", amsgrad, max_grad_norm)
+        refuse_without_effect("OneBitAdam", amsgrad, max_grad_norm)
         if freeze_step < 1:
             raise UsageError(f"OneBitAdam: freeze_step={freeze_step}, but the variance needs at least one step")
         defaults = {
@@ -93,5 +96,8 @@ class OneBitAdam(CompressedOptimizer):
         else:
             for state, average in zip(states, averages, strict=True):
                 state["exp_avg"].copy_(average.masked_fill_(state["exp_avg_sq"] == 0, 0.0))
+                if "exp_avg_mask" in batch.group:
+                    mask = batch.group["exp_avg_mask"]
+                    state["exp_avg"].mul_(mask.to(average.device).view_as(average))
         counts = [min(state["step"], self.freeze_step) for state in states]
         self._descend(batch.group, parameters, states, counts)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ringway.compress.codecs.codec import Codec
-from ringway.compress.optimizers.base import CompressedOptimizer, accept_deepspeed_arguments
+from ringway.compress.optimizers.base import CompressedOptimizer, refuse_without_effect
 from ringway.compress.optimizers.batch import Batch
 from ringway.errors import UsageError
 
@@ -69,7 +69,7 @@ class OneBitLamb(CompressedOptimizer):
         comm_backend_name: str = "nccl",
         deepspeed: object = None,
     ) -> None:
-        accept_deepspeed_arguments("OneBitLamb", amsgrad, max_grad_norm)
+        refuse_without_effect("OneBitLamb", amsgrad, max_grad_norm)
         if freeze_step < 1:
             raise UsageError(f"OneBitLamb: freeze_step={freeze_step}, but the variance needs at least one step")
         if not (0 < min_coeff <= max_coeff and 0 < factor_min <= factor_max and factor_threshold >= 0):

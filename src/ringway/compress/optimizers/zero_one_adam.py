@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ringway.compress.codecs.codec import Codec
-from ringway.compress.optimizers.base import CompressedOptimizer, accept_deepspeed_arguments, has_gradient
+from ringway.compress.optimizers.base import CompressedOptimizer, has_gradient, refuse_without_effect
 from ringway.compress.optimizers.batch import Batch
 from ringway.errors import NotFinite, UsageError
 
@@ -75,7 +75,7 @@ class ZeroOneAdam(CompressedOptimizer):
         comm_backend_name: str = "nccl",
         deepspeed: object = None,
     ) -> None:
-        accept_deepspeed_arguments("ZeroOneAdam", amsgrad, max_grad_norm)
+        refuse_without_effect("ZeroOneAdam", amsgrad, max_grad_norm)
         for name, value in (
             ("var_freeze_step", var_freeze_step),
             ("var_update_scaler", var_update_scaler),
