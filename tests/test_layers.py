@@ -22,7 +22,7 @@ LAYERS = (
     (
         "vocabulary",
         {"call", "work", "errors", "config", "keys", "store", "threads", "references", "torch_versions", "version"}
-        | {"torch_patches", "descriptors", "_core"},
+        | {"torch_patches", "forwarding", "descriptors", "_core"},
     ),
 )
 HEIGHT = {folder: len(LAYERS) - level for level, (_, folders) in enumerate(LAYERS) for folder in folders}

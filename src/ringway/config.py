@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ringway.errors import ConfigError, nearest
+from ringway.forwarding import attributes_of
 
 BLOCK = "ringway"
 LOGGER_BLOCK = "comms_logger"
@@ -487,3 +488,6 @@ def schema() -> dict[str, Any]:
         "properties": {BLOCK: block(""), LOGGER_BLOCK: block("comms_logger.")},
         "additionalProperties": True,
     }
+
+
+__getattr__ = attributes_of("config")

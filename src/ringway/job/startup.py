@@ -8,6 +8,7 @@ import os
 import torch
 
 import ringway._core as _core
+from ringway import forwarding
 from ringway.api.collectives import batch_isend_irecv
 from ringway.groups.bridge import Bridge
 from ringway.groups.exit import leave_at_exit, leave_in_child
@@ -22,6 +23,7 @@ def start_up() -> None:
     _core.handle_terminate()
     _describe_python()
     introduce_to_torch()
+    forwarding.install()
     batch_messages(Bridge, batch_isend_irecv)
     builtin_comm_hooks(Bridge)
     monitored_barriers(Bridge)
