@@ -136,9 +136,8 @@ def main() -> int:
     torch.set_num_threads(1)
     values = torch.randn(NUMEL)
     target = torch.empty_like(values)
-    encodes = {
-        spec: Encode(spec, values) for spec in ("onebit:1024", "onebit:tensor", "int8:256", "int4:128", "fp8:256")
-    }
+    specs = ("onebit:1024", "onebit:tensor", "int8:256", "int4:128", "fp8:256", "topk:0.01:2")
+    encodes = {spec: Encode(spec, values) for spec in specs}
     encodes["onebit:1024, bf16 residual"] = Encode("onebit:1024", values, torch.bfloat16)
     steps: dict[str, Callable[[], object]] = {"copy_": lambda: target.copy_(values), **encodes}
     steps["numpy packbits"] = NumpyRecipe(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,20 @@ def _lossy_block(part: np.ndarray, codec: str, shared: bool, scale: float | None
     return np.rint(part / step) * step
 
 
+def largest(values: np.ndarray, kept: int, bits: int) -> np.ndarray:
+    """Values after `topk`, which keeps `kept` of each chunk of 4096."""
+    decoded = np.zeros_like(values)
+    for start in range(0, values.size, 4096):
+        chunk = values[start : start + 4096]
+        places = np.argsort(-np.abs(chunk), kind="stable")[: -(-kept * chunk.size // 4096)]
+        magnitudes = np.abs(chunk[places])
+        low, high = magnitudes.min(), magnitudes.max()
+        step = (high - low) / 2 ** (bits - 1)
+        level = np.minimum((magnitudes - low) // step if step else 0 * magnitudes, 2 ** (bits - 1) - 1)
+        decoded[start + places] = np.where(chunk[places] >= 0, 1, -1) * (low + step * (level + 0.5))
+    return decoded
+
+
 class SimulatedRanks:
     """The residuals of n ranks, and the algorithm between them."""
 
@@ -84,12 +99,16 @@ class SimulatedRanks:
 class GatheredRanks:
     """The same without servers: every rank averages what all ranks have sent."""
 
-    def __init__(self, ranks: int, numel: int, codec: str, block: int | None) -> None:
-        self.codec, self.block = codec, block
+    def __init__(self, ranks: int, numel: int, codec: str, block: Any, decay: float = 1.0) -> None:
+        self.codec, self.block, self.decay = codec, block, decay
         self.worker = np.zeros((ranks, numel))
 
     def step(self, values: np.ndarray) -> np.ndarray:
-        total = values + self.worker
+        total = values + self.decay * self.worker
+        if self.codec == "topk":
+            sent = np.stack([largest(one, *self.block) for one in total])
+            self.worker = total - sent
+            return np.asarray(sent.mean(axis=0))
         scales = [tensor_scale(one, self.codec) if self.block is None else None for one in total]
         sent = np.stack([lossy(one, self.codec, self.block, scale) for one, scale in zip(total, scales, strict=True)])
         self.worker = total - sent

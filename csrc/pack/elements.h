@@ -62,6 +62,8 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
+constexpr uint32_t kInfinity = 0x7f800000u;
+
 struct BFloat16 {
     uint16_t bits;
 };

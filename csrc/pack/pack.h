@@ -11,14 +11,16 @@
 
 namespace ringway::pack {
 
-enum class Kind : int { OneBit = 0, Int8 = 1, Int4 = 2, Fp8 = 3 };
+enum class Kind : int { OneBit = 0, Int8 = 1, Int4 = 2, Fp8 = 3, TopK = 4 };
 
 constexpr int64_t kHeaderBytes = 16;
 
-// Describes the codec. block == 0 means one scale for the whole tensor, given by the caller.
+// Describes the codec. block == 0 means one scale for the whole tensor, given by the caller. For TopK, block is the
+// number of elements kept of each chunk, and bits the length of a kept element's code.
 struct Format {
     Kind kind;
     int64_t block;
+    int bits = 0;
 };
 
 // Flat memory of a floating-point dtype; data == nullptr if there is none.

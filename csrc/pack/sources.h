@@ -1,7 +1,8 @@
-// Sources of numbers: flat memory, or the mean of frames; and prefetching.
+// Sources of numbers: flat memory, or the mean of frames; adding residuals to them; and prefetching.
 #pragma once
 
 #include "pack/codecs.h"
+#include "pack/statistics.h"
 
 namespace ringway::pack::PACK_NAMESPACE {
 namespace {
@@ -64,6 +65,25 @@ struct FromFrames {
     }
     const NoElement* at(int64_t) const { return nullptr; }  // few bytes: the hardware prefetches them
 };
+
+// Computes a strip of the source plus the residual, and its statistic.
+template <class Taker, class Source, class Residual>
+Taker load_compensated(const Source& source, const Residual* residual, int64_t at, int n, float* strip) {
+    Taker taker;
+    const float* values = strip;
+    if constexpr (std::is_same_v<Source, FromArray<float>>) values = source.data + at;
+    else source.load(at, n, strip);
+    if constexpr (std::is_same_v<Residual, NoElement>) {
+        add_and_take(values, nullptr, n, strip, taker);
+    } else if constexpr (std::is_same_v<Residual, float>) {
+        add_and_take(values, residual + at, n, strip, taker);
+    } else {
+        float more[kStrip];
+        load_strip(residual + at, n, more);
+        add_and_take(values, more, n, strip, taker);
+    }
+    return taker;
+}
 
 // --- prefetching ------------------------------------------------------------------------------------------
 

@@ -3,53 +3,17 @@
 //
 // A block's scale is known only after the whole block was read. A block of up to kHeld elements stays in the cache
 // between the two passes, so memory is read once; a larger one is read twice.
-#include <algorithm>
-#include <atomic>
-#include <system_error>
-#include <thread>
-#include <vector>
-
 #include "pack/sources.h"
 #include "pack/statistics.h"
+#include "pack/tiles.h"
+#include "pack/topk.h"
 
 namespace ringway::pack::PACK_NAMESPACE {
 namespace {
 
 constexpr int64_t kHeld = 4096;
 constexpr int64_t kAhead = 3072;             // elements by which prefetching is ahead
-constexpr int64_t kTile = 32768;             // elements that a thread takes at a time
-constexpr int64_t kWorthAThread = 1 << 17;   // elements below which starting a thread costs more than it saves
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr uint32_t kInfinity = 0x7f800000u;
-
-// --- tiles ------------------------------------------------------------------------------------------------
-
-// Calls work(begin, end) for tiles of [0, count), on as many threads as pay off.
-template <class Work>
-void in_tiles(int64_t count, int64_t block, int threads, Work work) {
-    const int64_t tile = block > 0 ? std::max<int64_t>(kTile / block, 1) * block : kTile;
-    const int64_t tiles = (count + tile - 1) / tile;
-    const int useful = static_cast<int>(std::min<int64_t>({threads, count / kWorthAThread + 1, tiles}));
-    std::atomic<int64_t> next{0};
-    const auto take = [&] {
-        for (int64_t i = next++; i < tiles; i = next++) work(i * tile, std::min(count, (i + 1) * tile));
-    };
-    std::vector<std::thread> helpers;
-    helpers.reserve(static_cast<size_t>(useful));
-    try {
-        for (int i = 1; i < useful; ++i) helpers.emplace_back(take);
-    } catch (const std::system_error&) {
-        // There are no more threads. Those that are there do all the work.
-    }
-    take();
-    for (std::thread& helper : helpers) helper.join();
-}
-
-// Calls work(offset, n) for strips of [begin, end), each at most `length` long.
-template <class Work>
-void in_strips(int64_t begin, int64_t end, int64_t length, Work work) {
-    for (; begin < end; begin += length) work(begin, static_cast<int>(std::min(length, end - begin)));
-}
 
 // --- statistics -------------------------------------------------------------------------------------------
 
@@ -83,25 +47,6 @@ template <Kind K>
 using ForBlock = std::conditional_t<Codec<K>::kPeak, Peak, SumOfMagnitudes>;
 template <Kind K>
 using ForTensor = std::conditional_t<Codec<K>::kPeak, Peak, SumOfSquares>;
-
-// Computes a strip of the source plus the residual, and its statistic.
-template <class Taker, class Source, class Residual>
-Taker load_compensated(const Source& source, const Residual* residual, int64_t at, int n, float* strip) {
-    Taker taker;
-    const float* values = strip;
-    if constexpr (std::is_same_v<Source, FromArray<float>>) values = source.data + at;
-    else source.load(at, n, strip);
-    if constexpr (std::is_same_v<Residual, NoElement>) {
-        add_and_take(values, nullptr, n, strip, taker);
-    } else if constexpr (std::is_same_v<Residual, float>) {
-        add_and_take(values, residual + at, n, strip, taker);
-    } else {
-        float more[kStrip];
-        load_strip(residual + at, n, more);
-        add_and_take(values, more, n, strip, taker);
-    }
-    return taker;
-}
 
 template <Kind K, class Source, class Residual>
 double measure_source(const Source& source, const Residual* residual, int64_t count, int threads) {
@@ -254,6 +199,17 @@ double measure(Format format, Array values, Array residual, int64_t numel, int t
 }
 
 void encode(Format format, Array values, Array residual, Window window, Frames frames, float scale, int threads) {
+    if (format.kind == Kind::TopK) {
+        return with_values(values, [&](auto* data) {
+            with_residual(residual, [&](auto* lost) {
+                in_rows(window, frames.rows, [&](int64_t row, int64_t where, int64_t count) {
+                    const Frame frame{frames.data + row * frames.stride, 0, count};
+                    if (!encode_largest(format, data + where, offset(lost, where), count, frame.data, threads))
+                        frame.set_status(1);
+                });
+            });
+        });
+    }
     with_kind(format.kind, [&](auto kind) {
         with_values(values, [&](auto* data) {
             with_residual(residual, [&](auto* lost) {
@@ -284,6 +240,12 @@ void encode_mean(Format format, Frames frames, Array residual, int64_t count, ui
     const Frame out{to, format.block, count};
     const int64_t failed = first_failed(frames);
     if (failed < frames.rows) return out.set_status(static_cast<int32_t>(1 + failed));
+    if (format.kind == Kind::TopK) {
+        return with_residual(residual, [&](auto* lost) {
+            if (!encode_mean_of_largest(format, frames, lost, count, to, threads))
+                out.set_status(static_cast<int32_t>(1 + frames.rows));
+        });
+    }
     with_kind(format.kind, [&](auto kind) {
         with_residual(residual, [&](auto* lost) {
             using Source = FromFrames<kind.value>;
@@ -323,6 +285,7 @@ void decode(Format format, Frames frames, Window window, Array values, int threa
             in_rows(window, frames.rows, [&](int64_t row, int64_t where, int64_t count) {
                 const Frames only{frames.data + row * frames.stride, frames.stride, 1};
                 if (Frame{only.data, format.block, count}.status() != 0) return fill_nan(data + where, count);
+                if (format.kind == Kind::TopK) return decode_largest(format, only, data + where, count, threads);
                 decode_source(FromFrames<kind.value>{only, format.block, count}, data + where, count, threads);
             });
         });
@@ -333,6 +296,7 @@ void decode_mean(Format format, Frames frames, int64_t count, Array values, int 
     with_kind(format.kind, [&](auto kind) {
         with_values(values, [&](auto* data) {
             if (first_failed(frames) < frames.rows) return fill_nan(data, count);
+            if (format.kind == Kind::TopK) return decode_largest(format, frames, data, count, threads);
             decode_source(FromFrames<kind.value>{frames, format.block, count}, data, count, threads);
         });
     });

@@ -13,9 +13,9 @@ using namespace ringway;
 
 namespace {
 
-// Python hands over (pointer, dtype code), (kind, block), (numel, shard, start, stop) and (pointer, stride, rows).
+// Python hands over (pointer, dtype code), (kind, block, bits), (numel, shard, start, stop) and (pointer, stride, rows).
 using ArrayArgs = std::tuple<uintptr_t, int>;
-using FormatArgs = std::tuple<int, int64_t>;
+using FormatArgs = std::tuple<int, int64_t, int>;
 using WindowArgs = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using FramesArgs = std::tuple<uintptr_t, int64_t, int64_t>;
 
@@ -28,10 +28,12 @@ pack::Array array(ArrayArgs args) {
 }
 
 pack::Format format(FormatArgs args) {
-    const auto [kind, block] = args;
-    if (kind < 0 || kind > 3 || block < 0 || block % 8)
-        throw std::invalid_argument("there is no such compression format");
-    return {static_cast<pack::Kind>(kind), block};
+    const auto [kind, block, bits] = args;
+    const bool largest = kind == static_cast<int>(pack::Kind::TopK);
+    const bool known = largest ? block >= 1 && block <= 2048 && bits >= 2 && bits <= 8
+                               : kind >= 0 && kind <= 3 && block >= 0 && block % 8 == 0;
+    if (!known) throw std::invalid_argument("there is no such compression format");
+    return {static_cast<pack::Kind>(kind), block, bits};
 }
 
 pack::Window window(WindowArgs args) {

@@ -193,10 +193,10 @@ def shm_can_reduce(dtype: int, reduce: int) -> bool: ...
 def shm_isa() -> str: ...
 def pack_instructions() -> str: ...
 def pack_measure(
-    format: tuple[int, int], values: tuple[int, int], residual: tuple[int, int], numel: int, threads: int, /
+    format: tuple[int, int, int], values: tuple[int, int], residual: tuple[int, int], numel: int, threads: int, /
 ) -> float: ...
 def pack_encode(
-    format: tuple[int, int],
+    format: tuple[int, int, int],
     values: tuple[int, int],
     residual: tuple[int, int],
     window: tuple[int, int, int, int],
@@ -206,10 +206,10 @@ def pack_encode(
     /,
 ) -> None: ...
 def pack_measure_mean(
-    format: tuple[int, int], frames: tuple[int, int, int], residual: tuple[int, int], count: int, threads: int, /
+    format: tuple[int, int, int], frames: tuple[int, int, int], residual: tuple[int, int], count: int, threads: int, /
 ) -> float: ...
 def pack_encode_mean(
-    format: tuple[int, int],
+    format: tuple[int, int, int],
     frames: tuple[int, int, int],
     residual: tuple[int, int],
     count: int,
@@ -219,7 +219,7 @@ def pack_encode_mean(
     /,
 ) -> None: ...
 def pack_decode(
-    format: tuple[int, int],
+    format: tuple[int, int, int],
     frames: tuple[int, int, int],
     window: tuple[int, int, int, int],
     values: tuple[int, int],
@@ -227,5 +227,5 @@ def pack_decode(
     /,
 ) -> None: ...
 def pack_decode_mean(
-    format: tuple[int, int], frames: tuple[int, int, int], count: int, values: tuple[int, int], threads: int, /
+    format: tuple[int, int, int], frames: tuple[int, int, int], count: int, values: tuple[int, int], threads: int, /
 ) -> None: ...

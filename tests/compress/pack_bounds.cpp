@@ -38,8 +38,17 @@ struct Memory {
     Fenced values{1 << 17}, residual{1 << 17}, frames{1 << 18}, server{1 << 17}, out{1 << 17}, target{1 << 17};
 };
 
+int64_t record_bytes(Format format, int64_t length) {
+    const int64_t kept = (format.block * length + 4095) / 4096;
+    int64_t low = 0;
+    while (kept << (low + 1) <= length) ++low;
+    return 8 + (kept * (format.bits + low) + kept + ((length - 1) >> low) + 7) / 8;
+}
+
 int64_t message_bytes(Format format, int64_t numel) {
     if (numel == 0) return 0;
+    if (format.kind == Kind::TopK)
+        return numel / 4096 * record_bytes(format, 4096) + (numel % 4096 ? record_bytes(format, numel % 4096) : 0);
     const int64_t scales = format.block > 0 ? (numel + format.block - 1) / format.block : 1;
     const int64_t bits[] = {1, 8, 4, 8};
     return 4 * scales + (numel * bits[static_cast<int>(format.kind)] + 7) / 8;
@@ -76,12 +85,12 @@ void walk(const Memory& memory, Format format, DType dtype, const DType* residua
     uint8_t* frame = memory.out.place(static_cast<size_t>(stride), at_end);
     std::memset(frame, 0, static_cast<size_t>(stride));
     const Steps& kernels = steps();
-    kernels.measure(format, values, lost, numel, 1);
+    if (format.kind != Kind::TopK) kernels.measure(format, values, lost, numel, 1);
     kernels.encode(format, values, lost, window, frames, 0.75f, 1);
     // What the first server receives: its own shard from everybody. All say the same here.
     for (int64_t row = 1; row < rows; ++row)
         std::memcpy(frames.data + row * stride, frames.data, static_cast<size_t>(stride));
-    kernels.measure_mean(format, frames, server, count, 1);
+    if (format.kind != Kind::TopK) kernels.measure_mean(format, frames, server, count, 1);
     kernels.encode_mean(format, frames, server, count, frame, 0.75f, 1);
     const Array target = array(memory.target, dtype, count);
     kernels.decode_mean(format, frames, count, target, 1);
@@ -101,16 +110,16 @@ int main() {
         for (int64_t by = -9; by <= 9; ++by) lengths.push_back(around + by);
     const DType dtypes[] = {DType::F32, DType::F16, DType::BF16};
     const DType residuals[] = {DType::F32, DType::BF16};
-    const int64_t blocks[][3] = {{0, 64, 1024}, {0, 24, 256}, {0, 8, 128}, {0, 64, 256}};
+    const int64_t blocks[][3] = {{0, 64, 1024}, {0, 24, 256}, {0, 8, 128}, {0, 64, 256}, {41, 410, 2048}};
     int64_t walks = 0;
-    for (int kind = 0; kind < 4; ++kind)
+    for (int kind = 0; kind < 5; ++kind)
         for (const int64_t block : blocks[kind])
             for (const DType dtype : dtypes)
                 for (int which = 0; which < 3; ++which)
                     for (const int64_t length : lengths)
                         for (const bool at_end : {true, false}) {
                             const DType* residual = which < 2 ? &residuals[which] : nullptr;
-                            walk(memory, {static_cast<Kind>(kind), block}, dtype, residual, length, 1 + length % 3,
+                            walk(memory, {static_cast<Kind>(kind), block, kind == 4 ? 2 + static_cast<int>(block % 7) : 0}, dtype, residual, length, 1 + length % 3,
                                  at_end);
                             ++walks;
                         }

@@ -15,12 +15,13 @@ import torch
 
 import ringway._core as _core
 from ringway.call import DTYPE_CODE
-from ringway.compress import get_codec
+from ringway.compress import Codec, get_codec
 from ringway.compress.codecs.scaled import ScaledCodec
 from ringway.compress.windows import HEADER_BYTES
 
 LENGTHS = [*range(301), *(around + by for around in (1024, 4096) for by in (-9, -1, 0, 1, 7))]
 SPECS = ("onebit:tensor", "onebit:64", "onebit:1024", "int8:24", "int8:256", "int4:8", "int4:128", "fp8:256")
+SPECS += ("topk:0.01:2", "topk:0.1:3", "topk:0.5:8")
 CODES = {dtype: DTYPE_CODE[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 LARGEST = 1 << 16
 
@@ -46,14 +47,15 @@ class Fenced:
 
 
 def walk(
-    fences: list[Fenced], codec: ScaledCodec, dtype: torch.dtype, kept: torch.dtype | None, numel: int, at_end: bool
+    fences: list[Fenced], codec: Codec, dtype: torch.dtype, kept: torch.dtype | None, numel: int, at_end: bool
 ) -> None:
     """All steps of a rank that serves the first of several shards."""
     rows = 1 + numel % 3
     shard = (numel // rows + 8) // 8 * 8
     count = min(shard, numel)
     stride = HEADER_BYTES + codec.nbytes(shard)
-    form = (codec.code, codec.block or 0)
+    form = codec.native_format
+    assert form is not None
 
     def array(fence: Fenced, of: torch.dtype | None, elements: int) -> tuple[int, int]:
         if of is None:
@@ -68,14 +70,16 @@ def walk(
         ctypes.memset(frames[0] + row * stride, 0, HEADER_BYTES)
     ctypes.memset(frame, 0, HEADER_BYTES)
     window = (numel, shard, 0, shard)
-    _core.pack_measure(form, values, lost, numel, 1)
+    if isinstance(codec, ScaledCodec):
+        _core.pack_measure(form, values, lost, numel, 1)
     _core.pack_encode(form, values, lost, window, frames, 0.75, 1)
     whole = array(fences[5], dtype, numel)
     _core.pack_decode(form, frames, window, whole, 1)
     # What the first server receives: its own shard from every rank. All are the same here.
     for row in range(1, rows):
         ctypes.memmove(frames[0] + row * stride, frames[0], stride)
-    _core.pack_measure_mean(form, frames, server, count, 1)
+    if isinstance(codec, ScaledCodec):
+        _core.pack_measure_mean(form, frames, server, count, 1)
     _core.pack_encode_mean(form, frames, server, count, frame, 0.75, 1)
     target = array(fences[5], dtype, count)
     _core.pack_decode_mean(form, frames, count, target, 1)
@@ -89,7 +93,6 @@ def main() -> None:
         SPECS, CODES, (torch.float32, torch.bfloat16, None), (True, False)
     ):
         codec = get_codec(spec)
-        assert isinstance(codec, ScaledCodec)
         for numel in LENGTHS:
             walk(fences, codec, dtype, kept, numel, at_end)
             walks += 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringway.compress import Codec, Fp8, Int4, Int8, OneBit, codec_names, get_codec, register_codec
+from ringway.compress import Codec, Fp8, Int4, Int8, OneBit, TopK, codec_names, get_codec, register_codec
 from ringway.errors import UsageError
 
 CODECS = [codec(block) for codec in (OneBit, Int8, Int4, Fp8) for block in (None, 8, 64, 1024)]
@@ -128,6 +128,33 @@ def test_names_and_blocks() -> None:
         get_codec("int8:large")
     with pytest.raises(UsageError, match="auto"):
         register_codec("auto", OneBit)
+
+
+def test_topk_keeps_the_largest_at_about_their_entropy() -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(4))
+    for rate, bits in ((0.01, 2), (0.03, 4), (0.25, 8)):
+        codec = TopK(rate, bits)
+        decoded = there_and_back(codec, values)
+        for chunk, kept in zip(values.split(4096), decoded.split(4096), strict=True):
+            count = math.ceil(codec.kept * chunk.numel() / 4096)
+            expected = chunk.abs().argsort(descending=True)[:count].sort().values
+            assert torch.equal(kept.nonzero().flatten(), expected)
+            low, high = chunk[expected].abs().aminmax()
+            step = float(high - low) / 2 ** (bits - 1)
+            assert float((chunk - kept)[expected].abs().max()) <= 0.5 * step + 1e-6
+            assert torch.equal(torch.sign(chunk[expected]), torch.sign(kept[expected]))
+        choices = math.log2(math.comb(4096, codec.kept)) / codec.kept
+        used = (8 * (codec.nbytes(4096) - 8) - 8) / codec.kept - bits
+        assert used <= choices + 0.8, f"{used} bits for each place, and their entropy is {choices}"
+    assert 4 * 2**20 / TopK().nbytes(2**20) > 260
+
+
+def test_names_of_topk() -> None:
+    assert get_codec("topk") == get_codec("topk:0.01") == get_codec("topk:0.01:2") == TopK()
+    assert get_codec("topk:0.03:4").spec == "topk:0.03:4"
+    for wrong in ("topk:0", "topk:0.6", "topk:0.01:1", "topk:0.01:9", "topk:much", "topk:0.1:2:3", "topk:tensor"):
+        with pytest.raises(UsageError, match="topk"):
+            get_codec(wrong)
 
 
 class Halves(Codec):

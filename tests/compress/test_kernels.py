@@ -29,6 +29,9 @@ SPECS = (
     "int4:tensor",
     "fp8:256",
     "fp8:tensor",
+    "topk:0.01:2",
+    "topk:0.1:4",
+    "topk:0.5:8",
 )
 CPU = torch.device("cpu")
 
@@ -56,7 +59,7 @@ def test_triton_kernels_equal_the_reference_in_its_interpreter() -> None:
 def test_the_number_of_threads_does_not_change_a_bit() -> None:
     values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(3))
     before = torch.get_num_threads()
-    for spec in ("onebit:1024", "onebit:tensor", "int8:256"):
+    for spec in ("onebit:1024", "onebit:tensor", "int8:256", "topk"):
         codec = get_codec(spec)
         kernels = kernels_for(codec, CPU, "native")
         (window,) = Sharding(values.numel(), 1).windows(values.numel())
@@ -83,3 +86,29 @@ def test_the_choice_of_kernels_is_automatic_and_can_be_forced(monkeypatch: pytes
         kernels_for(OneBit(), CPU)
     with pytest.raises(UsageError, match="CUDA"):
         kernels_for(OneBit(), CPU, "triton")
+
+
+def test_the_largest_of_equal_magnitudes_and_of_zeros() -> None:
+    """Ties go to the first, and a chunk with fewer values than it keeps stays exact where it is zero."""
+    for spec in ("topk:0.01:2", "topk:0.1:4", "topk:0.5:8"):
+        codec = get_codec(spec)
+        for values in (
+            torch.ones(5000),
+            torch.tensor([1.0, -1.0, 0.0, 2.0] * 1500),
+            torch.nn.functional.pad(torch.tensor([3.0, -2.0]), (4100, 700)),
+            torch.full((4096,), 1e-42),
+            torch.full((4096,), 3e38),
+        ):
+            sharding = Sharding(values.numel(), 1)
+            (window,) = sharding.windows(sharding.shard)
+            traces = []
+            for name in ("reference", "native"):
+                kernels = kernels_for(codec, CPU, name)
+                frames, residual = new_frames(codec, 1, window.columns, CPU), torch.zeros_like(values)
+                kernels.encode(values, residual, window, frames, None)
+                decoded = torch.full_like(values, 7.0)
+                kernels.decode(frames, window, decoded)
+                torch.testing.assert_close(decoded + residual, values)
+                assert not decoded[values == 0].any()
+                traces.append((frames[:, : 16 + codec.nbytes(values.numel())], residual, decoded))
+            assert all(torch.equal(a, b) for a, b in zip(*traces, strict=True)), (spec, values[:4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringway.errors import NotFinite, UsageError
-from ringway.lowcomm import DiLoCo
+from ringway.lowcomm import DiLoCo, SparseLoCo
 from ringway.observe.recorder import recent_calls
 from ringway.testing import RankContext
+from simulation import GatheredRanks
 
 
 class Vectors(nn.Module):
@@ -70,14 +72,46 @@ def diloco_follows_the_papers(context: RankContext) -> None:
         optimizer.close()
 
 
-def _trained(context: RankContext, resume: bool, **options: Any) -> Tensor:
+def sparseloco_follows_the_paper(context: RankContext) -> None:
+    """Every parameter after every step, against all sites in float64. Several chunks, the last one shorter."""
+    context.start("gloo")
+    for rate, bits, delay in ((0.01, 2, 0), (0.1, 4, 2)):
+        model = Vectors(3000, 4000, seed=context.rank)
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = SparseLoCo(model, inner, every=3, codec=f"topk:{rate}:{bits}", lr=0.8, decay=0.9, delay=delay)
+        x = np.repeat(torch.cat([p.detach() for p in model.parameters()]).double().numpy()[None], 3, axis=0)
+        anchor, exchange = x[0].copy(), GatheredRanks(3, 7000, "topk", (math.ceil(rate * 4096), bits), decay=0.9)
+        pending = None
+        for step in range(1, 16):
+            given = [values_of(rank, step, 7000) for rank in range(3)]
+            for parameter, gradient in zip(model.parameters(), given[context.rank].split([3000, 4000]), strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            x = x - 0.05 * np.stack([one.double().numpy() for one in given])
+            if step % 3 == 0:
+                pending = step + delay, exchange.step(anchor - x)
+            if pending is not None and pending[0] == step:
+                anchor = anchor - 0.8 * pending[1]
+                share = 0.5 if delay else 0.0
+                x, pending = share * x + (1 - share) * anchor, None
+            flat = torch.cat([p.detach() for p in model.parameters()]).double().numpy()
+            wrong = np.abs(flat - x[context.rank]) > 1e-4
+            assert wrong.mean() <= 0.01, f"{optimizer.codec} step {step}: {wrong.sum()} elements differ"
+        assert delay or _same_everywhere(list(model.parameters()))
+        optimizer.close()
+    for wrong_options in ({"lr": 0.0}, {"decay": 1.5}, {"codec": "auto"}):
+        with pytest.raises(UsageError):
+            SparseLoCo(model, inner, every=3, **wrong_options)
+
+
+def _trained(context: RankContext, resume: bool, kind: type[DiLoCo] = DiLoCo, **options: Any) -> Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
 
     def wrapped(model: nn.Module) -> DiLoCo:
         first, *rest = model.parameters()
         inner = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.SGD([first], lr=1e-2, momentum=0.9)]
-        return DiLoCo(model, inner, **options)
+        return kind(model, inner, **options)
 
     optimizer = wrapped(model)
     for step in range(25):
@@ -106,6 +140,7 @@ def resumes_to_the_bit(context: RankContext) -> None:
     for options in (
         {"every": 5, "codec": "onebit:64"},
         {"every": 7, "codec": "int4", "fragments": 3, "delay": 3},
+        {"every": 7, "codec": "topk:0.05:3", "fragments": 2, "delay": 2, "kind": SparseLoCo},
     ):
         straight, resumed = _trained(context, False, **options), _trained(context, True, **options)
         assert torch.equal(straight, resumed), options

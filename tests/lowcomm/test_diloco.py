@@ -1,7 +1,8 @@
-"""`ringway.lowcomm.DiLoCo`."""
+"""`ringway.lowcomm.DiLoCo` and `SparseLoCo`."""
 
 from __future__ import annotations
 
+import pytest
 import rank_lowcomm
 
 from ringway.compress import get_codec
@@ -13,7 +14,11 @@ def test_diloco_follows_the_papers(pool: RankPool) -> None:
     pool.run(rank_lowcomm.diloco_follows_the_papers, world_size=2)
 
 
-def test_it_resumes_to_the_bit(pool: RankPool) -> None:
+def test_sparseloco_follows_the_paper(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.sparseloco_follows_the_paper, world_size=3)
+
+
+def test_they_resume_to_the_bit(pool: RankPool) -> None:
     pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
 
 
@@ -37,6 +42,17 @@ def test_bytes_of_a_step_against_ddp() -> None:
     for ranks in (2, 3, 4, 8, 16):
         fewer = every * ring_bytes(numel, ranks) / compressed_bytes(get_codec("int8"), numel, ranks)
         assert 390 <= fewer <= 100 * 4 / (1 + 4 / 256), ranks
+
+
+def test_bytes_of_a_sparse_step_against_ddp() -> None:
+    """Every site sends to all others, n - 1 times the message, and DDP sends 2 (n - 1) / n times: the factor falls as
+    2 / n."""
+    numel, every, codec = 10_000_000, 30, get_codec("topk:0.01:2")
+    for ranks in (2, 3, 4, 8, 16):
+        fewer = every * ring_bytes(numel, ranks) / compressed_bytes(codec, numel, ranks, servers=False)
+        formula = every * 2 / ranks * 4 * 4096 / codec.nbytes(4096)
+        assert fewer == pytest.approx(formula, rel=1e-3)
+        assert ranks > 2 or fewer >= 6000
 
 
 def test_wrong_uses_are_refused(pool: RankPool) -> None:

@@ -5,6 +5,7 @@ from ringway.compress.codecs.fp8 import Fp8
 from ringway.compress.codecs.int4 import Int4
 from ringway.compress.codecs.int8 import Int8
 from ringway.compress.codecs.onebit import OneBit
+from ringway.compress.codecs.topk import TopK
 from ringway.compress.collectives import compressed_all_reduce
 from ringway.compress.ddp import ddp_hook
 from ringway.compress.feedback import ErrorFeedback, Slot
@@ -25,6 +26,7 @@ __all__ = [
     "Int8",
     "Int4",
     "Fp8",
+    "TopK",
     "get_codec",
     "register_codec",
     "codec_names",
@@ -37,5 +39,5 @@ __all__ = [
     "quantized_all_gather",
 ]
 
-for _codec in (OneBit, Int8, Int4, Fp8):
+for _codec in (OneBit, Int8, Int4, Fp8, TopK):
     register_codec(_codec.name, _codec)

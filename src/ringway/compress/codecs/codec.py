@@ -65,6 +65,11 @@ class Codec(abc.ABC):
         raise UsageError(f"codec '{self.name}' has no whole-tensor scale")
 
     @property
+    def native_format(self) -> tuple[int, int, int] | None:
+        """The codec's kind, block and bits in the native core (`csrc/pack/pack.h`); None if it is not there."""
+        return None
+
+    @property
     def spec(self) -> str:
         """The codec in the form `get_codec` accepts. The same text on every rank means the same bytes."""
         return self.name
@@ -79,7 +84,8 @@ _made: dict[str, Codec] = {}
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
-    """Make `codec=name` mean `factory()`; `codec="name:64"` means `factory(block=64)`."""
+    """Make `codec=name` mean `factory()`. `codec="name:64"` means `factory(block=64)`, or `factory.from_argument("64")`
+    if the factory has that method."""
     if not name or ":" in name:
         raise UsageError(f"a codec's name must not be empty or contain a colon, got {name!r}")
     if name == "auto":
@@ -94,8 +100,8 @@ def codec_names() -> list[str]:
 
 
 def get_codec(codec: str | Codec) -> Codec:
-    """Look up a codec by name (`"int8"`) or name and block (`"onebit:512"`, `"onebit:tensor"`). A codec returns
-    itself."""
+    """Look up a codec by name (`"int8"`) or name and argument (`"onebit:512"`, `"onebit:tensor"`, `"topk:0.01:2"`). A
+    codec returns itself."""
     if isinstance(codec, Codec):
         return codec
     known = _made.get(codec)
@@ -111,6 +117,9 @@ def _make(codec: str) -> Codec:
         raise UsageError(
             f"codec {name!r} is unknown; available: {', '.join(codec_names())}" + nearest(name, _FACTORIES)
         )
+    from_argument: Callable[[str], Codec] | None = getattr(factory, "from_argument", None)
+    if from_argument is not None:
+        return from_argument(block)
     settings: dict[str, Any] = {}
     if block == "tensor":
         settings["block"] = None

@@ -37,6 +37,10 @@ class ScaledCodec(Codec):
         self.granule = block or 8
 
     @property
+    def native_format(self) -> tuple[int, int, int]:
+        return self.code, self.block or 0, 0
+
+    @property
     def spec(self) -> str:
         return f"{self.name}:{'tensor' if self.block is None else self.block}"
 

@@ -8,7 +8,6 @@ from torch import Tensor
 import ringway._core as _core
 from ringway.call import DTYPE_CODE
 from ringway.compress.codecs.codec import Codec
-from ringway.compress.codecs.scaled import ScaledCodec
 from ringway.compress.kernels.base import Kernels
 from ringway.compress.windows import Window
 
@@ -38,15 +37,15 @@ class NativeKernels(Kernels):
 
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec)
-        assert isinstance(codec, ScaledCodec)
-        self._format = (codec.code, codec.block or 0)
+        assert codec.native_format is not None
+        self._format = codec.native_format
 
     @staticmethod
     def unfit(codec: Codec, device: torch.device) -> str | None:
         """The reason why these kernels cannot serve this codec on this device; None if they can."""
         if device.type != "cpu":
             return "they support CPU tensors only"
-        if not isinstance(codec, ScaledCodec):
+        if codec.native_format is None:
             return "they support the built-in codecs only"
         return None
 
