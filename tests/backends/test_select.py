@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ringway.backends import registry, select
-from ringway.backends.select import Choice, Obstacle, RankFacts, _mpi_failure, decide, obstacle
+from ringway.backends.select import Choice, Obstacle, RankFacts, decide, obstacle
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
+from ringway.launch.ask_mpi import mpi_failure
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 from ringway.testing import RankContext, RankPool
@@ -51,13 +52,13 @@ def test_mpi4py_without_an_mpi_is_an_obstacle(tmp_path: Path, monkeypatch: pytes
         (loads, False),
     ):
         (package / "MPI.py").write_text(module)
-        _mpi_failure.cache_clear()
+        mpi_failure.cache_clear()
         found = obstacle("mpi")
         assert (found is not None) == expected
         if found is not None:
             assert found.reason == "mpi4py cannot load MPI: cannot load MPI library"
             assert "pip install mpich" in str(found.remedy)
-    _mpi_failure.cache_clear()
+    mpi_failure.cache_clear()
     assert "mpi4py.MPI" not in sys.modules
 
 

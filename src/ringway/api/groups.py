@@ -62,7 +62,7 @@ def init_process_group(
     if store is None and not c10d.is_initialized() and (init_method or "env://").startswith(SCHEMES):
         from ringway.api.start import join
 
-        info = discover(rank=rank, size=world_size, init_method=init_method)
+        info = discover(rank=rank, size=world_size, init_method=init_method, asks_mpi=True)
         join(backend, timeout, resolve(), info, init_method, **extra)
         return
     limit = c10d.default_pg_timeout if timeout is None else timeout

@@ -9,10 +9,8 @@ on one rank is an error on all.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -30,18 +28,13 @@ from ringway.backends.several.hosts import HostLayout, host_identity
 from ringway.backends.several.policy import Policy
 from ringway.descriptors import shortage_named
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
+from ringway.launch.ask_mpi import BY_MPI4PY, mpi_failure
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 from ringway.store import Deadline, read
 
-MPI_LAUNCHERS = ("Open MPI", "PMI (MPICH, Intel MPI)", "PMIx", "AzureML", "SageMaker")
+MPI_LAUNCHERS = (BY_MPI4PY, "Open MPI", "PMI (MPICH, Intel MPI)", "PMIx", "AzureML", "SageMaker")
 CONSIDERED = ("shm", "mpi", "ccl", "gloo", "nccl", "ucc")
-
-_LOAD_MPI = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-)
-_LOAD_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -78,25 +71,8 @@ class RankFacts:
 def _no_mpi() -> Obstacle | None:
     if find_spec("mpi4py") is None:
         return Obstacle("mpi4py is not installed", "Install it with: pip install 'ringway[mpi]'")
-    failure = None if "mpi4py.MPI" in sys.modules else _mpi_failure(tuple(sys.path))
+    failure = None if "mpi4py.MPI" in sys.modules else mpi_failure(tuple(sys.path))
     return None if failure is None else Obstacle(failure, REMEDY)
-
-
-@functools.cache
-def _mpi_failure(path: tuple[str, ...]) -> str | None:
-    """Why mpi4py cannot load MPI, or None. A child process imports it: here the import could initialize MPI."""
-    command = [sys.executable, "-c", _LOAD_MPI, json.dumps(path)]
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"mpi4py has not loaded MPI within {_LOAD_SECONDS:g} s"
-    except OSError:
-        return None  # no child can be started, so the first group on mpi finds out
-    if child.returncode == 0:
-        return None
-    said = [line for line in child.stderr.splitlines() if line.strip()]
-    named = [line.partition(": ")[2] for line in said if line.startswith(("RuntimeError: ", "ImportError: "))]
-    return f"mpi4py cannot load MPI: {(named or said[-1:] or [f'exit status {child.returncode}'])[0]}"
 
 
 def _no_nccl() -> Obstacle | None:

@@ -36,7 +36,8 @@ def init_distributed(
 ) -> None:
     """Join the job that a launcher started, or start a job of one rank.
 
-    `auto_mpi_discovery=False` ignores the variables of MPI launchers. `distributed_port` is the store's port if the
+    `auto_mpi_discovery=False` ignores MPI launchers. Otherwise, if one of them started this process and set no variable
+    that ringway knows, MPI is asked through mpi4py. `distributed_port` is the store's port if the
     launcher names none. If torch.distributed is initialized already, its groups are adopted; a second call changes
     nothing, and raises if `rank` or `world_size` contradicts the existing group. `dist_init_required=False` requires
     that torch.distributed is initialized already.
@@ -48,7 +49,7 @@ def init_distributed(
         raise UsageError("dist_init_required=False, but torch.distributed is not initialized")
     settings = resolve(config)
     ignored = () if auto_mpi_discovery else MPI_LAUNCHERS
-    info = discover(rank=rank, size=world_size, init_method=init_method, ignored=ignored)
+    info = discover(rank=rank, size=world_size, init_method=init_method, ignored=ignored, asks_mpi=auto_mpi_discovery)
     if info.port is None and info.address is not None and distributed_port != DEFAULT_PORT:
         info = replace(info, port=distributed_port)
     join(dist_backend, timeout, settings, info, init_method, verbose=verbose)

@@ -16,11 +16,13 @@ MAX_GENERATIONS = 64
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A process above this one. `environ` is None if it cannot be read (another user's process)."""
+    """A process above this one. `environ` is None if it cannot be read (another user's process). `name` is its command,
+    of which the kernel keeps 15 characters."""
 
     pid: int
     started: int
     environ: dict[str, str] | None
+    name: str = ""
 
 
 Ancestry = Callable[[], Iterator[Ancestor]]
@@ -33,10 +35,11 @@ def ancestors() -> Iterator[Ancestor]:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 # The second field is the command in parentheses and may contain anything, so split after it.
-                fields = file.read().rpartition(b")")[2].split()
+                head, _, rest = file.read().rpartition(b")")
+                fields = rest.split()
         except OSError:
             return
-        yield Ancestor(pid, int(fields[19]), _environ_of(pid))
+        yield Ancestor(pid, int(fields[19]), _environ_of(pid), os.fsdecode(head.partition(b"(")[2]))
         pid = int(fields[1])
         if pid <= 0:
             return

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from ringway.errors import DiscoveryError, UsageError
-from ringway.launch.ancestry import Ancestry, ancestors, setter
+from ringway.launch.ancestry import Ancestor, Ancestry, ancestors, setter
+from ringway.launch.ask_mpi import ask_mpi, described, mpi_launcher
 from ringway.launch.info import MAX_RANKS, LaunchInfo, Variables
-from ringway.launch.sources import LOOPBACK, SOURCES, Source, alone
+from ringway.launch.sources import LOOPBACK, NO_LAUNCHER, SOURCES, Source, alone
 
 SCHEMES = ("env://", "tcp://", "file://")
 """What an `init_method` may begin with. torch knows others, if the program registers them."""
@@ -31,6 +32,8 @@ class Discovery:
 
     info: LaunchInfo
     seen: tuple[Seen, ...]
+    mpi_launcher: Ancestor | None = None
+    """An MPI launcher above this process, if no launcher's variables are set."""
 
 
 def discover(
@@ -41,9 +44,15 @@ def discover(
     init_method: str | None = None,
     ignored: Collection[str] = (),
     ancestry: Ancestry | None = None,
+    asks_mpi: bool = False,
 ) -> LaunchInfo:
-    """This process's place in the job. Arguments override any launcher; launchers in `ignored` are skipped."""
+    """This process's place in the job. Arguments override any launcher; launchers in `ignored` are skipped.
+
+    With `asks_mpi`, MPI is asked if an MPI launcher started this process and set no variable that ringway knows.
+    """
     found = explore(environ, rank=rank, size=size, init_method=init_method, ignored=ignored, ancestry=ancestry)
+    if asks_mpi and found.info.source == NO_LAUNCHER and found.mpi_launcher is not None:
+        return ask_mpi(found.info, found.mpi_launcher)
     return found.info
 
 
@@ -69,7 +78,10 @@ def explore(
         return Discovery(chosen, (Seen(chosen.source, chosen), *seen))
     if not seen:
         info = alone(environ)
-        return Discovery(info, (Seen(info.source, info),))
+        above = None if ancestry is None else mpi_launcher(ancestry)
+        if above is not None:
+            info = replace(info, notes=(*info.notes, described(above)))
+        return Discovery(info, (Seen(info.source, info),), above)
     first = seen[0]
     if first.error is not None:
         raise first.error

@@ -90,10 +90,10 @@ def _store_address(port: int) -> tuple[str, int]:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Read this process's place in the job from an MPI launcher's variables, and set torch's. mpi4py is used only to
-    find rank 0's address if the ranks are on several hosts."""
+    """Read this process's place in the job from an MPI launcher's variables, and set torch's. mpi4py is used only if
+    the launcher sets none, and to find rank 0's address if the ranks are on several hosts."""
     others = [source.name for source in SOURCES if source.name not in MPI_LAUNCHERS]
-    info = discover(ignored=others)
+    info = discover(ignored=others, asks_mpi=True)
     address = info.address or _first_address(info)
     os.environ["RANK"] = str(info.rank)
     os.environ["WORLD_SIZE"] = str(info.size)
