@@ -59,8 +59,20 @@ def test_ringways_own_submodules_lead_on_to_torchs_of_the_same_name() -> None:
         theirs = importlib.import_module(f"torch.distributed.{name}")
         assert ours is not theirs
         assert f"| `ringway.{name}` |" in page
-        for attribute in (public for public in vars(theirs) if not public.startswith("_")):
-            assert hasattr(ours, attribute), f"ringway.{name}.{attribute}"
+        beneath = {own.name for own in pkgutil.iter_modules(getattr(ours, "__path__", []))}
+        for attribute in {public for public in vars(theirs) if not public.startswith("_")} - vars(ours).keys():
+            if attribute in beneath:
+                assert getattr(ours, attribute).__name__ == f"ringway.{name}.{attribute}"
+            else:
+                assert getattr(ours, attribute) is getattr(theirs, attribute)
+
+
+def test_a_file_of_ringways_hides_torchs_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ringway.launch.run", raising=False)  # as if it were not imported yet
+    monkeypatch.delattr(ringway.launch, "run", raising=False)
+    from ringway.launch import run
+
+    assert run.__name__ == "ringway.launch.run"
 
 
 def test_there_is_one_finder() -> None:

@@ -54,9 +54,13 @@ def install() -> None:
 
 
 def attributes_of(submodule: str) -> Callable[[str], Any]:
-    """A module's `__getattr__` that leads on to torch.distributed's submodule of the same name."""
+    """A module's `__getattr__` that leads on to torch.distributed's submodule of the same name. ringway's own files
+    come first: `from ringway.launch import run` asks here before it looks for a file."""
+    own = f"{OURS}.{submodule}"
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - a module's
+        if "__path__" in vars(sys.modules[own]) and importlib.util.find_spec(f"{own}.{name}") is not None:
+            return importlib.import_module(f"{own}.{name}")
         theirs = importlib.import_module(f"{TORCHS}.{submodule}")
         if name.startswith("__") or not hasattr(theirs, name):
             raise AttributeError(f"neither {OURS}.{submodule} nor {TORCHS}.{submodule} has a name '{name}'")
