@@ -23,6 +23,7 @@ PATCHES: Mapping[str, str] = MappingProxyType(
         "monitored_barrier": "torch.distributed.monitored_barrier takes ringway's groups, on every backend",
         "new_group": "the members of a group that ringway.new_group makes with use_local_synchronization agree on its "
         "name",
+        "replace": "groups that torch makes on gloo are on shm, if RINGWAY_REPLACE=gloo:shm asks for it",
         "clip_grad_norm": "torch's clip_grad_norm_ warns about split parameters",
         "grad_scaler": "torch's GradScaler warns about split parameters",
         "ddp_split": "DistributedDataParallel refuses a group over which the model is split",

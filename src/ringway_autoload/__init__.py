@@ -2,12 +2,14 @@
 
 torch calls `register` at the end of `import torch`, through the entry point group `torch.backends`, in every process
 that imports torch. So this module imports nothing of ringway, takes microseconds, and never raises. ringway itself is
-imported when a group on one of its backends is made. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off, as it does for all
-packages that use this entry point.
+imported when a group on one of its backends is made, or here if RINGWAY_REPLACE asks it to replace torch's gloo.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off, as it does for all packages that use this entry point.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,9 @@ _DEVICES = {"shm": ("cpu",), "mpi4py": ("cpu", "cuda")}
 def register() -> None:
     """Registers the names with torch. From 2.14 on, torch finds them itself when a program names one (entry point group
     `torch.distributed.backends`)."""
+    if os.environ.get("RINGWAY_REPLACE", "").strip():
+        _import_ringway()
+        return
     try:
         import torch.distributed as c10d
 
@@ -25,6 +30,13 @@ def register() -> None:
             _register(c10d.Backend)
     except Exception:  # a program that does not use ringway must not fail because of it
         pass
+
+
+def _import_ringway() -> None:
+    try:
+        import ringway  # noqa: F401
+    except Exception as error:
+        print(f"ringway: RINGWAY_REPLACE is set, but ringway cannot be imported: {error}", file=sys.stderr, flush=True)
 
 
 def _register(backend: Any) -> None:

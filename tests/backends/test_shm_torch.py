@@ -184,10 +184,10 @@ def test_nothing_reaches_the_inner_gloo_which_listens_on_loopback_only(pool: Ran
 # The entry point
 
 
-def _starts_on_shm(program: str) -> None:
+def _starts_on_shm(program: str, backend: str = "shm") -> None:
     """Runs the program in a separate process. After it, torch must know the backend by name."""
     program += (
-        "c10d.init_process_group('shm', store=c10d.HashStore(), rank=0, world_size=1)\n"
+        f"c10d.init_process_group({backend!r}, store=c10d.HashStore(), rank=0, world_size=1)\n"
         "print(type(c10d.group.WORLD).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -210,6 +210,9 @@ def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
         "assert c10d.Backend.default_device_backend_map['cpu'] == 'gloo'\n"
     )
     _starts_on_shm(program)
+    # A program that names gloo, and knows nothing of ringway.
+    replaced = f"import os, sys; os.environ['RINGWAY_REPLACE'] = 'gloo:shm'; sys.path.append({str(tmp_path)!r})\n"
+    _starts_on_shm(f"{replaced}import torch.distributed as c10d\n", backend="gloo")
 
 
 def test_the_entry_point_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from programs import ended_with, ringway_run_variables, run_command, run_program
 from ringway.cli import app, demo_rank, main
 from ringway.config import SETTINGS, schema
+from ringway.errors import ConfigError, UsageError
 from ringway.launch import run as launcher
 from ringway.testing import RankPool
 
@@ -30,6 +33,23 @@ def _env(*arguments: str, environ: dict[str, str | None] | None = None) -> str:
     done = CliRunner().invoke(app, ["env", *arguments], env={"COLUMNS": "200", **(environ or {})})
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def test_run_passes_a_replacement_on_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | None] = []
+
+    def run(*_: object, **__: object) -> launcher.Outcome:
+        given.append(os.environ.get("RINGWAY_REPLACE"))
+        raise UsageError("enough")
+
+    monkeypatch.setattr(launcher, "run", run)
+    for arguments, expected in (([], None), (["--replace", "gloo=shm"], "gloo:shm")):
+        with mock.patch.dict(os.environ):
+            CliRunner().invoke(app, ["run", "-n", "1", *arguments, sys.executable])
+        assert given.pop() == expected
+    wrong = CliRunner().invoke(app, ["run", "-n", "1", "--replace", "nccl=shm", sys.executable])
+    assert isinstance(wrong.exception, ConfigError)
+    assert not given
 
 
 def test_env_without_a_launcher() -> None:

@@ -167,19 +167,28 @@ def _candidates(info: LaunchInfo) -> tuple[str, ...]:
 def decide(explicit: str | None, said_by: str, info: LaunchInfo, facts: Mapping[int, RankFacts]) -> Choice:
     """The choice, from what all ranks said. A pure function, so the same on all ranks."""
     _agreed(facts)
-    elsewhere = [rank for rank, said in facts.items() if not said.with_rank_0]
+    lacking = _lacking(facts)
+    if explicit:
+        for name in registry.parse(explicit).values():
+            _require(name, lacking, _elsewhere(facts), info.size)
+        return Choice(explicit, f"chosen by {said_by}")
+    cpu = for_cpu(info, facts)
+    if "nccl" not in lacking:
+        return Choice(f"cpu:{cpu.backend},cuda:nccl", f"{cpu.reason}; every rank has CUDA and NCCL")
+    return cpu
+
+
+def _lacking(facts: Mapping[int, RankFacts]) -> dict[str, tuple[int, Obstacle]]:
+    """The backends that some rank cannot use: the first such rank, and why."""
     lacking: dict[str, tuple[int, Obstacle]] = {}
     for rank, said in facts.items():
         for name, what in said.obstacles.items():
             lacking.setdefault(name, (rank, what))
-    if explicit:
-        for name in registry.parse(explicit).values():
-            _require(name, lacking, elsewhere, info.size)
-        return Choice(explicit, f"chosen by {said_by}")
-    cpu, reason = _for_cpu(info, facts, elsewhere, lacking)
-    if "nccl" not in lacking:
-        return Choice(f"cpu:{cpu},cuda:nccl", f"{reason}; every rank has CUDA and NCCL")
-    return Choice(cpu, reason)
+    return lacking
+
+
+def _elsewhere(facts: Mapping[int, RankFacts]) -> list[int]:
+    return [rank for rank, said in facts.items() if not said.with_rank_0]
 
 
 def _agreed(facts: Mapping[int, RankFacts]) -> None:
@@ -211,6 +220,11 @@ def _require(name: str, lacking: Mapping[str, tuple[int, Obstacle]], elsewhere: 
             f"{', '.join(map(str, elsewhere[:8]))} {'are' if len(elsewhere) > 1 else 'is'} not on rank 0's",
             remedy="Use gloo, or mpi under an MPI launcher",
         )
+
+
+def for_cpu(info: LaunchInfo, facts: Mapping[int, RankFacts]) -> Choice:
+    """The backend for CPU tensors, from what all ranks said."""
+    return Choice(*_for_cpu(info, facts, _elsewhere(facts), _lacking(facts)))
 
 
 def _for_cpu(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ def run(
     ] = False,
     fewest: Annotated[int, typer.Option("--min", min=1, help="With --elastic: end if fewer ranks are left.")] = 1,
     restarts: Annotated[int, typer.Option(min=0, help="With --elastic: how often each rank starts again.")] = 3,
+    replace: Annotated[
+        str | None, typer.Option(help="Run a program that names gloo on shared memory.", metavar="gloo=shm")
+    ] = None,
     join: Annotated[
         int | None, typer.Option(help="Join the elastic run of the launcher with this pid.", metavar="PID")
     ] = None,
@@ -37,6 +41,10 @@ def run(
         raise UsageError("--join joins an elastic run, and --elastic starts one; use one of them")
     if fewest > ranks:
         raise UsageError(f"--min {fewest} is more than the {ranks} ranks of -n")
+    if replace is not None:
+        from ringway.groups import replacement
+
+        os.environ[replacement.VARIABLE] = replacement.checked(replace, "--replace")  # the ranks inherit it
     if join is not None:
         outcome = launcher.join(_command(command, module), ranks, join)
     else:

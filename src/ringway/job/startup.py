@@ -10,6 +10,7 @@ import torch
 import ringway._core as _core
 from ringway import forwarding
 from ringway.api.collectives import batch_isend_irecv
+from ringway.groups import replacement
 from ringway.groups.bridge import Bridge
 from ringway.groups.exit import leave_at_exit, leave_in_child
 from ringway.groups.factory import introduce_to_torch
@@ -27,6 +28,7 @@ def start_up() -> None:
     batch_messages(Bridge, batch_isend_irecv)
     builtin_comm_hooks(Bridge)
     monitored_barriers(Bridge)
+    replacement.install()
     watch = install()
     os.register_at_fork(after_in_child=leave_in_child)
     os.register_at_fork(after_in_child=watch.forked)
