@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,8 +12,11 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
+import ringway
 from programs import ended_with, ringway_run_variables, run_command, run_program
 from ringway.cli import app, demo_rank, main
+from ringway.cli import bench as cli_bench
+from ringway.cli import run as cli_run
 from ringway.config import SETTINGS, schema
 from ringway.errors import ConfigError, UsageError
 from ringway.launch import run as launcher
@@ -113,6 +117,9 @@ def test_schema() -> None:
         (["run", "-n", "1", "no-such-program"], {}, "there is no program 'no-such-program'"),
         (["run", "-n", "1", "no-such-script.py"], {}, "there is no script 'no-such-script.py' in /"),
         (["run", "-n", "1", "--on-death", "weep", "x.py"], {}, "use stop or keep"),
+        (["run", "train.py"], {}, "how many ranks? This host has no GPU that torch sees, and"),
+        (["run", "-n", "gpu", "train.py"], {}, "pass -n, as in ringway run -n"),
+        (["run", "-n", "0", "train.py"], {}, "-n is '0'; use a number above 0, gpu or cpu"),
         (["env"], {"RINGWAY_TIMEOUT": "soon"}, "timeout is 'soon' in RINGWAY_TIMEOUT"),
     ],
 )
@@ -134,6 +141,62 @@ def test_our_errors_are_one_line_without_a_traceback(
     assert words in reported
     assert "Traceback" not in reported
     assert reported.count("\n") == 1
+
+
+def test_version() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"ringway {ringway.__version__}\n")
+
+
+def test_python_m_ringway() -> None:
+    command = [sys.executable, "-m", "ringway", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"ringway {ringway.__version__}\n"), done.stderr
+
+
+def test_run_takes_torchruns_option_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def run(command: list[str], ranks: int, **options: object) -> launcher.Outcome:
+        started.append(ranks)
+        return launcher.Outcome(0, "")
+
+    monkeypatch.setattr(launcher, "run", run)
+    monkeypatch.setattr(cli_run, "_gpus", lambda: 3)
+    monkeypatch.setattr("ringway.launch.cpus.usable_cpus", lambda: 5)
+    for options in (
+        ["--nproc-per-node", "2"],
+        ["--nproc_per_node=4"],
+        ["-n", "cpu"],
+        ["-n", "gpu"],
+        ["--nproc-per-node=auto"],
+        [],
+    ):
+        done = CliRunner().invoke(app, ["run", *options, "true"])
+        assert done.exit_code == 0, done.output
+    assert started == [2, 4, 5, 3, 3, 3]
+
+
+def test_help_does_not_break_defaults() -> None:
+    text = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    words = {word.strip("[](),") for word in text.replace("│", " ").split()}
+    assert {"all_reduce", "all_gather_into_tensor", "broadcast", "65536", "4194304"} <= words, text
+
+
+def test_bench_alone_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def run(command: list[str], ranks: int) -> launcher.Outcome:
+        started.append(ranks)
+        return launcher.Outcome(3, "")
+
+    monkeypatch.setattr(launcher, "run", run)
+    monkeypatch.setattr(cli_bench, "usable_cpus", lambda: 1)
+    done = CliRunner().invoke(app, ["bench"])
+    assert (done.exit_code, started) == (3, [2])
+    monkeypatch.setattr(cli_bench, "_bench_here", lambda *arguments: started.append(0))
+    assert CliRunner().invoke(app, ["bench"], env=TORCHRUN).exit_code == 0
+    assert started == [2, 0], "under a launcher, this process is a rank"
 
 
 def test_demo_ends_with_a_table_in_which_all_is_right(

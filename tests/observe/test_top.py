@@ -52,7 +52,7 @@ def look(pool: RankPool, address: tuple[str, int]) -> tuple[list[RankStatus], An
     while True:
         ranks = [status for status in snapshot() if status.pid in own_pids(pool)]
         if settled(ranks) or time.monotonic() > deadline:
-            result = CliRunner().invoke(app, ["top", "--once"], env={"COLUMNS": "200"})
+            result = CliRunner().invoke(app, ["top", "--once"], env={"COLUMNS": "40"})
             shown = "[bold]loss" in result.output and "the program's own code" in result.output
             if shown or time.monotonic() > deadline:
                 break
@@ -83,6 +83,10 @@ def test_top_shows_the_current_call_of_each_rank(pool: RankPool) -> None:
     assert "\x1b[31m[bold]" not in result.output
     assert "\x07" not in result.output
     assert "[bold]loss" in result.output  # shown unchanged
+    head, row = result.output.splitlines()[1:3]
+    assert head.split() == ["Rank", "PID", "In", "Since", "Calls", "Calls/s", "GB/s", "Behind"], "not a terminal"
+    rate = row[head.index("Calls/s") : head.index("Calls/s") + 7].strip()
+    assert rate.isdigit(), row
 
 
 def test_top_says_if_no_rank_is_running() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
 from ringway.cli import bench, demo, env, run, tune
 from ringway.cli import observe as watching
 from ringway.errors import RingwayError
+from ringway.version import VERSION
 
 app = typer.Typer(
     name="ringway",
@@ -17,6 +19,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ringway {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """One communication layer for PyTorch: start ranks, see what was discovered, watch and measure."""
+
+
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run.run)
 app.command(name="env")(env.env)
 app.command(name="demo")(demo.demo)

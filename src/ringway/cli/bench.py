@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ringway.launch.cpus import usable_cpus
+
 if TYPE_CHECKING:
     from ringway.bench.table import Row
 
@@ -18,22 +20,33 @@ SIZES = (8, 64 << 10, 4 << 20)
 
 def bench(
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Start this many ranks here. Omit under a launcher.")
+        int | None,
+        typer.Option(
+            *("-n", "--ranks"),
+            min=1,
+            help="Start this many ranks here. Omit under a launcher.",
+            show_default="one for each CPU, from 2 to 8",
+        ),
     ] = None,
     backends: Annotated[
         str, typer.Option(help="Backends to compare, separated by commas; by default, all that work here.")
     ] = "",
-    ops: Annotated[str, typer.Option(help="Ops, separated by commas.")] = ",".join(OPS),
-    sizes: Annotated[str, typer.Option(help="Sizes in bytes, separated by commas.")] = ",".join(map(str, SIZES)),
+    ops: Annotated[str, typer.Option(help="Ops, separated by commas.", show_default=", ".join(OPS))] = ",".join(OPS),
+    sizes: Annotated[
+        str,
+        typer.Option(help="Sizes in bytes, separated by commas.", show_default=", ".join(map(str, SIZES))),
+    ] = ",".join(map(str, SIZES)),
     rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate.")] = 21,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the table to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure collectives on this job's backends, in alternation, with medians and their intervals.
 
-    Use -n to start ranks on this host, or run it as a whole job: mpiexec -n 8 ringway bench, or under Slurm or
-    torchrun.
+    It starts ranks on this host, or runs as a whole job: mpiexec -n 8 ringway bench, or under Slurm or torchrun.
     """
+    if ranks is None and not _is_launched():
+        ranks = min(max(usable_cpus(), 2), 8)
+        print(f"ringway bench: {ranks} ranks on this host (-n chooses)", file=sys.stderr, flush=True)
     if ranks is None:
         _bench_here(_split(backends), _split(ops), [int(size) for size in _split(sizes)], rounds, output, as_json)
         return
@@ -49,6 +62,15 @@ def bench(
     if outcome.code:
         print(f"ringway bench: {outcome.summary}", file=sys.stderr, flush=True)
     raise typer.Exit(outcome.code)
+
+
+def _is_launched() -> bool:
+    """Whether a launcher started this process."""
+    from ringway.launch.discover import explore
+    from ringway.launch.sources import NO_LAUNCHER
+
+    found = explore()
+    return found.info.source != NO_LAUNCHER or found.mpi_launcher is not None
 
 
 def _split(text: str) -> list[str]:

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+_RATE_SECONDS = 0.3
+_WHOLE_LINES = 140
+
 
 def top(
     interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
@@ -22,7 +25,12 @@ def top(
     console = Console()
     ranks = snapshot()
     if once:
-        console.print(table(ranks, width=console.width))
+        before = {status.pid: (status.now_ns, status.total) for status in ranks}
+        if ranks:
+            time.sleep(min(interval, _RATE_SECONDS))  # rates need two looks
+        # A file or a pipe has no width: show whole lines.
+        whole = console if console.is_terminal else Console(width=max(console.width, _WHOLE_LINES))
+        whole.print(table(snapshot(), before))
         return
     try:
         with Live(table(ranks, width=console.width), console=console, auto_refresh=False) as live:

@@ -15,7 +15,15 @@ from ringway.errors import UsageError
 
 def run(
     command: Annotated[list[str], typer.Argument(help="A Python script, or any program, and its arguments.")],
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks.")],
+    wanted: Annotated[
+        str | None,
+        typer.Option(
+            *("-n", "--ranks", "--nproc-per-node", "--nproc_per_node"),
+            metavar="N|gpu|cpu",
+            help="Number of ranks, or one for each GPU or CPU. Needed on a host without GPUs.",
+            show_default="one for each GPU",
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="The script is a module name.")] = False,
     on_death: Annotated[
         str, typer.Option(help="When a rank fails: stop the others, or keep them running.", metavar="stop|keep")
@@ -37,6 +45,7 @@ def run(
 
     if on_death not in launcher.ON_DEATH:
         raise UsageError(f"--on-death is '{on_death}'; use stop or keep")
+    ranks = _ranks(wanted)
     if join is not None and elastic:
         raise UsageError("--join joins an elastic run, and --elastic starts one; use one of them")
     if fewest > ranks:
@@ -52,6 +61,35 @@ def run(
         outcome = launcher.run(_command(command, module), ranks, on_death=on_death, elastic=plan)
     print(f"ringway run: {outcome.summary}", file=sys.stderr, flush=True)
     raise typer.Exit(outcome.code)
+
+
+def _ranks(wanted: str | None) -> int:
+    """The number of ranks: as given, or one for each GPU."""
+    from ringway.launch.cpus import usable_cpus
+
+    if wanted is not None and wanted.isascii() and wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
+    if wanted == "cpu":
+        return usable_cpus()
+    if wanted not in (None, "gpu", "auto"):
+        raise UsageError(f"-n is '{wanted}'; use a number above 0, gpu or cpu")
+    gpus = _gpus()
+    if gpus:
+        print(f"ringway run: {gpus} ranks, one for each GPU", file=sys.stderr, flush=True)
+        return gpus
+    if wanted == "auto":
+        return usable_cpus()
+    cpus = usable_cpus()
+    raise UsageError(
+        f"how many ranks? This host has no GPU that torch sees, and {cpus} CPU{'s' if cpus > 1 else ''} for this "
+        f"process: pass -n, as in ringway run -n {max(cpus, 2)} train.py"
+    )
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _command(command: list[str], module: bool) -> list[str]:

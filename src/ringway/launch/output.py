@@ -23,9 +23,10 @@ _POLL = 0.05
 
 
 class Output:
-    """Shows the output of all ranks."""
+    """Shows the output of all ranks. Lines begin with their rank if they are `labelled`."""
 
-    def __init__(self) -> None:
+    def __init__(self, labelled: bool = True) -> None:
+        self._labelled = labelled
         self._streams = _Shared(sys.stdout), _Shared(sys.stderr)
         self._threads: list[threading.Thread] = []
         self._ended = os.eventfd(0)
@@ -34,7 +35,7 @@ class Output:
     def show(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Show what a rank writes to these pipes until they end."""
         for pipe, stream in zip((stdout, stderr), self._streams, strict=True):
-            arguments = pipe, self._ended, f"[rank {rank}] ", stream
+            arguments = pipe, self._ended, f"[rank {rank}] " if self._labelled else "", stream
             self._threads.append(start(f"ringway-output-{rank}", _pass_on, *arguments))
 
     def close(self, give_up: Callable[[], bool]) -> None:

@@ -108,7 +108,7 @@ def _run(
 ) -> Outcome:
     """`joins` is the size of the job that the ranks join, if they do."""
     started = time.monotonic()
-    output = Output()
+    output = Output(labelled=ranks > 1 or bool(joins) or elastic is not None)
     with _Signals() as signals:
         processes = _Processes(variables[RUN_ID], output)
         size = joins or ranks
