@@ -52,7 +52,12 @@ class Part:
 PARTS = {
     "sanitizers": Part(
         "The native core under ThreadSanitizer, AddressSanitizer and UBSan",
-        ("csrc/shm", "csrc/reduce", "csrc/pack", "csrc/device", "tests/native"),
+        (
+            "csrc",
+            "tests/native",
+            "tests/backends/test_shm_ends.py",
+            "tests/backends/test_shm_signals.py",
+        ),
         ("-m", "sanitizers"),
     ),
     "browser": Part(
