@@ -174,6 +174,9 @@ __all__ = [
 
 _LAZY: dict[str, str] = {
     "ElasticJob": "ringway.job.elastic.job",
+    "_get_reconfigure_handle": "ringway.api.reconfigure",
+    "_reconfigure": "ringway.api.reconfigure",
+    "_supports_reconfigure": "ringway.api.reconfigure",
     "init_distributed": "ringway.job.init",
     "initialize": "ringway.job.runtime",
     "configure": "ringway.observe.log.logger",

@@ -98,7 +98,7 @@ class KeyedStore(Store):
     def __init__(self, inner: Any, key: Key, known: _Known | None = None) -> None:
         super().__init__()
         self.inner = inner
-        self._base = unwrapped(inner)  # a prefix store holds only its C++ half
+        self._base = beneath_prefixes(inner)  # a prefix store holds only its C++ half
         self.key = key
         self._seal = key.derive("store")
         self._known = _Known() if known is None else known
@@ -308,8 +308,7 @@ class WatchedStore(Store):
         super().__init__()
         self.inner = inner
         self.key = key
-        self._base = unwrapped(inner)  # a prefix store holds only its C++ half
-        self._sealed = beneath_prefixes(inner)
+        self._base = beneath_prefixes(inner)  # a prefix store holds only its C++ half
         self.watch: Callable[[], None] | None = watch
         """None ends the watching: later failures are explained through this store too."""
         self._clones: list[Store] = []

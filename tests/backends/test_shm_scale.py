@@ -23,7 +23,7 @@ from exits import in_child
 from few_files import leave_descriptors
 from ringway.backends.base import GroupInfo
 from ringway.backends.process import Process
-from ringway.backends.several.hosts import host_identity, pid_namespace
+from ringway.backends.several.hosts import host_identity
 from ringway.backends.shm import join
 from ringway.backends.shm import link as links
 from ringway.backends.shm.backend import ShmBackend
@@ -31,6 +31,7 @@ from ringway.backends.shm.peers import KnownPeers
 from ringway.call import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, RECV, REDUCE_SCATTER_SINGLE, SEND, Call
 from ringway.errors import BackendUnavailable, RendezvousError
 from ringway.groups.world import world
+from ringway.launch.processes import pid_namespace
 from ringway.store import Deadline, key_of, read
 from ringway.testing import RankContext, RankPool
 

@@ -23,10 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ringway as dist
 from ringway import torch_patches
 from ringway.compress import OneBitAdam, ddp_hook
-from ringway.errors import CommTimeout, UsageError
+from ringway.errors import CommTimeout
 from ringway.parallel import register_data_parallel_hooks
 from ringway.testing import RankContext, RankPool
-from ringway.torch_versions import reconfigures
 
 # torch.compile
 
@@ -222,8 +221,6 @@ def _named(context: RankContext, backend: str) -> list[str]:
     described = [repr(c10d.group.WORLD), repr(other)]
     dist.destroy_process_group()  # ranks have passed different numbers of barriers
     store = c10d.HashStore()
-    with pytest.raises(UsageError, match="cannot be reconfigured" if reconfigures() else "needs torch 2.15"):
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, enable_reconfigure=True)
     dist.init_process_group(backend, store=store, rank=0, world_size=1, enable_reconfigure=False)
     dist.destroy_process_group()
     c10d.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)

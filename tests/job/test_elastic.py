@@ -30,6 +30,7 @@ from ringway.errors import RendezvousError, UsageError
 from ringway.job.elastic import state as elastic_state
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
 from ringway.job.elastic.roster import Arrival, Generation, Member
+from ringway.launch.processes import ProcessName
 from ringway.launch.run import store_of_a_run
 from ringway.testing import RankContext, RankPool
 from ringway.testing.forkserver import die_with_parent
@@ -507,7 +508,7 @@ def test_every_kind_of_state_is_copied(pool: RankPool) -> None:
 
 def test_sources_have_the_newest_whole_state() -> None:
     def arrival(number: int, step: int, whole: bool = True, veteran: bool = True) -> Arrival:
-        return Arrival(Member(number, 0, "host", 1, ""), step, whole, veteran)
+        return Arrival(Member(number, 0, ProcessName("host", 1, "")), step, whole, veteran)
 
     assert Generation(2, (arrival(1, 4), arrival(2, 5), arrival(3, 5))).sources() == [1, 2]
     assert Generation(2, (arrival(1, 4), arrival(2, 5, whole=False))).sources() == [0]

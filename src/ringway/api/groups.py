@@ -11,7 +11,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringway import torch_versions
+from ringway.api.reconfigure import init_reconfigurable
 from ringway.backends import registry
 from ringway.backends.base import Backend
 from ringway.backends.select import select
@@ -52,9 +52,8 @@ def init_process_group(
     all of them share a host. If the job has a secret, every rank proves first that it has it."""
     extra: dict[str, Any] = {} if _ranks is None else {"_ranks": _ranks}
     if enable_reconfigure:
-        if not torch_versions.reconfigures():
-            raise UsageError(f"enable_reconfigure=True needs torch 2.15 or later, and this is {torch.__version__}")
-        extra["enable_reconfigure"] = True
+        init_reconfigurable(backend, timeout, world_size, rank, store, group_name, pg_options, device_id)
+        return
     extra |= {"group_name": group_name, "pg_options": pg_options, "device_id": device_id}
     name = backend or world.next_backend
     if name is not None and not c10d.is_initialized():

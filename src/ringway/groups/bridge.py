@@ -33,11 +33,18 @@ class Bridge(c10d.ProcessGroup):
     """One of ringway's groups, as torch sees it."""
 
     def __init__(
-        self, name: str, communicator: Communicator, torchs: dict[str, Any], split: Callable[..., Bridge | None]
+        self,
+        name: str,
+        communicator: Communicator,
+        torchs: dict[str, Any],
+        split: Callable[..., Bridge | None],
+        place: tuple[int, int] | None = None,
     ) -> None:
         """`name` is torch's name for the backend. `torchs` are torch's own backends by device, for calls that torch
-        makes in C++ and that bypass this class. `split` makes a group of some ranks that shares this one's nccl."""
-        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        makes in C++ and that bypass this class. `split` makes a group of some ranks that shares this one's nccl.
+        `place` is the rank and the size for C++ code, if they are not the communicator's."""
+        rank, size = place or (communicator.rank, communicator.size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.communicator = communicator
         self._name = name
         self._collecting: list[Work] | None = None

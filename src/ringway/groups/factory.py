@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,10 +24,11 @@ from ringway.compare.one_host import join_board, spans_hosts
 from ringway.config import resolve
 from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.bridge import Bridge
+from ringway.groups.reconfigure import Formed, Handle, ReconfigurableBridge, watch_for
 from ringway.groups.world import world
 from ringway.launch.rendezvous import admit, of_this_attempt
 from ringway.launch.secret import say_open
-from ringway.store import key_of
+from ringway.store import WatchedStore, key_of
 
 
 def introduce_to_torch() -> None:
@@ -76,11 +77,8 @@ _TORCHS = ("nccl", "ucc", "torch:mpi")
 
 def _make_bridge(registration: registry.Registration, options: Any, extra: Any) -> Bridge:
     """Makes one of ringway's groups. torch calls this on every rank of the group."""
-    if getattr(options, "enable_reconfigure", False):  # torch 2.15
-        raise UsageError(
-            f"enable_reconfigure=True: groups on ringway's backend '{registration.name}' cannot be reconfigured; "
-            "torch.distributed.init_process_group makes groups on torch's own gloo that can"
-        )
+    if getattr(options, "enable_reconfigure", False) or world.makes_reconfigurable:  # torch 2.15 passes it on
+        return _make_reconfigurable(registration, options, extra)
     size = options.group_size
     info = GroupInfo(
         rank=options.group_rank,
@@ -93,10 +91,55 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         split_from=torch_versions.split_source(options),
         process=world.process,
     )
-    others: dict[str, Callable[[], Backend]] = {
-        device: partial(registry.make, other, _apart(info, device)) for device, other in registration.others.items()
-    }
-    return _bridge(registration, info, lambda: registry.make(registration, info), others)
+    return _bridge(registration, info, lambda: registry.make(registration, info), _others(registration, info))
+
+
+def _others(registration: registry.Registration, info: GroupInfo) -> dict[str, Callable[[], Backend]]:
+    """The backends of further devices."""
+    others = registration.others.items()
+    return {device: partial(registry.make, other, _apart(info, device)) for device, other in others}
+
+
+def _make_reconfigurable(registration: registry.Registration, options: Any, extra: Any) -> ReconfigurableBridge:
+    if registration.name in ("mpi", "hierarchical_mpi"):
+        raise UsageError(
+            f"groups on '{registration.name}' cannot be reconfigured: MPI fixes its processes when they start. Use shm "
+            "or gloo"
+        )
+    base = of_this_attempt(options.store)
+
+    def form(
+        registration: registry.Registration, rank: int, size: int, name: str, store: c10d.Store, limit: float
+    ) -> Formed:
+        info = GroupInfo(
+            rank=rank,
+            size=size,
+            ranks=range(size),
+            store=store,
+            name=name,
+            timeout=limit,
+            options=extra,
+            process=world.process,
+        )
+        return _behind(registration, info, lambda: registry.make(registration, info), _others(registration, info))
+
+    def form_of(handles: Sequence[Handle], rank: int, uuid: int, limit: float) -> Formed:
+        world.reconfigured()
+        name, size = f"{options.group_id}, reconfigured {uuid}", len(handles)
+        part = WatchedStore(c10d.PrefixStore(name, base), key_of(base), watch_for(handles))
+        store: c10d.Store = part
+        if size > 1 and key_of(base).open:
+            store = admit(part, rank, size, name, limit, require_secret=resolve().require_secret)
+        communicator, torchs = form(registration, rank, size, name, store, limit)
+        communicator.set_timeout(options.timeout.total_seconds())
+        part.watch = None
+        return communicator, torchs
+
+    gloo = registry.own("gloo")  # of one rank, which any backend may not take
+    assert gloo is not None
+    name, limit = f"{options.group_id}, not configured", options.timeout.total_seconds()
+    alone = form(gloo, 0, 1, name, c10d.HashStore(), limit)
+    return ReconfigurableBridge(registration.torch_name, (options.group_rank, options.group_size), alone, form_of)
 
 
 def _bridge(
@@ -106,6 +149,21 @@ def _bridge(
     others: dict[str, Callable[[], Backend]],
 ) -> Bridge:
     """The group around the backend that `make` makes, with `others` for further devices."""
+    communicator, torchs = _behind(registration, info, make, others)
+    bridge = Bridge(registration.torch_name, communicator, torchs, partial(_split, registration, info))
+    device = world.bound_device()
+    if device is not None:
+        bridge.bound_device_id = device
+    return bridge
+
+
+def _behind(
+    registration: registry.Registration,
+    info: GroupInfo,
+    make: Callable[[], Backend],
+    others: dict[str, Callable[[], Backend]],
+) -> Formed:
+    """What is behind a group: its communicator, and torch's own backends by device."""
     if "cuda" not in (*registration.devices, *others) and c10d.is_nccl_available() and torch.cuda.is_available():
         others = {**others, "cuda": partial(NcclBackend, info)}
     # shm compares calls in its own segment, but only those that go through it.
@@ -129,11 +187,7 @@ def _bridge(
         comparison = join_comparison(info, world.check, world.recorder)
         if comparison is not None:
             communicator.calls.compare_across_hosts(comparison)
-    bridge = Bridge(registration.torch_name, communicator, torchs, partial(_split, registration, info))
-    device = world.bound_device()
-    if device is not None:
-        bridge.bound_device_id = device
-    return bridge
+    return communicator, torchs
 
 
 def _apart(info: GroupInfo, name: str) -> GroupInfo:

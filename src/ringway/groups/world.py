@@ -56,6 +56,7 @@ class World:
         self.store: c10d.Store | None = None
         """The job's store, if ringway started the job: torch's C++ code holds only the C++ half of a store written in
         Python."""
+        self.makes_reconfigurable = False
         self._binding: torch.device | None = None
         self._adopting = threading.Lock()
         self._left_behind: weakref.WeakSet[c10d.ProcessGroup] = weakref.WeakSet()
@@ -150,6 +151,19 @@ class World:
     def has_met_at(self, store: c10d.Store) -> bool:
         """Whether the store is a part of the one at which ringway started the job."""
         return self.store is not None and beneath_prefixes(self.store) is beneath_prefixes(store)
+
+    def reconfigured(self) -> None:
+        """A group has another communicator: look for the default group's again."""
+        self._default = None
+
+    @contextmanager
+    def reconfigurable(self) -> Iterator[None]:
+        """Groups made inside can be reconfigured. For versions of torch that do not pass this on."""
+        self.makes_reconfigurable = True
+        try:
+            yield
+        finally:
+            self.makes_reconfigurable = False
 
     def forget_default(self) -> None:
         """After the default group was destroyed: releases what it holds, such as the job's store."""

@@ -5,26 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from ringway.errors import BackendUnavailable
+from ringway.launch.processes import boot_id
 
 
 def host_identity() -> str:
     """Equal for processes that can share memory: the kernel's boot id and the network namespace."""
-    return f"{_boot_id()} {os.readlink('/proc/self/ns/net')}"
-
-
-def pid_namespace() -> str:
-    """Equal for processes to which a pid means the same process. The boot id is part of it: the first PID namespace of
-    every host has the same number."""
-    return f"{_boot_id()} {os.readlink('/proc/self/ns/pid')}"
-
-
-@cache
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
 
 
 @dataclass(frozen=True)

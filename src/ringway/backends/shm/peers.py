@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as c10d
 
 import ringway._core as _core
-from ringway.backends.several.hosts import pid_namespace
 from ringway.descriptors import is_shortage
+from ringway.launch.processes import pid_namespace
 from ringway.store import read
 
 

@@ -9,8 +9,6 @@ never more than one next generation, and a process that cannot reach the store i
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -21,9 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from ringway.api.start import say
-from ringway.backends.several.hosts import pid_namespace
 from ringway.errors import PeerLost, RendezvousError
-from ringway.observe.stall.peers import seems_gone
+from ringway.launch.processes import ProcessName
 from ringway.store import Deadline, read
 
 _GENERATION = "generation"
@@ -41,12 +38,10 @@ class Member:
     number: int
     started_as: int
     """Its rank, as the launcher gave it: the first generation's ranks are in this order."""
-    host: str
-    pid: int
-    namespace: str
+    process: ProcessName
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host}"
+        return str(self.process)
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,9 @@ class Generation:
 
 
 def _arrival(facts: dict[str, Any]) -> Arrival:
-    return Arrival(Member(**facts["member"]), int(facts["step"]), bool(facts["whole"]), bool(facts["veteran"]))
+    member = facts["member"]
+    who = Member(member["number"], member["started_as"], ProcessName(**member["process"]))
+    return Arrival(who, int(facts["step"]), bool(facts["whole"]), bool(facts["veteran"]))
 
 
 class Roster:
@@ -114,7 +111,7 @@ class Roster:
         """A new member: this process."""
         with _reaching_the_store():
             number = self._store.add("members", 1)
-        return Member(number, started_as, socket.gethostname(), os.getpid(), pid_namespace())
+        return Member(number, started_as, ProcessName.own())
 
     def finish(self) -> None:
         """The job is done: a process that comes later has nothing to do."""
@@ -245,14 +242,14 @@ class Watch:
                 raise PeerLost(
                     f"rank {rank} ({member}) ended while generation {self._generation.number} formed",
                     rank=rank,
-                    host=member.host,
-                    pid=member.pid,
+                    host=member.process.host,
+                    pid=member.process.pid,
                 )
         self._next = time.monotonic() + _WATCH_SECONDS
 
 
 def _is_gone(member: Member, store: Store) -> bool:
-    return seems_gone(member.pid, member.namespace) or read(store, f"gone/{member.number}") is not None
+    return member.process.seems_gone() or read(store, f"gone/{member.number}") is not None
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 import signal
 import socket
@@ -20,8 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ringway.backends.several.hosts import pid_namespace
 from ringway.keys import TAG_BYTES
+from ringway.launch.processes import pid_namespace, process_state, seems_gone
 from ringway.observe.recorder import RecordedCall, recorded
 from ringway.store import Deadline
 
@@ -182,7 +181,7 @@ def _answer(address: Address, reply: Mapping[str, Any]) -> Answer:
 
 
 def _silent(address: Address, why: str) -> Answer:
-    state, code = _process_state(address.pid, address.namespace)
+    state, code = process_state(address.pid, address.namespace)
     if state in ("Z", "X", "gone"):
         return _gone(address)
     if state in ("T", "t"):
@@ -191,7 +190,7 @@ def _silent(address: Address, why: str) -> Answer:
 
 
 def _gone(address: Address) -> Answer:
-    _, code = _process_state(address.pid, address.namespace)
+    _, code = process_state(address.pid, address.namespace)
     detail = "its process is gone"
     if code:
         detail += f", killed by {_signal_name(code)}"
@@ -203,40 +202,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def seems_gone(pid: int, namespace: str) -> bool:
-    """Whether a process is gone, according to this host's process table. False for processes of other hosts."""
-    return _process_state(pid, namespace)[0] in ("Z", "X", "gone")
-
-
-def _is_neighbour(namespace: str) -> bool:
-    """Whether a pid of that namespace means the same process here."""
-    return bool(namespace) and namespace == _namespace()
-
-
-def _process_state(pid: int, namespace: str) -> tuple[str, int | None]:
-    """The state letter of /proc/PID/stat, 'gone', or '' if unknown; and the signal that killed the process. The kernel
-    reports the signal only until the process is reaped."""
-    if not _is_neighbour(namespace):
-        return "", None
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:  # gone, or hidden from this user, or this process has no descriptor left
-        return ("" if _exists(pid) else "gone"), None
-    status = int(fields[49]) if len(fields) > 49 else 0
-    return fields[0], (status & 0x7F) or None if fields[0] in ("Z", "X") else None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        pass
-    return True
 
 
 def ask_all(addresses: Iterable[Address], group: str, *, stacks: bool = True) -> dict[int, Answer]:

@@ -31,6 +31,7 @@ from ringway.backends.nccl.group import Aborts
 from ringway.config import MAX_SECONDS, resolve
 from ringway.errors import UsageError
 from ringway.groups.listener import Group, Listener
+from ringway.groups.reconfigure import ReconfigurableBridge
 from ringway.groups.world import world
 from ringway.observe.recorder import RecordedCall, recent_calls, recorded
 from ringway.observe.stall import fault_board
@@ -78,10 +79,11 @@ class StallWatch(Listener):
         default = c10d_module._world.default_pg
         if default is not None and self.job is not None and self.job.lives:
             return
-        store = group.info.store if default is None else c10d_module._world.pg_map[default][1]
-        size = group.size if default is None else default.size()
         with self._carrying_on("calls that stall will not be explained"):
-            self._start(Job(group, size, store))
+            if default is None or isinstance(default, ReconfigurableBridge):  # its new members are a job of their own
+                self._start(Job(group, group.size, group.info.store))
+            else:
+                self._start(Job(group, default.size(), c10d_module._world.pg_map[default][1]))
 
     def _start(self, job: Job) -> None:
         if not self.configured:  # the program called torch's init_process_group, not init_distributed
