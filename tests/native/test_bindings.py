@@ -82,7 +82,7 @@ def test_a_read_past_the_end_is_found(environment: dict[str, str]) -> None:
         "import ringway._core as core\n"
         "from ringway.call import DTYPE_CODE\n"
         "values, code = array.array('f', [1.0] * 1000), DTYPE_CODE[torch.float32]\n"
-        "core.pack_measure((0, 0), (values.buffer_info()[0], code), (0, code), 1001, 1)\n"
+        "core.pack_measure((0, 0, 0), (values.buffer_info()[0], code), (0, code), 1001, 1)\n"
     )
     done = _run(environment, "-c", program)
     assert done.returncode != 0
