@@ -26,12 +26,12 @@ from typing import Any
 
 import hypothesis
 import numpy as np
-import simulation
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import simulation
 from ringway.compress import ErrorFeedback, OneBitAdam, compressed_all_reduce, ddp_hook
 from ringway.compress.windows import Sharding
 from ringway.errors import NotFinite

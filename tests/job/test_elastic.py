@@ -16,11 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as c10d
 from torch import Tensor, nn
 
 import ringway
@@ -29,7 +30,7 @@ import ringway.backends.shm.backend
 from ringway.errors import RendezvousError, UsageError
 from ringway.job.elastic import state as elastic_state
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
-from ringway.job.elastic.roster import Arrival, Generation, Member
+from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
 from ringway.launch.processes import ProcessName
 from ringway.launch.run import store_of_a_run
 from ringway.testing import RankContext, RankPool
@@ -504,6 +505,29 @@ def test_every_kind_of_state_is_copied(pool: RankPool) -> None:
     for other in ended[1:]:
         assert other["words"] == {"words": "of rank 0"}
         torch.testing.assert_close(other["tensors"], ended[0]["tensors"], rtol=0, atol=0)
+
+
+def test_a_process_with_another_version_is_refused() -> None:
+    """It refuses itself, before the others wait for it."""
+    store = c10d.HashStore()
+    first, second = (Roster(store, 1, 1, 30.0, 30.0) for _ in range(2))
+    member = first.enroll(0)
+    formed = first.next(Arrival(member, 0, whole=True, veteran=False), ())
+    assert formed is not None
+    other = replace(second.enroll(0), version="0.0.1")
+    with pytest.raises(RendezvousError, match=r"has ringway 0\.0\.1, and rank 0 .* has "):
+        second.next(Arrival(other, 0, whole=True, veteran=False), ())
+    assert not first.someone_waits_after(formed)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"number": 1}', "[" * 5000, '{"number": 1, "arrivals": [{"member": 3}]}'])
+def test_a_list_of_ranks_that_a_stranger_wrote_is_refused(text: str) -> None:
+    store = c10d.HashStore()
+    roster = Roster(store, 1, 1, 30.0, 30.0)
+    member = roster.enroll(0)
+    store.set("ringway/elastic/generation", text)
+    with pytest.raises(RendezvousError, match="unknown format"):
+        roster.next(Arrival(member, 0, whole=True, veteran=False), ())
 
 
 def test_sources_have_the_newest_whole_state() -> None:

@@ -22,6 +22,7 @@ from ringway.api.start import say
 from ringway.errors import PeerLost, RendezvousError
 from ringway.launch.processes import ProcessName
 from ringway.store import Deadline, read
+from ringway.version import VERSION
 
 _GENERATION = "generation"
 _FINISHED = "finished"
@@ -39,6 +40,7 @@ class Member:
     started_as: int
     """Its rank, as the launcher gave it: the first generation's ranks are in this order."""
     process: ProcessName
+    version: str = VERSION
 
     def __str__(self) -> str:
         return str(self.process)
@@ -87,14 +89,27 @@ class Generation:
 
     @staticmethod
     def unpack(text: bytes) -> Generation:
-        facts = json.loads(text)
-        return Generation(int(facts["number"]), tuple(_arrival(each) for each in facts["arrivals"]))
+        with _readable():
+            facts = json.loads(text)
+            return Generation(int(facts["number"]), tuple(_arrival(each) for each in facts["arrivals"]))
 
 
 def _arrival(facts: dict[str, Any]) -> Arrival:
-    member = facts["member"]
-    who = Member(member["number"], member["started_as"], ProcessName(**member["process"]))
+    member, process = facts["member"], facts["member"]["process"]
+    name = ProcessName(str(process["host"]), int(process["pid"]), str(process["namespace"]))
+    who = Member(int(member["number"]), int(member["started_as"]), name, str(member["version"]))
     return Arrival(who, int(facts["step"]), bool(facts["whole"]), bool(facts["veteran"]))
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """In a job without a secret, anyone who reaches the store may have written what is read."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise RendezvousError(
+            "the job's store lists its ranks in an unknown format: another version of ringway wrote it, or a stranger"
+        ) from None
 
 
 class Roster:
@@ -131,12 +146,15 @@ class Roster:
         known to have died."""
         with _reaching_the_store():
             current = self._current()
+            _require_one_version(me.member, current)
             while True:
                 number = 1 if current is None else current.number + 1
                 self._sign_up(number, me)
                 current = self._await(number, current, lost)
                 if current is None or current.rank_of(me.member) is not None:
-                    return current
+                    break
+            _require_one_version(me.member, current)
+            return current
 
     def _current(self) -> Generation | None:
         text = read(self._store, _GENERATION)
@@ -188,6 +206,15 @@ class Roster:
         return Generation.unpack(bytes(self._store.compare_set(_GENERATION, before, next_one.pack())))
 
 
+def _require_one_version(me: Member, generation: Generation | None) -> None:
+    for rank, member in enumerate(generation.members if generation is not None else ()):
+        if member.version != me.version:
+            raise RendezvousError(
+                f"this process has ringway {me.version}, and rank {rank} ({member}) has {member.version}: install the "
+                "same version everywhere"
+            )
+
+
 class _Round:
     """The signing up for one generation."""
 
@@ -205,8 +232,10 @@ class _Round:
             if place not in self._arrivals:
                 text = read(self._store, f"{self._number}/arrival/{place}")
                 if text is not None:
-                    self._arrivals[place] = _arrival(json.loads(text))
-        alive = [arrival for arrival in self._arrivals.values() if not self._is_lost(arrival.member)]
+                    with _readable():
+                        self._arrivals[place] = _arrival(json.loads(text))
+        # One that has signed up lives, whatever an error said about it before, unless its process is gone.
+        alive = [arrival for arrival in self._arrivals.values() if not _is_gone(arrival.member, self._store)]
         return sorted(alive, key=self._order)
 
     def _order(self, arrival: Arrival) -> tuple[bool, int, int]:
@@ -218,12 +247,8 @@ class _Round:
         """Whether every member of the current generation has signed up or is gone."""
         assert self._current is not None
         signed_up = {arrival.member.number for arrival in self._arrivals.values()}
-        return all(member.number in signed_up or self._is_lost(member) for member in self._current.members)
-
-    def _is_lost(self, member: Member) -> bool:
-        if member.number not in self._lost and _is_gone(member, self._store):
-            self._lost.add(member.number)
-        return member.number in self._lost
+        missing = [member for member in self._current.members if member.number not in signed_up | self._lost]
+        return all(_is_gone(member, self._store) for member in missing)
 
 
 class Watch:

@@ -164,10 +164,12 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _send_piece(piece: list[Tensor], source: int, has_it: bool) -> None:
-    together = torch.cat(piece) if len(piece) > 1 else piece[0]
-    if has_it and len(piece) == 1:
-        together = together.clone()  # another source may write the same bytes into it
-    world.communicator(None).broadcast(together, src=source)
+    communicator = world.communicator(None)
+    if has_it and communicator.rank != source:  # receives what it has: not into the tensors, which stay as they are
+        together = piece[0].new_empty(sum(map(len, piece)))
+    else:
+        together = torch.cat(piece) if len(piece) > 1 else piece[0]
+    communicator.broadcast(together, src=source)
     if not has_it and len(piece) > 1:
         for part, received in zip(piece, together.split([len(each) for each in piece]), strict=True):
             part.copy_(received)

@@ -1,0 +1,158 @@
+"""How long an elastic job stands still when a rank is killed, and how fast a newcomer gets the state.
+
+    python benchmarks/elastic.py [--ranks 4] [--rounds 20] [--mib 256] [--check]
+
+In each round a rank kills itself in the middle of a step. Measured on the others: from the kill until they have the
+error, until the new group is formed, and until their next step begins. Then a rank joins, and copies a state of `--mib`
+MiB; its rate is compared with the rate of a broadcast of the same size. All processes are on this host, and no timeout
+is set. With `--check`, it fails if a next step begins more than 1 s after a kill, if the median time to make the group
+is above 50 ms, or if the state comes at less than half the rate of a broadcast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+import ringway
+from ringway.bench import median_interval
+from ringway.job.elastic import state as elastic_state
+from ringway.job.elastic.job import ElasticJob
+from ringway.launch.run import store_of_a_run
+from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
+
+MOST_PAUSE, MOST_FORMING, LEAST_RATE = 1.0, 0.05, 0.5
+
+
+class Timed(ElasticJob):
+    """Notes when the last group began to form, and when it was there."""
+
+    began = formed = 0.0
+
+    def _form(self, generation: Any) -> None:
+        self.began = time.monotonic()
+        super()._form(generation)
+        self.formed = time.monotonic()
+
+
+def _rank(context: RankContext, mib: int) -> dict[str, float]:
+    """The last rank is killed in step 3. The one before it joins only then."""
+    leave(ringway)
+    torch.set_num_threads(1)
+    size, joins = context.world_size, context.world_size - 2
+    os.environ.update(
+        RANK=str(context.rank), WORLD_SIZE=str(size - 1), LOCAL_WORLD_SIZE=str(size - 1), MASTER_ADDR="127.0.0.1"
+    )
+    if context.rank == size - 1:
+        os.environ["RANK"] = str(joins)
+    if context.rank == joins:
+        os.environ["RANK"] = "0"
+        context.store.wait(["a step after the kill"])
+    state: dict[str, Any] = {"weights": torch.zeros(mib << 18)}
+    result: dict[str, float] = {}
+    told = 0.0
+    with Timed() as job:
+        for attempt in job.steps(state):
+            if told and "pause" not in result:
+                killed = float(context.store.get("killed").decode())
+                result |= {"told": told - killed, "pause": time.monotonic() - killed, "forming": job.formed - job.began}
+                context.store.set("a step after the kill", "")
+            if told and job.size == size - 1:
+                break  # the newcomer is there
+            if context.rank == joins:
+                result["copying"] = copying[0]
+                break
+            try:
+                with attempt:
+                    if attempt.step == 3 and context.rank == size - 1:
+                        context.store.set("killed", str(time.monotonic()))
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    attempt.commit()
+            finally:
+                told = told or (time.monotonic() if attempt._fault is not None else 0.0)
+    return result
+
+
+copying: list[float] = []
+
+
+def _time_copying() -> None:
+    copy_from = elastic_state.State.copy_from
+
+    def timed(self: elastic_state.State, sources: Any) -> None:
+        began = time.monotonic()
+        copy_from(self, sources)
+        copying[:] = [time.monotonic() - began]
+
+    elastic_state.State.copy_from = timed  # type: ignore[method-assign]
+
+
+def _broadcast(context: RankContext, mib: int) -> float:
+    context.start("shm")
+    tensor = torch.zeros(mib << 18)
+    for _ in range(2):
+        ringway.barrier()
+        began = time.monotonic()
+        ringway.broadcast(tensor, 0)
+    return time.monotonic() - began
+
+
+def _measured_rank(context: RankContext, mib: int) -> dict[str, float]:
+    _time_copying()
+    return _rank(context, mib)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    told, pauses, forming, rates = [], [], [], []
+    with RankPool(options.ranks + 1, preload=("ringway.job.elastic.job",)) as pool:
+        for _ in range(options.rounds):
+            whole = pool.run(_broadcast, options.mib, world_size=options.ranks)
+            with store_of_a_run() as variables:
+                ended = pool.try_run(
+                    _measured_rank, options.mib, world_size=options.ranks + 1, environment={**variables}, grace=120.0
+                )
+            pool.replace()
+            survivors = [outcome.value for outcome in ended[: options.ranks - 1]]
+            if not all(survivors):
+                sys.exit("\n".join(map(str, ended)))
+            told.append(max(each["told"] for each in survivors))
+            pauses.append(max(each["pause"] for each in survivors))
+            forming.append(max(each["forming"] for each in survivors))
+            rates.append(max(whole) / ended[options.ranks - 1].value["copying"])
+    print(f"{options.ranks} ranks on this host, {options.rounds} rounds; slowest rank of each round")
+    print("| from the kill until | median | 95 % interval | slowest |")
+    print("|---|---|---|---|")
+    print(_row("the others have the error", told))
+    print(_row("their next step begins", pauses))
+    print(_row("(making the group alone)", forming))
+    rate = median_interval(rates)
+    interval = f"{rate.low:.2f} to {rate.high:.2f}"
+    print(f"\nThe state of {options.mib} MiB comes at {rate.median:.2f} ({interval}) of a broadcast's rate.")
+    if options.check and (
+        max(pauses) > MOST_PAUSE or median_interval(forming).median > MOST_FORMING or rate.high < LEAST_RATE
+    ):
+        sys.exit(json.dumps({"pauses": pauses, "forming": forming, "rates": rates}))
+
+
+def _row(name: str, values: list[float]) -> str:
+    found = median_interval(values)
+    interval = f"{found.low * 1e3:.0f} to {found.high * 1e3:.0f} ms"
+    return f"| {name} | {found.median * 1e3:.0f} ms | {interval} | {max(values) * 1e3:.0f} ms |"
+
+
+if __name__ == "__main__":
+    main()
