@@ -295,7 +295,7 @@ def test_labels_are_truncated_and_escaped_for_the_terminal(pool: RankPool) -> No
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"enabled": "yes"}, "true or false"),
+        ({"enabled": "perhaps"}, "true or false"),
         ({"verbose": 3}, "true or false"),
         ({"prof_ops": "all_reduce"}, "a list of names"),
         ({"prof_ops": [1]}, "a list of names"),
