@@ -95,7 +95,7 @@ def measured_forecast(
     def plain(trial: Tensor) -> None:
         communicator.all_reduce(trial, c10d.ReduceOp.AVG)
 
-    times = [_best_times(communicator, (plain, compressed), nbytes, device) for nbytes in (SMALL_BYTES, LARGE_BYTES)]
+    times = [best_times(communicator, (plain, compressed), nbytes, device) for nbytes in (SMALL_BYTES, LARGE_BYTES)]
     agreed = torch.tensor(times, dtype=torch.float64, device=device)
     communicator.all_reduce(agreed, c10d.ReduceOp.MAX)
     (plain_small, small), (plain_large, large) = agreed.tolist()
@@ -105,7 +105,7 @@ def measured_forecast(
     return forecast
 
 
-def _best_times(
+def best_times(
     communicator: Communicator, steps: Sequence[Callable[[Tensor], object]], nbytes: int, device: torch.device
 ) -> list[float]:
     """The best of a few times of each step, since interference only ever adds time. The steps alternate, so that a
