@@ -44,7 +44,9 @@ RATE = 3e-3
 LIMITS = {
     "ZeroOneAdam": ("DDP, AdamW", 0.005),
     "DiLoCo, int8, every 20": ("DDP, AdamW", 0.01),
+    "DiLoCo, int8, every 10": ("DDP, AdamW", 0.01),
     "SparseLoCo, 1 %, every 15": ("DDP, AdamW", 0.01),
+    "SparseLoCo, 3 %, every 10": ("DDP, AdamW", 0.01),
     "Streaming DiLoCo, int4, every 20": ("DDP, AdamW", 0.01),
     "OneBitLamb": ("LAMB", 0.005),
 }
@@ -122,7 +124,7 @@ def show_links(steps: int) -> bool:
             arguments = ("links", "--mbit", str(mbit), "--steps", str(steps))
             shown = run_sites(os.path.abspath(__file__), *arguments, capture=True)
         print(shown, end="", flush=True)
-        found = float(shown.partition("utilization ")[2].split()[0])
+        found = float(shown.partition("utilization ")[2].partition(",")[0])
         fine &= found >= least
         if found < least:
             print(f"NO: at {mbit} Mbit/s the utilization of Streaming DiLoCo must be at least {least}")
@@ -147,11 +149,12 @@ def optimizer_of(method: str, model: torch.nn.Module, steps: int) -> torch.optim
         return OneBitLamb(parameters, freeze_step=steps // 4 if method == "OneBitLamb" else steps, **options)
     inner = torch.optim.AdamW(parameters, weight_decay=0.0, **options)
     if method.startswith("DiLoCo"):
-        return DiLoCo(model, inner, every=20, codec="int8")
+        return DiLoCo(model, inner, every=int(method.split()[-1]), codec="int8")
     if method.startswith("Streaming"):
         return DiLoCo(model, inner, every=20, codec="int4", fragments=4, delay=2)
     if method.startswith("SparseLoCo"):
-        return SparseLoCo(model, inner, every=15)
+        share = float(method.split()[1]) / 100
+        return SparseLoCo(model, inner, every=int(method.split()[-1]), codec=f"topk:{share}:2")
     return inner
 
 
