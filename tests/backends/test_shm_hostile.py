@@ -323,9 +323,9 @@ def _few_threads(context: RankContext) -> list[float]:
             ending.start()
         _use_up_old_stacks(asleep)
         last.set()
-        measured.append(_core.pack_measure((0, 0), array, none, values.numel(), 4))
+        measured.append(_core.pack_measure((0, 0, 0), array, none, values.numel(), 4))
     asleep.set()
-    measured.append(_core.pack_measure((0, 0), array, none, values.numel(), 1))
+    measured.append(_core.pack_measure((0, 0, 0), array, none, values.numel(), 1))
     return measured
 
 
@@ -340,12 +340,12 @@ def _one_helper() -> None:
     """In a process without privileges, which may start one thread more."""
     values = torch.arange(1 << 20, dtype=torch.float32)
     array, none = (values.data_ptr(), DTYPE_CODE[torch.float32]), (0, DTYPE_CODE[torch.float32])
-    expected = _core.pack_measure((0, 0), array, none, values.numel(), 1)
+    expected = _core.pack_measure((0, 0, 0), array, none, values.numel(), 1)
     unused = 1_999_999_999  # a user without other processes, which would count
     os.setresuid(unused, unused, unused)
     threads = len(os.listdir("/proc/self/task")) + 1
     resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
-    assert _core.pack_measure((0, 0), array, none, values.numel(), 4) == expected
+    assert _core.pack_measure((0, 0, 0), array, none, values.numel(), 4) == expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes the user of a process")

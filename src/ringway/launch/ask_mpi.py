@@ -28,7 +28,7 @@ LAUNCHERS = (
 """Names of processes that start MPI programs."""
 
 _LOAD_MPI = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, sys; sys.path[:], sys.exec_prefix = json.loads(sys.argv[1]); "
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 )
 _LOAD_SECONDS = 30.0
@@ -48,7 +48,7 @@ def described(launcher: Ancestor) -> str:
 @functools.cache
 def mpi_failure(path: tuple[str, ...]) -> str | None:
     """Why mpi4py cannot load MPI, or None. A child process imports it: here the import could initialize MPI."""
-    command = [sys.executable, "-c", _LOAD_MPI, json.dumps(path)]
+    command = [sys.executable, "-c", _LOAD_MPI, json.dumps([path, sys.exec_prefix])]  # beneath which mpi4py looks
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired:
