@@ -108,3 +108,9 @@ proofs:
 torch-suite: build
 	@$(PY) -c 'import expecttest' 2>/dev/null || $(PIP) expecttest==0.3.0  # torch's test classes import it
 	@$(PY) scripts/torch_suite.py
+
+# make frameworks   accelerate, transformers, Lightning, Ray and DeepSpeed on gloo and on shm, compared (minutes)
+.PHONY: frameworks
+
+frameworks: build
+	@$(PY) scripts/frameworks.py

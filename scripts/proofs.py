@@ -1,6 +1,6 @@
 """Proofs that CI cannot make: what ran, on which machine, on which commit.
 
-A proof is a page of `docs/proofs/` whose head names the commit it was made on and the files it proves.
+A proof is a page of `docs/proofs/`, or one in ELSEWHERE, that names the commit it was made on and the files it proves.
 
     python scripts/proofs.py        lists the proofs that are older than the code they prove (make proofs, make test)
 """
@@ -20,6 +20,7 @@ MADE_BY = {
     "attack": "make attack",
     "browser": "make browser",
     "ccl": "make ccl-proof",
+    "frameworks": "make frameworks",
     "kills": "make kills",
     "nccl": "python scripts/nccl_proof.py",
     "nccl_faults": "python scripts/nccl_faults.py",
@@ -33,6 +34,8 @@ MADE_BY = {
     "torch_2_15": "make torch-versions",
 }
 """The expected pages, and the command that makes each."""
+ELSEWHERE = {"frameworks": ROOT / "docs" / "frameworks.md"}
+"""The proofs that are a part of another page."""
 
 _LISTED = 3
 _COMMIT = re.compile(r"^- Commit: `([0-9a-f]+)`", re.MULTILINE)
@@ -51,21 +54,22 @@ def loaded_nccl() -> str:
     return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
 
-def write(path: Path, title: str, proves: Sequence[str], body: str, commit: str | None = None) -> None:
-    """Writes a proof. In a copy of the tree without git history, the commit must be given."""
+def head(proves: Sequence[str], commit: str | None = None) -> list[str]:
+    """The lines that make a page a proof. In a copy of the tree without git history, the commit must be given."""
     commit = commit or _git("rev-parse", "HEAD")
     if not commit:
         raise SystemExit("this tree has no git history: pass its commit with --commit")
-    head = [
-        f"# {title}",
-        "",
+    return [
         f"- Commit: `{commit}`",
         f"- Made: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"- Proves: {', '.join(f'`{name}`' for name in proves)}",
-        "\n",
     ]
+
+
+def write(path: Path, title: str, proves: Sequence[str], body: str, commit: str | None = None) -> None:
+    """Writes a proof: a page with nothing else."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(head) + body.rstrip() + "\n")
+    path.write_text("\n".join([f"# {title}", "", *head(proves, commit), "\n"]) + body.rstrip() + "\n")
     print(f"wrote {path}")
 
 
@@ -93,7 +97,7 @@ def outdated(page: Path) -> str | None:
 def main() -> None:
     names = sorted({*MADE_BY, *(page.stem for page in FOLDER.glob("*.md"))})
     for name in names:
-        page = FOLDER / f"{name}.md"
+        page = ELSEWHERE.get(name, FOLDER / f"{name}.md")
         why = outdated(page)
         again = f" ({MADE_BY[name]})" if why and name in MADE_BY else ""
         print(f"{page.relative_to(ROOT)}: {why or 'up to date'}{again}")

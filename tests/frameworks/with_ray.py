@@ -1,0 +1,55 @@
+"""Ray: actors that form a group, and the TorchTrainer. This process starts the ranks; torchrun is not used."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import ray
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from report import BACKEND, batches, network, report
+
+
+def train(name: str, model: torch.nn.Module, rank: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for inputs, targets in batches(rank):
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    report(name, losses, model)
+
+
+@ray.remote(num_cpus=1)
+class Rank:
+    def train(self, rank: int, port: int) -> None:
+        torch.distributed.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        train("actors", torch.nn.parallel.DistributedDataParallel(network()), rank)
+        torch.distributed.destroy_process_group()
+
+
+def worker() -> None:
+    rank = ray.train.get_context().get_world_rank()
+    train("TorchTrainer", prepare_model(network()), rank)
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
+    ranks = [Rank.remote() for _ in range(2)]
+    ray.get([rank.train.remote(index, port) for index, rank in enumerate(ranks)])
+    for rank in ranks:
+        ray.kill(rank)
+    TorchTrainer(
+        worker,
+        torch_config=TorchConfig(backend=BACKEND),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=os.environ["FRAMEWORKS_REPORT"]),
+    ).fit()
+    ray.shutdown()
