@@ -21,7 +21,7 @@ from ringway.call import ReduceOp
 from ringway.config import resolve
 from ringway.errors import CommTimeout, PeerLost, RendezvousError, RingwayError, UsageError
 from ringway.groups.world import world
-from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, Watch
+from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
 from ringway.job.elastic.state import State
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import LastingStore
@@ -204,7 +204,7 @@ class ElasticJob:
         is done: another rank made its last step."""
         assert self._roster is not None
         assert self._state is not None
-        before = self._generation
+        before, failed = self._generation, None
         while True:
             lost = self._lost_by(fault)
             self._end_group()
@@ -222,8 +222,9 @@ class ElasticJob:
                 return True
             except Exception as error:
                 fault = error if isinstance(error, RendezvousError) else _fault_behind(error)
-                if fault is None:
-                    raise
+                if fault is None or (isinstance(error, RendezvousError) and generation.members == failed):
+                    raise  # the same members failed to form a group before, so they would again
+                failed = generation.members
 
     def _announce(self, change: Change) -> None:
         for model, options in self._models.values():
@@ -233,7 +234,7 @@ class ElasticJob:
 
     def _form(self, generation: Generation) -> None:
         assert self._roster is not None
-        store = self._store.part(generation.number, Watch(self._roster, generation))
+        store = self._store.part(generation.number, self._roster.watch(generation))
         info = replace(self._info, rank=self.rank, size=self.size, local_size=None)
         while_forming = Limit(min(_FORM_SECONDS, self._limit.seconds), self._limit.source)
         start_world(info, store, self._settings, self._backend, while_forming, verbose=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -141,6 +141,10 @@ class Roster:
         """Whether a process has signed up for the next generation."""
         return read(self._store, f"{generation.number + 1}/arrivals") is not None
 
+    def watch(self, generation: Generation) -> Callable[[], None]:
+        """Raises `PeerLost` if a member of the generation is gone. Cheap enough to be called often."""
+        return _Watch(self._store, generation)
+
     def next(self, me: Arrival, lost: Collection[int]) -> Generation | None:
         """Sign up, and return the next generation with this member in it; None if the job is done. `lost` are members
         known to have died."""
@@ -251,11 +255,9 @@ class _Round:
         return all(_is_gone(member, self._store) for member in missing)
 
 
-class Watch:
-    """Raises `PeerLost` if a member of a generation is gone. Cheap enough to be called often."""
-
-    def __init__(self, roster: Roster, generation: Generation) -> None:
-        self._store = roster._store
+class _Watch:
+    def __init__(self, store: Store, generation: Generation) -> None:
+        self._store = store
         self._generation = generation
         self._next = 0.0
 
