@@ -100,11 +100,16 @@ ALL = (
     _accelerate("test_ops", *TORCHRUN),
     _accelerate("test_sync", *TORCHRUN),
     _accelerate("test_script", *TORCHRUN),
-    _accelerate("test_merge_weights", *TORCHRUN),
-    _accelerate("test_notebook"),
+    _accelerate(
+        "test_merge_weights", *TORCHRUN, fails_on_gloo="because torch's FSDP restores a type that was never set"
+    ),
+    _accelerate("test_notebook", limit=120, fails_on_gloo="because it hangs after its own restarts"),
     _accelerate("test_ddp_comm_hook", *TORCHRUN, fails_on_gloo="because it gives DDP device_ids, which GPUs have"),
     _accelerate(
-        "test_distributed_data_loop", *TORCHRUN, limit=120, fails_on_gloo="because its ranks wait for each other"
+        "test_distributed_data_loop",
+        *TORCHRUN,
+        limit=120,
+        fails_on_gloo="because join_uneven_inputs does nothing on CPUs",
     ),
 )
 NOT_RUN = {
@@ -177,7 +182,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for sent in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sent)
-            process.wait(20)
+            process.wait(45)  # torchrun gives its ranks, which have sessions of their own, 30 s to end
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
     process.wait()
@@ -203,7 +208,9 @@ def compare(program: Program, outcomes: Mapping[str, Outcome]) -> tuple[list[lis
     """The rows of the table, and whether shm failed where gloo did not."""
     gloo, others = outcomes["gloo"], {way: other for way, other in outcomes.items() if way != "gloo"}
     if gloo.failed:
-        return [[program.name, f"fails ({gloo.failed}) {program.fails_on_gloo}", "not run"]], not program.fails_on_gloo
+        return [
+            [program.name, f"fails ({gloo.failed}) {program.fails_on_gloo}".rstrip(), "not run"]
+        ], not program.fails_on_gloo
     rows, worse = [], False
     for part in gloo.parts or [""]:
         found = []
@@ -217,7 +224,7 @@ def compare(program: Program, outcomes: Mapping[str, Outcome]) -> tuple[list[lis
             worse = worse or bool(wrong)
             found.append(f"`{way}`: {wrong or ('equal' if part else 'passes')}")
         loss = float.fromhex(gloo.parts[part]["0"]["losses"][-1]) if part else None
-        told = "passes" if loss is None else f"last loss {loss:.6f}"
+        told = "passes" if loss is None else f"ends at {loss:.6f}"
         rows.append([f"{program.name}: {part}" if part else program.name, told, "<br>".join(found)])
     return rows, worse or any(other.failed for other in others.values())
 
@@ -250,6 +257,7 @@ def main() -> int:
     parser.add_argument("--only", help="run only the programs whose name contains this, and write nothing")
     parser.add_argument("--show", action="store_true", help="print the output of every run")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `run` ends its program on the way out
     python, began = environment(), time.monotonic()
     rows: list[list[str]] = []
     any_worse = False
