@@ -21,7 +21,19 @@ LAYERS = (
     ("launch", {"launch"}),
     (
         "vocabulary",
-        {"call", "work", "errors", "config", "keys", "store", "threads", "references", "torch_versions", "version"}
+        {
+            "call",
+            "work",
+            "errors",
+            "config",
+            "config_file",
+            "keys",
+            "store",
+            "threads",
+            "references",
+            "torch_versions",
+            "version",
+        }
         | {"torch_patches", "forwarding", "descriptors", "_core"},
     ),
 )

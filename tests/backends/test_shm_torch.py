@@ -19,7 +19,7 @@ from torch import nn
 
 import ringway as dist
 import ringway_autoload
-from ringway.config import read_file
+from ringway.config_file import read_file
 from ringway.testing import RankContext, RankPool
 
 LISTENS = "0A"

@@ -19,7 +19,7 @@ import torch
 
 from ringway.backends import registry
 from ringway.call import DTYPES, OP_BY_NAME, OPS, Op
-from ringway.config import read_file
+from ringway.config_file import read_file
 from ringway.errors import ConfigError, nearest
 
 VERSION = 1
