@@ -3,7 +3,7 @@
 # make test       lint, types and all tests (what CI runs); says which proofs are older than the code they prove
 # make soak       hours: more seeds, kills and training steps, the conformance suite on more worlds and sub-groups, also
 #                 under both MPIs, messages of more than 2 GB, tests that depend on time ten times, the suite on busy CPUs
-# make sanitizers, make browser, make attack, make kills, make random_programs, make torch-versions
+# make sanitizers, make browser, make attack, make kills, make random_programs, make timing, make busy, make torch-versions
 #                 what make test leaves out, written to docs/proofs
 PYTHON ?= python3
 VENV   := .venv
@@ -70,12 +70,12 @@ quick: lint
 
 soak: build
 	@RINGWAY_SOAK=1 $(PYTEST)
-	@for round in 1 2 3 4 5 6 7 8 9 10; do $(PYTEST) -m 'timing and ($(APART))' || exit 1; done
-	@$(PY) scripts/busy.py 2 $(PYTEST) $(SPREAD) -m '$(APART)'
+	@$(PY) scripts/suite_proof.py timing
+	@$(PY) scripts/suite_proof.py busy
 
-.PHONY: sanitizers browser attack kills random_programs torch-versions
+.PHONY: sanitizers browser attack kills random_programs timing busy torch-versions
 
-sanitizers browser attack kills random_programs: build
+sanitizers browser attack kills random_programs timing busy: build
 	@$(PY) scripts/suite_proof.py $@
 
 TORCH_VERSIONS := 2.11.0 2.15.0

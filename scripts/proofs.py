@@ -19,6 +19,7 @@ FOLDER = ROOT / "docs" / "proofs"
 MADE_BY = {
     "attack": "make attack",
     "browser": "make browser",
+    "busy": "make busy",
     "ccl": "make ccl-proof",
     "frameworks": "make frameworks",
     "kills": "make kills",
@@ -30,6 +31,7 @@ MADE_BY = {
     "sanitizers": "make sanitizers",
     "suite_gpu": "python scripts/suite_proof.py suite_gpu",
     "shm_x86": "python benchmarks/collectives.py",
+    "timing": "make timing",
     "torch_2_11": "make torch-versions",
     "torch_2_15": "make torch-versions",
 }

@@ -5,6 +5,8 @@
     python scripts/suite_proof.py attack            the attackers of tests/security, 10,000 times
     python scripts/suite_proof.py kills             10,000 ranks killed at random moments
     python scripts/suite_proof.py random_programs   random programs over compression for 10 minutes
+    python scripts/suite_proof.py timing            the tests that depend on time, ten times
+    python scripts/suite_proof.py busy              the suite while two other processes keep two cores busy
     python scripts/suite_proof.py suite_gpu         the suite, on a machine with a GPU
     python scripts/suite_proof.py torch 2.15.0      the whole suite on another torch, in a separate environment
 
@@ -47,6 +49,8 @@ class Part:
     variables: Mapping[str, str] = field(default_factory=dict)
     lists_skipped: bool = False
     shows_output: bool = False
+    rounds: int = 1
+    busy_processes: int = 0
 
 
 PARTS = {
@@ -82,6 +86,18 @@ PARTS = {
         "The suite on a machine with a GPU",
         ("src/ringway", "csrc"),
         ("-n", "10", *SUITE),
+    ),
+    "timing": Part(
+        "The tests that depend on time, ten times",
+        ("src/ringway", "csrc"),
+        ("-n", "2", "--dist", "worksteal", "-m", "timing and not sanitizers and not browser"),
+        rounds=10,
+    ),
+    "busy": Part(
+        "The suite while two other processes keep two cores busy",
+        ("src/ringway", "csrc"),
+        ("-n", "3", *SUITE),
+        busy_processes=2,
     ),
     "random_programs": Part(
         "Random programs over compression, 10 minutes, against float64",
@@ -120,10 +136,13 @@ def torch_python(version: str) -> Path:
 
 
 def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
-    """Runs the part; writes its page if every test passed."""
+    """Runs the part; writes its page if every test passed in every round."""
+    all_cases: list[ElementTree.Element] = []
+    beside = [sys.executable, str(proofs.ROOT / "scripts/busy.py"), str(part.busy_processes)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [
+            *(beside if part.busy_processes else ()),
             python,
             "-m",
             "pytest",
@@ -134,11 +153,12 @@ def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
             "junit_logging=system-out",
         ]
         began = time.monotonic()
-        ended = subprocess.run(command, cwd=proofs.ROOT, check=False, env={**os.environ, **part.variables})
+        for _ in range(part.rounds):
+            ended = subprocess.run(command, cwd=proofs.ROOT, check=False, env={**os.environ, **part.variables})
+            if ended.returncode != 0:
+                return ended.returncode
+            all_cases += ElementTree.parse(report).iter("testcase")
         seconds = time.monotonic() - began
-        if ended.returncode != 0:
-            return ended.returncode
-        all_cases = list(ElementTree.parse(report).iter("testcase"))
     cases = [case for case in all_cases if case.find("skipped") is None]
     skipped = [case for case in all_cases if case.find("skipped") is not None]
     if not cases:
@@ -148,8 +168,8 @@ def prove(part: Part, python: str, output: Path, commit: str | None) -> int:
     lines = [
         "    " + " ".join([*(f"{k}={v}" for k, v in part.variables.items()), "pytest -q", shlex.join(part.selection)]),
         "",
-        f"{len(cases)} passed, {len(skipped)} skipped, in {seconds:.0f} s: {versions}, {platform.machine()},"
-        f" {os.cpu_count()} cores.",
+        f"{len(cases)} passed, {len(skipped)} skipped, in {f'{part.rounds} rounds and ' if part.rounds > 1 else ''}"
+        f"{seconds:.0f} s: {versions}, {platform.machine()}, {os.cpu_count()} cores.",
     ]
     if part.lists_skipped:
         lines += ["", "Skipped: " + (", ".join(map(_why_skipped, skipped)) or "none") + "."]
