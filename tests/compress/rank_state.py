@@ -31,17 +31,19 @@ def mean_of(ranks: int, step: int) -> Tensor:
 # OneBitAdam
 
 
-def scaler_skips_together(context: RankContext, agreeing: bool) -> tuple[Tensor, int, float]:
+def scaler_skips_together(
+    context: RankContext, agreeing: bool, backend: str = "shm", device: str = "cpu"
+) -> tuple[Tensor, int, float]:
     """Rank 1 alone has infinities now and then. All ranks skip those steps, whatever stage they are in."""
-    dist = context.start("shm")
-    weights = nn.Parameter(torch.ones(NUMEL))
+    dist = context.start(backend)
+    weights = nn.Parameter(torch.ones(NUMEL, device=device))
     optimizer = OneBitAdam([weights], lr=1e-2, freeze_step=4)
-    options: dict[str, Any] = {"device": "cpu", "init_scale": 8.0, "growth_interval": 1000}
+    options: dict[str, Any] = {"device": device, "init_scale": 8.0, "growth_interval": 1000}
     scaler = GradScaler(**options, group=dist.group.WORLD) if agreeing else torch.amp.GradScaler(**options)
-    reference = nn.Parameter(torch.ones(NUMEL))
+    reference = nn.Parameter(torch.ones(NUMEL, device=device))
     plain = torch.optim.AdamW([reference], lr=1e-2, weight_decay=0.0)
     for step in range(16):
-        weights.grad = values_of(context.rank, step) * scaler.scale(torch.ones(()))
+        weights.grad = scaler.scale(values_of(context.rank, step).to(device))
         bad = step in (1, 6, 7, 11)
         if bad and context.rank == 1:
             weights.grad[3] = float("inf")
@@ -52,10 +54,10 @@ def scaler_skips_together(context: RankContext, agreeing: bool) -> tuple[Tensor,
         scaler.update()
         assert torch.equal(before, weights) == bad, step
         if not bad and optimizer.state[weights]["step"] <= 4:
-            reference.grad = mean_of(context.world_size, step)
+            reference.grad = mean_of(context.world_size, step).to(device)
             plain.step()
             torch.testing.assert_close(weights, reference)
-    return weights.detach(), optimizer.state[weights]["step"], scaler.get_scale()
+    return weights.detach().cpu(), optimizer.state[weights]["step"], scaler.get_scale()
 
 
 def parameters_come_and_go(context: RankContext) -> None:
@@ -103,15 +105,15 @@ def parameters_come_and_go(context: RankContext) -> None:
         assert [again.state[p]["step"] for p in (first, second, third)] == [6, 7, 6]
 
 
-def failed_step_changes_nothing(context: RankContext) -> None:
-    context.start("shm")
+def failed_step_changes_nothing(context: RankContext, backend: str = "shm", device: str = "cpu") -> None:
+    context.start(backend)
     for codec in ("onebit", "int8:tensor"):
-        parameters = [nn.Parameter(torch.ones(NUMEL)) for _ in range(2)]
+        parameters = [nn.Parameter(torch.ones(NUMEL, device=device)) for _ in range(2)]
         optimizer = OneBitAdam(parameters, lr=1e-2, freeze_step=2, codec=codec)
 
         def gradients(step: int, parameters: list[nn.Parameter] = parameters) -> None:
             for number, parameter in enumerate(parameters):
-                parameter.grad = values_of(context.rank, 10 * step + number)
+                parameter.grad = values_of(context.rank, 10 * step + number).to(device)
 
         for step in range(8):
             if step in (1, 5):
@@ -130,7 +132,7 @@ def failed_step_changes_nothing(context: RankContext) -> None:
         assert all(torch.isfinite(parameter).all() for parameter in parameters)
         assert [optimizer.state[parameter]["step"] for parameter in parameters] == [8, 8]
         if context.rank == 0:
-            parameters[0].grad = torch.sparse_coo_tensor([[1, 2]], [1.0, 2.0], (NUMEL,))
+            parameters[0].grad = torch.sparse_coo_tensor([[1, 2]], [1.0, 2.0], (NUMEL,)).to(device)
         with pytest.raises(UsageError, match="sparse gradients, and rank 0"):
             optimizer.step()
 

@@ -65,8 +65,9 @@ def test_asynchronous_calls_among_plain_collectives(pool: RankPool, backend: str
     pool.run(rank_compress.asynchronously, backend, world_size=2)
 
 
-def test_asynchronous_calls_where_ranks_are_in_different_numbers_of_groups(pool: RankPool) -> None:
-    pool.run(rank_compress.beside_another_group, "shm", world_size=3, timeout=40)
+@pytest.mark.parametrize("how", ["compressed_all_reduce", "register_data_parallel_hooks", "ddp_hook"])
+def test_asynchronous_calls_where_ranks_are_in_different_numbers_of_groups(pool: RankPool, how: str) -> None:
+    pool.run(rank_compress.beside_another_group, "shm", how, world_size=3, timeout=40)
 
 
 def test_asynchronous_calls_have_the_groups_timeout(pool: RankPool) -> None:
