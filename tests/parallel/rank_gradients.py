@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -38,15 +39,14 @@ def clipping(context: RankContext, backend: str = "shm", device: str = "cpu") ->
     mine = next(pair for pair in pairs if context.rank in pair)
     groups = [dist.new_group(pair) for pair in pairs]
     group = groups[pairs.index(mine)]
+    clips: Any = (torchs_clip_grad_norm_, clip_grad_norm_)
     for norm_type in (2.0, float("inf")) if len(pairs) > 1 else (2.0, 1.0, 3.0, float("inf")):
         alone, model = model_of(), model_of().to(device)
         split = register_model_parallel_hooks(model, PLAN, group)
         optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (alone, model)]
         for step in range(3):
             norms = []
-            for each, optimizer, clip in zip(
-                (alone, model), optimizers, (torchs_clip_grad_norm_, clip_grad_norm_), strict=True
-            ):
+            for each, optimizer, clip in zip((alone, model), optimizers, clips, strict=True):
                 optimizer.zero_grad()
                 each(batch_of(step).to(each[0].weight.device)).square().sum().backward()
                 norms.append(clip(each.parameters(), 1.0, norm_type))
@@ -54,6 +54,14 @@ def clipping(context: RankContext, backend: str = "shm", device: str = "cpu") ->
             torch.testing.assert_close(norms[1].cpu(), norms[0], rtol=1e-12, atol=0)
             for own, theirs in zip(whole(split), alone.state_dict().values(), strict=True):
                 torch.testing.assert_close(own, theirs, rtol=1e-11, atol=1e-12)
+        # A copy of the model is split too, and so is a copy of the copy.
+        twin = copy.deepcopy(copy.deepcopy(model))
+        twin.zero_grad()
+        twin(batch_of(0).to(device)).square().sum().backward()
+        alone.zero_grad()
+        alone(batch_of(0)).square().sum().backward()
+        norms = [clip(each.parameters(), 1.0, norm_type) for clip, each in zip(clips, (alone, twin), strict=True)]
+        torch.testing.assert_close(norms[1].cpu(), norms[0], rtol=1e-12, atol=0)
         # A NaN on one rank is in every rank's norm.
         model.zero_grad()
         model(batch_of(0).to(device)).sum().backward()

@@ -56,17 +56,21 @@ def refused(context: RankContext) -> None:
         register_data_parallel_hooks(model)
     with pytest.raises(UsageError, match="is split over the ranks"):
         register_data_parallel_hooks(copy.deepcopy(model))
-    with pytest.raises(UsageError, match="is split over the ranks"):
-        register_data_parallel_hooks(nn.ParameterList(model.parameters()))
-    with pytest.raises(UsageError, match="is split over the ranks"):
-        DistributedDataParallel(model)
-    hooked = DistributedDataParallel(model, init_sync=False)
-    hooked.register_comm_hook(None, ddp_hook("int8"))
-    with pytest.raises(UsageError, match="is split over the ranks"):
-        hooked(batch_of(0, torch.float64)).sum().backward()
-    optimizer = OneBitAdam(model.parameters(), freeze_step=1)
-    with pytest.raises(UsageError, match="is split over the ranks"):
-        optimizer.step()
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(UsageError, match="is split over the ranks"):
+            register_data_parallel_hooks(nn.ParameterList(each.parameters()))
+        with pytest.raises(UsageError, match="is split over the ranks"):
+            DistributedDataParallel(each)
+        hooked = DistributedDataParallel(each, init_sync=False)
+        hooked.register_comm_hook(None, ddp_hook("int8"))
+        with pytest.raises(UsageError, match="is split over the ranks"):
+            hooked(batch_of(0, torch.float64)).sum().backward()
+        optimizer = OneBitAdam(each.parameters(), freeze_step=1)
+        with pytest.raises(UsageError, match="is split over the ranks"):
+            optimizer.step()
+    with pytest.raises(UsageError, match=r"replace the split parameters of '0'.*load_full_state_dict"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    model.load_state_dict(model.state_dict())
     for own, theirs in zip(whole(split), before, strict=True):
         assert torch.equal(own, theirs)
     alone = [dist.new_group([rank]) for rank in range(2)][context.rank]
@@ -75,6 +79,8 @@ def refused(context: RankContext) -> None:
     OneBitAdam(model.parameters(), freeze_step=1, group=alone).step()
     split.remove()
     register_data_parallel_hooks(model).remove()
+    register_data_parallel_hooks(copy.deepcopy(model)).remove()
+    model.load_state_dict(model.state_dict(), assign=True)
 
 
 @pytest.mark.parametrize("size", [2, 4])

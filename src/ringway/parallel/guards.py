@@ -19,7 +19,7 @@ REGISTER_AGAIN = "remove() the hooks and register them again, on every rank"
 
 def refuse_split(model: nn.Module, communicator: Communicator) -> None:
     """Raise if ranks of this group hold different parts of a parameter: the group's rank 0 would overwrite them, and
-    their gradients must not be averaged. A copy of a split model is found by its modules."""
+    their gradients must not be averaged. A model whose parameters were replaced is found by its modules."""
     for name, module in model.named_modules():
         settings = vars(module).get(PARALLEL)
         if isinstance(settings, Settings) and settings.sizes:

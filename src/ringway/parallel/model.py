@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -119,9 +119,12 @@ class _Site:
     module: Any
     communicator: Communicator
     handle: ModelParallel
+    split_parameters: list[nn.Parameter] = field(default_factory=list)
 
     def split(self, parameter: str, dim: int, parts: int = 1) -> list[int]:
-        return self.handle.split(f"{self.name}.{parameter}", getattr(self.module, parameter), dim, parts)
+        found = getattr(self.module, parameter)
+        self.split_parameters.append(found)
+        return self.handle.split(f"{self.name}.{parameter}", found, dim, parts)
 
     def sum_gradient(self, parameter: nn.Parameter) -> None:
         self.handle.sum_gradient(self.name, parameter)
@@ -130,6 +133,9 @@ class _Site:
         setattr(self.module, PARALLEL, settings)
         self.module.forward = MethodType(forward, self.module)
         self.handle.keep(_Attribute(self.module, "forward"))
+        setattr(self.module, _MARKS, _Marks(self.communicator, tuple(self.split_parameters)))
+        self.handle.keep(_Attribute(self.module, _MARKS))
+        self.handle.keep(self.module.register_load_state_dict_pre_hook(_refuse_other_parameters))
 
     def after_forward(self, change: Callable[[Tensor], Tensor]) -> None:
         self.handle.keep(self.module.register_forward_hook(_AfterForward(change)))
@@ -144,6 +150,33 @@ class _Attribute:
 
     def remove(self) -> None:
         vars(self.module).pop(self.name, None)
+
+
+_MARKS = "_ringway_marks"
+
+
+@dataclass(frozen=True)
+class _Marks(Attached):
+    """A layer's split parameters. When the layer is copied, its new parameters are marked as split too."""
+
+    over: Communicator
+    parameters: tuple[nn.Parameter, ...]
+
+    def __deepcopy__(self, memo: Any) -> _Marks:
+        # A module's parameters are copied before its other attributes.
+        copies = tuple(memo[id(parameter)] for parameter in self.parameters if id(parameter) in memo)
+        for copy in copies:
+            mark_split(copy, self.over)
+        return _Marks(self.over, copies)
+
+
+def _refuse_other_parameters(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    """Before a split layer loads a state dict."""
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            f"load_state_dict(assign=True) would replace the split parameters of '{prefix.removesuffix('.')}', and the "
+            "new ones are not known to be parts; use assign=False, or load_full_state_dict()"
+        )
 
 
 @dataclass(frozen=True)
