@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import simulation
 from ringway.compress import (
     ErrorFeedback,
+    OneBitAdam,
     all_to_all_quant_reduce,
     compressed_all_reduce,
     ddp_hook,
@@ -257,6 +258,14 @@ def mismatched(
             quantized_all_gather(tensor.new_empty(numel * context.world_size), tensor, codec)
         elif how == "all_to_all_quant_reduce":
             all_to_all_quant_reduce([tensor], codec=codec)
+        elif how == "servers=False":
+            compressed_all_reduce(tensor, ErrorFeedback(), codec, servers=False)
+        elif how == "OneBitAdam":
+            parameter = torch.nn.Parameter(torch.ones_like(tensor))
+            optimizer = OneBitAdam([parameter], freeze_step=1, codec=codec)
+            for _ in range(2):
+                parameter.grad = tensor.clone()
+                optimizer.step()
         else:
             work = compressed_all_reduce(tensor, ErrorFeedback(), codec, async_op=how == "asynchronous")
             if work is not None:
@@ -274,6 +283,24 @@ def mismatched(
     dist.destroy_process_group()
     assert sorted(caught.value.sides) == list(range(context.world_size))
     return [caught.value.sides[rank] for rank in range(context.world_size)]
+
+
+def mismatched_hooks(context: RankContext, backend: str) -> None:
+    """Data-parallel hooks with a codec on one rank and another codec on the other."""
+    dist = context.start(backend)
+    codec = ("int8", "fp8")[context.rank]
+    with pytest.raises(CollectiveMismatch, match="rank 0: codec=int8:256; on rank 1: codec=fp8:256"):
+        register_data_parallel_hooks(torch.nn.Linear(30, 40), codec=codec)
+    hook = ddp_hook(codec, warmup_steps=0)
+    model = DistributedDataParallel(torch.nn.Linear(30, 40))
+    model.register_comm_hook(None, hook)
+    # DDP wraps the error of a hook.
+    with pytest.raises(
+        RuntimeError, match=r"(?s)CollectiveMismatch.*rank 0: .*codec int8:256.*rank 1: .*codec fp8:256"
+    ):
+        model(torch.ones(2, 30)).sum().backward()
+    hook.feedback.close()
+    dist.destroy_process_group()
 
 
 def a_call_that_failed_on_one_rank(context: RankContext, backend: str) -> None:

@@ -70,8 +70,9 @@ def test_asynchronous_calls_where_ranks_are_in_different_numbers_of_groups(pool:
     pool.run(rank_compress.beside_another_group, "shm", how, world_size=3, timeout=40)
 
 
-def test_asynchronous_calls_have_the_groups_timeout(pool: RankPool) -> None:
-    waited = pool.run(rank_compress.late_peer, "shm", world_size=2, timeout=60)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_asynchronous_calls_have_the_groups_timeout(pool: RankPool, backend: str) -> None:
+    waited = pool.run(rank_compress.late_peer, backend, world_size=2, timeout=60)
     assert waited[0] < 30
 
 
@@ -81,7 +82,7 @@ def test_every_rank_names_the_rank_with_non_finite_values(pool: RankPool, backen
 
 
 def test_ranks_that_make_different_compressed_calls_are_told_so(pool: RankPool) -> None:
-    kinds = ("quantized_all_gather", "all_to_all_quant_reduce", "asynchronous")
+    kinds = ("quantized_all_gather", "all_to_all_quant_reduce", "asynchronous", "servers=False", "OneBitAdam")
     cases = [(name, "synchronous", "shm") for name in rank_compress.MISMATCHES]
     cases += [("codecs of the same length", kind, "shm") for kind in kinds]
     cases += [("windows", kind, "gloo") for kind in ("synchronous", "asynchronous")]
@@ -91,6 +92,7 @@ def test_ranks_that_make_different_compressed_calls_are_told_so(pool: RankPool) 
             for (numel, dtype, codec), side in zip(sides, told, strict=True):
                 assert f"{str(dtype).removeprefix('torch.')}[{numel}]" in side, (name, kind)
                 assert f"codec {codec}" in side, (name, kind)
+    pool.run(rank_compress.mismatched_hooks, "shm", world_size=2, timeout=60)
 
 
 def test_a_call_that_failed_on_one_rank_does_not_meet_the_next(pool: RankPool) -> None:
