@@ -15,6 +15,7 @@ import torch
 import ringway
 from ringway import _core, parallel
 from ringway.backends import base, shm_meeting
+from ringway.compress import layout
 from ringway.observe import peers
 
 _core.GroupRecord = _core.Lane
@@ -28,8 +29,9 @@ class Absent:
 
 
 GlooFastPath = Frames = Header = Key = KnownPeers = Listener = key_of = pid_namespace = Absent
-_cpus_together = _Member = spoil_if_different = headers = statuses = Absent
-HEADER_BYTES = 0
+_cpus_together = _Member = spoil_if_different = headers = clear_spoiled = compressed_bytes = ring_bytes = Absent
+HEADER_BYTES, Sharding = layout.HEADER_BYTES, layout.Layout
+frame_bytes, new_frames, statuses, body = layout.frame_bytes, layout.new_frames, layout.statuses, layout.body
 
 
 class Process:

@@ -268,6 +268,37 @@ def loading_keeps_the_slots_that_the_program_holds(context: RankContext) -> None
     assert torch.equal(feedback.state_dict()["slots"]["held"]["worker"], held.worker)
 
 
+def pending_calls_count(context: RankContext) -> None:
+    """Saving, loading and resetting come after the asynchronous calls that were made before."""
+    context.start("shm")
+    feedback = ErrorFeedback()
+    slot, numel = feedback["x"], 300_000
+
+    def calls(first: int) -> list[Any]:
+        inputs = [values_of(context.rank, first + i, numel) for i in range(3)]
+        return [compressed_all_reduce(tensor, slot, "onebit", async_op=True) for tensor in inputs]
+
+    works = calls(0)
+    saved = feedback.state_dict()
+    worker = saved["slots"]["x"]["worker"]
+    for work in works:
+        work.wait()
+    assert slot.worker is not None
+    assert torch.equal(worker, slot.worker)
+    for change, loads in (
+        (lambda: feedback.load_state_dict(saved), True),
+        (feedback.reset, False),
+        (slot.reset, False),
+    ):
+        works = calls(3)
+        change()
+        for work in works:
+            work.wait()
+        assert (slot.worker is not None) == loads
+        assert slot.worker is None or torch.equal(slot.worker, worker)
+    feedback.close()
+
+
 def one_feedback_per_model(context: RankContext, how: str) -> None:
     context.start("gloo")
     models = [DistributedDataParallel(nn.Linear(4, 3)) for _ in range(2)]

@@ -51,6 +51,10 @@ def test_loading_keeps_the_slots_that_the_program_holds(pool: RankPool) -> None:
     pool.run(rank_state.loading_keeps_the_slots_that_the_program_holds, world_size=2)
 
 
+def test_residuals_are_saved_and_loaded_after_pending_calls(pool: RankPool) -> None:
+    pool.run(rank_state.pending_calls_count, world_size=2)
+
+
 @pytest.mark.parametrize("how", ["hook", "feedback", "together"])
 def test_a_feedback_serves_one_model(pool: RankPool, how: str) -> None:
     pool.run(rank_state.one_feedback_per_model, how, world_size=2)

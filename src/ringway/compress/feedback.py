@@ -97,6 +97,7 @@ class Slot:
 
     def reset(self) -> None:
         """Discard the residuals."""
+        self.settle()
         self.worker = self.server = None
 
 
@@ -154,6 +155,7 @@ class ErrorFeedback:
 
     def reset(self) -> None:
         """Discard all residuals. Another model may use the feedback from now on."""
+        self._settle()
         self.model = ServedModel()
         for slot in self._slots.values():
             slot.reset()
@@ -163,6 +165,14 @@ class ErrorFeedback:
         if device.type not in self._backgrounds:
             self._backgrounds[device.type] = Background.on(device, world.communicator(self.group), self.group)
         return self._backgrounds[device.type]
+
+    def _settle(self) -> None:
+        """Wait for all asynchronous calls: they change residuals while they run. Their errors are for those who wait
+        for their Works."""
+        for background in self._backgrounds.values():
+            if background.latest is not None:
+                with suppress(Exception):
+                    background.latest.wait()
 
     def close(self) -> None:
         """Wait for pending asynchronous calls and end their threads. Safe to call more than once."""
@@ -174,6 +184,7 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals. Save those of every rank: each rank's are different."""
         communicator = world.communicator(self.group)
+        self._settle()
         return {
             "format": FORMAT,
             "rank": communicator.rank,
