@@ -17,15 +17,18 @@ from torch import nn
 
 from ringway.api.groups import destroy_process_group, settled
 from ringway.api.start import Limit, limit_of, say, start_world
+from ringway.backends.nccl.group import Aborts
 from ringway.call import ReduceOp
 from ringway.config import resolve
 from ringway.errors import CommTimeout, PeerLost, RendezvousError, RingwayError, UsageError
 from ringway.groups.world import world
+from ringway.job.elastic.pulse import Pulse, Server
 from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
 from ringway.job.elastic.state import State
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import LastingStore
 from ringway.parallel.data import DataParallel, register_data_parallel_hooks
+from ringway.store import unwrapped
 from ringway.threads import start
 
 _FORM_SECONDS = 60.0
@@ -91,6 +94,7 @@ class ElasticJob:
         self._models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._hooks: list[DataParallel] = []
         self._roster: Roster | None = None
+        self._pulse: Pulse | None = None
         self._generation: Generation | None = None
         self._state: State | None = None
         self._whole = True
@@ -113,11 +117,17 @@ class ElasticJob:
         fewest = self._fewest or int(os.environ.get("RINGWAY_MIN_RANKS", "1"))
         self._roster = Roster(self._store.store, self._info.size, fewest, self._grace, self._patience)
         self._member = self._roster.enroll(self._info.rank)
+        server = unwrapped(self._store.store)
+        if isinstance(server, c10d.TCPStore):
+            server = Server(server.host, server.port)
+            self._pulse = Pulse(self._roster, self._member, server, self._grace, self._is_silent)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         assert self._roster is not None
         self._left.set()
+        if self._pulse is not None:
+            self._pulse.stop()
         with suppress(c10d.DistError):  # a store that is gone needs no farewell
             self._roster.leave(self._member)
         self._end_group()
@@ -215,6 +225,8 @@ class ElasticJob:
                     say("the job had made its last step when this rank came: there is nothing left to do")
                 return False
             self._generation, self._someone_waits, self._saw_newcomers = generation, False, False
+            if self._pulse is not None:
+                self._pulse.follow(generation)
             try:
                 self._form(generation)
                 self._share_state(generation)
@@ -259,6 +271,20 @@ class ElasticJob:
             return set()
         members = self._generation.members
         return {members[fault.rank].number} if fault.rank < len(members) else set()
+
+    def _is_silent(self, member: Member | None) -> None:
+        """Runs on a thread: a member of another host, or the store (None), has given no sign for `grace` seconds."""
+        generation = self._generation
+        error: BaseException = CommTimeout(f"the job's store has not answered for {self._grace:g} s")
+        if member is not None and self._roster is not None:
+            self._roster.lose(member)
+            rank = None if generation is None else generation.rank_of(member)
+            text = f"rank {rank} ({member}) has given no sign of life for {self._grace:g} s"
+            error = PeerLost(text, rank=rank, host=member.process.host, pid=member.process.pid)
+        with world.process.part(Aborts).together():
+            for group in world.communicators():
+                if group.fault is None:
+                    group.health.end(error)
 
     def _change_from(self, before: Generation | None) -> Change:
         now, then = self._current().members, before.members if before is not None else ()

@@ -26,6 +26,7 @@ from ringway.version import VERSION
 
 _GENERATION = "generation"
 _FINISHED = "finished"
+_SILENT = "silent"
 _PAUSE = 0.005
 _WATCH_SECONDS = 0.05
 _LATE_STARTERS = 30.0
@@ -137,6 +138,18 @@ class Roster:
         """The member leaves for good. The others need not wait for it."""
         self._store.set(f"gone/{member.number}", "left")
 
+    def beat(self, member: Member) -> None:
+        """A sign that the member lives."""
+        self._store.add(f"beat/{member.number}", 1)
+
+    def beats_of(self, member: Member) -> int:
+        """How many signs the member has given."""
+        return int(read(self._store, f"beat/{member.number}") or 0)
+
+    def lose(self, member: Member) -> None:
+        """The member gave no sign of life for too long. The others go on without it."""
+        self._store.set(f"gone/{member.number}", _SILENT)
+
     def someone_waits_after(self, generation: Generation) -> bool:
         """Whether a process has signed up for the next generation."""
         return read(self._store, f"{generation.number + 1}/arrivals") is not None
@@ -152,6 +165,7 @@ class Roster:
             current = self._current()
             _require_one_version(me.member, current)
             while True:
+                self._require_not_lost(me.member)
                 number = 1 if current is None else current.number + 1
                 self._sign_up(number, me)
                 current = self._await(number, current, lost)
@@ -159,6 +173,13 @@ class Roster:
                     break
             _require_one_version(me.member, current)
             return current
+
+    def _require_not_lost(self, me: Member) -> None:
+        if read(self._store, f"gone/{me.number}") == _SILENT.encode():
+            raise RendezvousError(
+                "the other ranks had no sign of this rank for too long (its host was cut off, or the process stood "
+                "still) and went on without it, so it stops. Join the job again as a new rank"
+            )
 
     def _current(self) -> Generation | None:
         text = read(self._store, _GENERATION)
