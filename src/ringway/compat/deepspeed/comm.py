@@ -48,6 +48,7 @@ from ringway.compat.deepspeed.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
     default_pg_timeout,
 )
+from ringway.compat.deepspeed.lamb import OnebitLamb
 from ringway.compat.deepspeed.launcher import (
     in_aml,
     in_aws_sm,
@@ -120,6 +121,7 @@ from ringway.compat.deepspeed.utils import (
     get_world_rank_from_launcher,
     get_world_size_from_launcher,
 )
+from ringway.compat.deepspeed.zoadam import ZeroOneAdam
 from ringway.observe.log.logger import log_summary
 
 
@@ -192,6 +194,7 @@ __all__ = [
     "MPI_BACKEND",
     "NCCL_BACKEND",
     "OnebitAdam",
+    "OnebitLamb",
     "P2POp",
     "ProcessGroup",
     "ReduceOp",
@@ -199,6 +202,7 @@ __all__ = [
     "SynchronizedWallClockTimer",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "TorchBackend",
+    "ZeroOneAdam",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",

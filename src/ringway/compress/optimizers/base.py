@@ -344,13 +344,18 @@ def has_gradient(parameter: Tensor) -> bool:
     return parameter.requires_grad and parameter.grad is not None
 
 
-def refuse_without_effect(name: str, amsgrad: bool, max_grad_norm: float) -> None:
-    """Refuse arguments of DeepSpeed that have no effect there either."""
+def refuse_without_effect(name: str, amsgrad: bool, max_grad_norm: float, deepspeed: object) -> None:
+    """Refuse arguments of DeepSpeed that would have no effect."""
     if amsgrad:
         raise UsageError(f"{name}: amsgrad=True is not supported")
     if max_grad_norm:
         raise UsageError(
             f"{name}: max_grad_norm={max_grad_norm} would have no effect, as in DeepSpeed; clip gradients before step()"
+        )
+    if deepspeed is not None:
+        raise UsageError(
+            f"{name}: deepspeed: an engine averages gradients, and this optimizer would average them again. The "
+            "optimizers of ringway.compat.deepspeed take an engine"
         )
 
 

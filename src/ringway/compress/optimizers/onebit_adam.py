@@ -33,6 +33,10 @@ class OneBitAdam(CompressedOptimizer):
     because the step number decides between the stages. The state holds this rank's residuals; if another rank's state
     is loaded, residuals start from zero, with a warning.
 
+    For DeepSpeed's own trajectory, or to use it in DeepSpeed's engine, take `ringway.compat.deepspeed.OnebitAdam`.
+    Arguments of DeepSpeed's constructor are accepted by name: `cuda_aware` and `comm_backend_name` have no effect,
+    because the exchange runs on `group`; all others that ringway does not act on are refused.
+
     A param group may have DeepSpeed's `exp_avg_mask`, by which compressed momenta are multiplied. Elements that never
     had a gradient need none: they are left unchanged.
 
@@ -60,7 +64,7 @@ class OneBitAdam(CompressedOptimizer):
         comm_backend_name: str = "nccl",
         deepspeed: object = None,
     ) -> None:
-        refuse_without_effect("OneBitAdam", amsgrad, max_grad_norm)
+        refuse_without_effect("OneBitAdam", amsgrad, max_grad_norm, deepspeed)
         if freeze_step < 1:
             raise UsageError(f"OneBitAdam: freeze_step={freeze_step}, but the variance needs at least one step")
         defaults = {

@@ -34,11 +34,11 @@ class OneBitLamb(CompressedOptimizer):
     """1-bit LAMB. It averages over the group itself: do not wrap the model in DistributedDataParallel, except under
     `no_sync()`, and start from the same parameters on every rank.
 
-    The arguments have DeepSpeed's names and defaults. `cuda_aware`, `comm_backend_name` and `deepspeed` have no effect:
-    the exchange runs on `group`. `weight_decay` is part of the update that LAMB scales, as in DeepSpeed;
-    `bias_correction` and `eps_inside_sqrt` have their usual meaning (DeepSpeed ignores both). 1 / (1 - `coeff_beta`)
-    should not exceed `freeze_step`: the average of the coefficients starts from zero. `codec`, checkpoints, NaN and
-    GradScaler: see `OneBitAdam`.
+    The arguments have DeepSpeed's names and defaults. `cuda_aware` and `comm_backend_name` have no effect: the exchange
+    runs on `group`. An engine as `deepspeed` is refused. `weight_decay` is part of the update that LAMB scales, as in
+    DeepSpeed; `bias_correction` and `eps_inside_sqrt` have their usual meaning (DeepSpeed ignores both).
+    1 / (1 - `coeff_beta`) should not exceed `freeze_step`: the average of the coefficients starts from zero. `codec`,
+    checkpoints, NaN and GradScaler: see `OneBitAdam`.
     """
 
     _fuses_tensor_scales = True
@@ -69,7 +69,7 @@ class OneBitLamb(CompressedOptimizer):
         comm_backend_name: str = "nccl",
         deepspeed: object = None,
     ) -> None:
-        refuse_without_effect("OneBitLamb", amsgrad, max_grad_norm)
+        refuse_without_effect("OneBitLamb", amsgrad, max_grad_norm, deepspeed)
         if freeze_step < 1:
             raise UsageError(f"OneBitLamb: freeze_step={freeze_step}, but the variance needs at least one step")
         if not (0 < min_coeff <= max_coeff and 0 < factor_min <= factor_max and factor_threshold >= 0):

@@ -45,11 +45,11 @@ class ZeroOneAdam(CompressedOptimizer):
     """0/1 Adam. It averages over the group itself: do not wrap the model in DistributedDataParallel, except under
     `no_sync()`, and start from the same parameters on every rank.
 
-    The arguments have DeepSpeed's names and defaults. `cuda_aware`, `comm_backend_name` and `deepspeed` have no effect:
-    the exchange runs on `group`. `bias_correction`, `eps_inside_sqrt` and decoupled `weight_decay` are those of Adam
-    (DeepSpeed ignores the first two); with `bias_correction=False` and `eps_inside_sqrt=True` the formulas are the
-    paper's. `codec`, checkpoints, NaN and GradScaler: see `OneBitAdam`. Between exchanges that are several steps apart,
-    parameters differ between ranks, so save and load every rank's own.
+    The arguments have DeepSpeed's names and defaults. `cuda_aware` and `comm_backend_name` have no effect: the exchange
+    runs on `group`. An engine as `deepspeed` is refused. `bias_correction`, `eps_inside_sqrt` and decoupled
+    `weight_decay` are those of Adam (DeepSpeed ignores the first two); with `bias_correction=False` and
+    `eps_inside_sqrt=True` the formulas are the paper's. `codec`, checkpoints, NaN and GradScaler: see `OneBitAdam`.
+    Between exchanges that are several steps apart, parameters differ between ranks, so save and load every rank's own.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ZeroOneAdam(CompressedOptimizer):
         comm_backend_name: str = "nccl",
         deepspeed: object = None,
     ) -> None:
-        refuse_without_effect("ZeroOneAdam", amsgrad, max_grad_norm)
+        refuse_without_effect("ZeroOneAdam", amsgrad, max_grad_norm, deepspeed)
         for name, value in (
             ("var_freeze_step", var_freeze_step),
             ("var_update_scaler", var_update_scaler),
