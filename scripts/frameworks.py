@@ -114,7 +114,7 @@ ALL = (
 )
 NOT_RUN = {
     "accelerate's test_cli": "it makes no group",
-    "accelerate's external_deps": "they download models and datasets",
+    "accelerate's external_deps": "they download models and datasets, and test_pippy does nothing without two GPUs",
 }
 
 
@@ -128,12 +128,12 @@ class Outcome:
     seconds: float
 
 
-def environment() -> Path:
-    """A Python with the frameworks and the packages of the Python that runs this script. Made anew for other pins."""
-    folder, wanted = CACHE / "frameworks", REQUIREMENTS.read_text()
+def environment(name: str = "frameworks", requirements: Path = REQUIREMENTS) -> Path:
+    """A Python with these packages and those of the Python that runs this script. Made anew for other pins."""
+    folder, wanted = CACHE / name, requirements.read_text()
     python, done = folder / "bin" / "python", folder / "requirements.txt"
     CACHE.mkdir(exist_ok=True)
-    with open(CACHE / "frameworks.lock", "w") as lock:
+    with open(CACHE / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists() or done.read_text() != wanted:
             subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
@@ -143,8 +143,9 @@ def environment() -> Path:
             Path(packages, "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
             pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install"]
             # DeepSpeed's setup imports torch, so it cannot be built in an environment of its own.
-            chosen = ["--quiet", "--no-build-isolation", "-c", str(proofs.ROOT / "constraints.txt")]
-            subprocess.run([*pip, *chosen, "-r", str(REQUIREMENTS)], check=True)
+            torch = f"torch=={metadata.version('torch').partition('+')[0]}"
+            chosen = ["--quiet", "--no-build-isolation", torch]
+            subprocess.run([*pip, *chosen, "-r", str(requirements)], check=True)
             done.write_text(wanted)
     return python
 
@@ -169,7 +170,7 @@ def run(program: Program, python: Path, variables: Mapping[str, str]) -> Outcome
             except subprocess.TimeoutExpired:
                 failed = f"not done after {program.limit} s"
             finally:
-                _end(process)
+                end(process)
         parts: dict[str, dict[str, Any]] = {}
         for file in sorted(reports.glob("*.json")):
             part, rank, _ = file.name.split(".")
@@ -177,7 +178,7 @@ def run(program: Program, python: Path, variables: Mapping[str, str]) -> Outcome
         return Outcome(failed, parts, output.read_text(errors="replace"), time.monotonic() - began)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Ends the session of a program that was started by `run`: first politely, so that it can end its ranks."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         try:
