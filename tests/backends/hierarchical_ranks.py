@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 from launched import SOME, run_cases, small, training
 
 import ringway as dist
 from ringway.backends.several import policy
+from ringway.groups import replacement
+from ringway.groups.bridge import Bridge
 from ringway.groups.world import world
 from ringway.testing.conformance import Case, Setting
 
@@ -79,6 +83,40 @@ def default() -> dict[str, Any]:
     return {"backends": backends, "reason": world.backend_reason, "in_order": in_order, "origins": origins}
 
 
+def replaced() -> dict[str, Any]:
+    """A program that asks torch for gloo: what it gets with RINGWAY_REPLACE, and the losses without and with it."""
+
+    def started() -> list[float]:
+        c10d.init_process_group("gloo", timeout=LIMIT)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 1, bias=False))
+        with torch.no_grad():
+            model.module.weight.fill_(0.5)
+        losses = []
+        for step in range(3):
+            inputs = torch.arange(64.0) % (c10d.get_rank() + step + 2)
+            model.zero_grad()
+            model(inputs).sum().backward()
+            losses.append(model.module.weight.grad.double().sum().item())
+        return losses
+
+    gloo = started()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    os.environ[replacement.VARIABLE] = replacement.ONLY
+    replacement.install()
+    losses = started()
+    names = {}
+    for name, ranks in (("world", range(4)), ("host 0", [0, 1]), ("host 1", [2, 3]), ("across", [1, 2])):
+        group = c10d.new_group(list(ranks), backend="gloo")
+        if c10d.get_rank() in ranks:
+            tensor = torch.ones(100_000)
+            c10d.all_reduce(tensor, group=group)
+            assert tensor[-1].item() == len(ranks)
+            assert c10d.get_backend(group) == "gloo"
+            names[name] = repr(group) if isinstance(group, Bridge) else "torch's own"
+    return {"gloo": gloo, "losses": losses, "names": names, "default": c10d.get_backend()}
+
+
 def speed() -> dict[str, Any]:
     """64 MB of fp32 through both in alternation: seconds, bytes on the wire, and whether the sums are equal."""
     dist.init_distributed("gloo", timeout=LIMIT, verbose=False)
@@ -128,6 +166,6 @@ def _mixed_group() -> Any:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    scenario = {"conformance": conformance, "default": default, "speed": speed}[sys.argv[1]]
+    scenario = {"conformance": conformance, "default": default, "speed": speed, "replaced": replaced}[sys.argv[1]]
     _tell(scenario())
     dist.destroy_process_group()

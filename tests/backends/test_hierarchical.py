@@ -51,6 +51,16 @@ def test_it_is_the_default_on_hosts_with_several_ranks_each(pool: RankPool, host
     assert results[0]["backends"]["uneven"] == "gloo"
 
 
+def test_it_replaces_gloo_in_programs_that_name_it(pool: RankPool, hosts: tuple[Host, Host]) -> None:
+    """RINGWAY_REPLACE on two hosts: hierarchical across them, shm inside, gloo for ranks that are alone on theirs."""
+    for rank, result in enumerate(launched(pool, hosts, "replaced")):
+        assert result["default"] == "gloo"
+        assert result["losses"] == result["gloo"]
+        assert f": hierarchical, rank {rank} of 4>" in result["names"]["world"]
+        assert f": shm, rank {rank % 2} of 2>" in result["names"][f"host {rank // 2}"]
+        assert result["names"].get("across", "torch's own") == "torch's own"
+
+
 @pytest.mark.timeout(300)
 def test_it_sends_fewer_bytes_and_is_faster(pool: RankPool, hosts: tuple[Host, Host]) -> None:
     """Each host's data crosses the link once: 64 MB, while flat gloo's ring sends 96 MB. The number of bytes is exact,
