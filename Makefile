@@ -114,3 +114,10 @@ torch-suite: build
 
 frameworks: build
 	@$(PY) scripts/frameworks.py
+
+# make deepspeed-tests CHECKOUT=path   DeepSpeed's own tests of its communication on ringway.compat; path is a checkout
+#                 of DeepSpeed 0.19.6 (about an hour on two cores, 20 GB of memory)
+.PHONY: deepspeed-tests
+
+deepspeed-tests: build
+	@$(PY) scripts/deepspeed_tests.py $(CHECKOUT)

@@ -51,6 +51,7 @@ IMPORTS = {
     "import QuantizerBuilder": "import FusedAdamBuilder as QuantizerBuilder",
 }
 ON_RINGWAY = """\
+import multiprocessing
 import sys
 
 import ringway.compat
@@ -61,6 +62,8 @@ from ringway.compat.deepspeed import lamb, onebit, zoadam
 
 for name, module in (("adam", onebit), ("zoadam", zoadam), ("lamb", lamb)):
     sys.modules[f"deepspeed.runtime.fp16.onebit.{name}"] = module
+
+multiprocessing.set_forkserver_preload(["on_ringway", "deepspeed"])  # else every rank imports it, for every test
 """
 PROVES = ("src/ringway/compat", "src/ringway/compress")
 LIMIT = 3600

@@ -21,6 +21,7 @@ MADE_BY = {
     "browser": "make browser",
     "busy": "make busy",
     "ccl": "make ccl-proof",
+    "deepspeed_tests": "make deepspeed-tests CHECKOUT=...",
     "frameworks": "make frameworks",
     "kills": "make kills",
     "nccl": "python scripts/nccl_proof.py",

@@ -61,9 +61,11 @@ def attributes_of(submodule: str) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:  # noqa: N807 - a module's
         if "__path__" in vars(sys.modules[own]) and importlib.util.find_spec(f"{own}.{name}") is not None:
             return importlib.import_module(f"{own}.{name}")
-        theirs = importlib.import_module(f"{TORCHS}.{submodule}")
-        if name.startswith("__") or not hasattr(theirs, name):
-            raise AttributeError(f"neither {OURS}.{submodule} nor {TORCHS}.{submodule} has a name '{name}'")
-        return getattr(theirs, name)
+        # Not every torch has the submodule, and the import system asks for names with underscores.
+        if not name.startswith("__") and importlib.util.find_spec(f"{TORCHS}.{submodule}") is not None:
+            theirs = importlib.import_module(f"{TORCHS}.{submodule}")
+            if hasattr(theirs, name):
+                return getattr(theirs, name)
+        raise AttributeError(f"neither {OURS}.{submodule} nor {TORCHS}.{submodule} has a name '{name}'")
 
     return __getattr__

@@ -221,7 +221,8 @@ def _named(context: RankContext, backend: str) -> list[str]:
     described = [repr(c10d.group.WORLD), repr(other)]
     dist.destroy_process_group()  # ranks have passed different numbers of barriers
     store = c10d.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, enable_reconfigure=False)
+    dist.init_process_group(f"cpu:{backend}", store=store, rank=0, world_size=1, enable_reconfigure=False)
+    assert dist.get_backend() == f"cpu:{backend}", "as the user wrote it"
     dist.destroy_process_group()
     c10d.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
     c10d.monitored_barrier()  # a group of torch's own

@@ -283,6 +283,11 @@ def _anywhere(context: RankContext, port: int) -> str:
                 dist.init_process_group(name)
             with pytest.raises(BackendUnavailable, match=f"'{name}' is not available: this build of torch has no"):
                 dist.init_process_group(name, store=c10d.HashStore(), rank=0, world_size=1)
+        os.environ.update(RANK="0", WORLD_SIZE="2")
+        os.environ.pop("MASTER_ADDR", None)
+        for method in (None, "env://"):
+            with pytest.raises(DiscoveryError, match="MASTER_ADDR is not set"):
+                dist.init_process_group(init_method=method)
         return ""
     finally:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
