@@ -191,7 +191,7 @@ def _starts_on_shm(program: str, backend: str = "shm") -> None:
         "print(type(c10d.group.WORLD).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "Bridge"), done.stderr[-2000:]
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["Bridge"]), done.stderr[-2000:]  # 2.8's gloo prints too
 
 
 @pytest.mark.processes
