@@ -260,7 +260,7 @@ def write(rows: list[str]) -> None:
         "",
         "The tests of the last rows compare with DeepSpeed's formulas, whose norms torch sums in fp32. The row `norms`",
         "says how far such a norm is off on this CPU. ringway's kernels sum more accurately, so they differ from it.",
-        "The rows \"sums in fp32\" are the same tests with ringway's reference kernels, which use DeepSpeed's formulas.",
+        "The rows 'sums in fp32' are the same tests with ringway's reference kernels, which use its formulas.",
         "",
         "Not run: " + "; ".join(f"{name} ({why})" for name, why in CUDA_ONLY.items()) + ".",
     ]
