@@ -41,9 +41,9 @@ class FailureExplainer(Listener):
 
     def _publish(self, job: Job, group: Group, error: BaseException) -> None:
         """Writes the error to the store and wakes the other ranks to read it: some may wait for data that will never
-        come, on connections that are still open."""
+        come, on connections that are still open. The program may destroy the group before the thread runs."""
         fault_board.write(job, group, error)
-        start("ringway-wake", self._watch.wake, group.name)
+        start("ringway-wake", self._watch.wake, group.name, tuple(group.ranks))
 
     def _explained(self, job: Job, group: Group, error: PeerLost | CommTimeout) -> BaseException:
         published = fault_board.read(job, group)

@@ -184,10 +184,11 @@ class StallWatch(Listener):
             if "interpreter shutdown" not in str(error):  # threads can no longer be started
                 self.trouble(what, error)
 
-    def wake(self, group: str) -> None:
-        """Asks the other ranks of a group, so that waiting ranks look in the store for the reason."""
+    def wake(self, group: str, members: Sequence[int]) -> None:
+        """Asks the other ranks of a group, so that waiting ranks look in the store for the reason. The group may be
+        destroyed by now."""
         with self._carrying_on("other ranks could not be informed of a failure"):
-            self.ask(group)  # for stacks: only that question wakes the rank
+            self._ask_members(group, members)  # for stacks: only that question wakes the rank
 
     def trouble(self, what: str, error: Exception) -> None:
         """Reports a failure of the watch itself once, in one line: it must neither disturb training nor stay hidden."""
@@ -260,11 +261,13 @@ class StallWatch(Listener):
 
     def ask(self, group: str, *, stacks: bool = True) -> dict[int, Answer]:
         """Where the other ranks of a group are."""
+        return self._ask_members(group, self.members(group), stacks=stacks)
+
+    def _ask_members(self, group: str, members: Sequence[int], *, stacks: bool = True) -> dict[int, Answer]:
         job = self.job
         if job is None:
             return {}
         job.learn()
-        members = self.members(group)
         return ask_all(
             [job.addresses[r] for r in members if r != job.rank and r in job.addresses], group, stacks=stacks
         )

@@ -1,0 +1,123 @@
+"""A rank that destroys its group as soon as its call has failed: the other ranks learn of the failure all the same,
+long before their timeout."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import ringway as dist
+from ringway.compare import one_host
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
+from ringway.groups.world import world
+from ringway.observe.stall import explain
+from ringway.testing import RankContext, RankPool
+
+GROUPS = 3
+TIMEOUT = 60.0
+SOON = 30.0
+
+
+def _mismatch(group: Any, rank: int) -> None:
+    """Rank 0 comes last, so it is the one that finds the difference."""
+    if rank == 0:
+        time.sleep(0.1)
+    dist.all_reduce(torch.ones(8 if rank == 0 else 4), group=group)
+
+
+def _late(group: Any, rank: int) -> None:
+    """Rank 0 gives up waiting for rank 1, which comes to the call when rank 0 has destroyed the group."""
+    if rank == 1:
+        time.sleep(0.3)
+    else:
+        world.communicator(group).set_timeout(0.1)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def _between_parts(group: Any, rank: int) -> None:
+    """gloo sends this call as two, one for each dtype. On rank 0 the second fails before it starts."""
+    kind: Any = type(next(iter(world.communicator(group).devices.made())))
+    before, starts = kind._start, itertools.count()
+
+    def start(self: Any, *arguments: Any) -> Any:
+        if rank == 0 and next(starts) == 1:
+            raise LookupError("between two parts")
+        return before(self, *arguments)
+
+    kind._start = start
+    try:
+        dist.all_reduce_coalesced([torch.ones(3), torch.ones(3, dtype=torch.float64)], group=group)
+    finally:
+        kind._start = before
+
+
+FAILURES: dict[str, tuple[Callable[[Any, int], None], type[Exception], type[Exception]]] = {
+    "mismatch": (_mismatch, CollectiveMismatch, CollectiveMismatch),
+    "timeout": (_late, CommTimeout, CommTimeout),
+    "between parts": (_between_parts, LookupError, PeerLost),
+}
+"""How a call fails, and the errors of rank 0 and of the others."""
+
+
+@contextmanager
+def _threads_held() -> Iterator[Callable[[], None]]:
+    """The threads that inform the other ranks start late: when the function is called that this yields."""
+    before, go = explain.start, threading.Event()
+
+    def start(name: str, target: Callable[..., Any], *arguments: Any) -> threading.Thread:
+        return before(name, lambda: (go.wait(TIMEOUT), target(*arguments)))
+
+    explain.start = start
+    try:
+        yield go.set
+    finally:
+        explain.start = before
+
+
+def _destroyed_at_once(context: RankContext, backend: str, hosts: bool, failure: str) -> list[float]:
+    """For how long each group's call lasted on this rank."""
+    if hosts:
+        one_host.host_identity = lambda: f"host {context.rank}"
+    context.start(backend, timeout=timedelta(seconds=TIMEOUT))
+    fail, own, told = FAILURES[failure]
+    lasted = []
+    for _ in range(GROUPS):
+        group = dist.new_group()
+        dist.barrier(group=group)
+        began = time.monotonic()
+        with _threads_held() as go:
+            with pytest.raises(own if context.rank == 0 else told):
+                fail(group, context.rank)
+            if context.rank == 0:
+                dist.destroy_process_group(group)
+            go()
+        lasted.append(time.monotonic() - began)
+        dist.barrier()
+    return lasted
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("backend", "hosts", "failure"),
+    [
+        ("shm", False, "mismatch"),
+        ("shm", False, "timeout"),
+        ("gloo", False, "mismatch"),
+        ("gloo", False, "timeout"),
+        ("gloo", False, "between parts"),
+        ("gloo", True, "mismatch"),
+    ],
+)
+def test_a_group_destroyed_right_after_a_failure(pool: RankPool, backend: str, hosts: bool, failure: str) -> None:
+    lasted = pool.run(_destroyed_at_once, backend, hosts, failure, world_size=3, timeout=110)
+    if hosts:
+        pool.replace()
+    assert all(seconds < SOON for rank in lasted for seconds in rank), lasted
