@@ -88,6 +88,7 @@ void bind_shm(nb::module_& m) {
         .def("collective", &collective, nb::arg("call"), nb::arg("timeout"))
         .def("message", &message, nb::arg("call"), nb::arg("timeout"))
         .def("interrupted", [](PyGroup& self) { self.engine().members.report_interrupted(); })
+        .def("fail", &PyGroup::fail)
         .def("set_timeout", &PyGroup::set_timeout, nb::arg("timeout"))
         .def("fault", &PyGroup::fault)
         .def("close", &PyGroup::close, Release())

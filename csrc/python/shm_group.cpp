@@ -86,8 +86,12 @@ PyGroup::PyGroup(int fd, int rank, const std::vector<PyPeer>& processes, int cpu
 
 void PyGroup::close() { close_or_stop(*engine_); }
 
-void PyGroup::abort() {
+void PyGroup::fail() {
     if (!engine_->members.forked()) engine_->members.abort();
+}
+
+void PyGroup::abort() {
+    fail();
     close();
 }
 

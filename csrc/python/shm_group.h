@@ -40,6 +40,8 @@ class PyGroup {
     // `raise` is called with an outcome and the group's fault, and raises the Python error for them.
     PyGroup(int fd, int rank, const std::vector<PyPeer>& peers, int cpus, double timeout_s, nb::object raise);
 
+    // Ends the calls of all ranks, unless a fault has ended them already.
+    void fail();
     // Without the GIL: ending threads may need it.
     void close();
     void abort();

@@ -5,9 +5,11 @@ Each rank writes its result to FOLDER/RANK.json.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +68,8 @@ def hierarchical() -> dict[str, Any]:
 
 def misuse() -> dict[str, Any]:
     """Errors that can be caught and leave other groups usable; asynchronous calls that overlap."""
+    import ringway.backends.mpi.buffers as buffers
+
     dist.init_distributed("mpi", timeout=LIMIT, verbose=False)
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
@@ -109,6 +113,9 @@ def misuse() -> dict[str, Any]:
     found["overlap"] = overlap(other)
     found["idle"] = idle(other)
     found["mismatch"] = mismatch()
+    buffers.MOST = 4
+    found["sums in parts"] = sums_in_parts(other)
+    found["error between parts"] = [error_between_parts(call) for call in IN_PARTS]
     return found
 
 
@@ -126,6 +133,85 @@ def mismatch() -> list[Any]:
     except CollectiveMismatch as error:
         return [str(error), time.monotonic() - began]
     return []
+
+
+def sums_in_parts(group: Any) -> list[list[float]]:
+    """Reductions of more elements than MPI can count: ten, where it counts to four."""
+    found = []
+    for call in (*IN_PARTS, _reduce_scatter):
+        tensor = torch.arange(30.0)[: 30 if call is _reduce_scatter else 10]
+        found.append(call(tensor, group).tolist())
+    return found
+
+
+def _fast_path(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _general_path(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+def _in_background(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True).wait()
+    return tensor
+
+
+def _to_a_root(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    dist.reduce(tensor, 0, group=group)
+    return tensor
+
+
+def _halves(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    return _fast_path(tensor.to(torch.bfloat16), group)
+
+
+def _reduce_scatter(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    share = torch.empty(tensor.numel() // dist.get_world_size())
+    dist.reduce_scatter_tensor(share, tensor, group=group)
+    return share
+
+
+IN_PARTS = (_fast_path, _general_path, _in_background, _to_a_root, _halves)
+"""Reductions that MPI gets in several parts, if it cannot count their elements or would round too often."""
+
+
+def error_between_parts(call: Callable[[torch.Tensor, Any], torch.Tensor]) -> list[Any]:
+    """On rank 1 the second part fails before it starts. What each rank raises, and when."""
+    import ringway.backends.mpi.backend as mpi
+
+    group, starts = dist.new_group(), itertools.count()
+    dist.barrier(group=group)
+
+    def failing(start: Callable[..., Any]) -> Callable[..., Any]:
+        def one(*arguments: Any, **named: Any) -> Any:
+            if next(starts) == 1:
+                raise LookupError("between two parts")
+            return start(*arguments, **named)
+
+        return one
+
+    before = mpi.as_numbers, mpi.MpiBackend._start
+    if dist.get_rank() == 1 and call is _fast_path:
+        mpi.as_numbers = failing(mpi.as_numbers)
+    elif dist.get_rank() == 1:
+        mpi.MpiBackend._start = failing(mpi.MpiBackend._start)
+    began = time.monotonic()
+    try:
+        call(torch.ones(10), group)
+        said = "no error"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - began
+    mpi.as_numbers, mpi.MpiBackend._start = before
+    try:
+        dist.all_reduce(torch.ones(2), group=group)
+        again = "no error"
+    except Exception as error:
+        again = f"{type(error).__name__}: {error}"
+    return [said, took, again]
 
 
 def idle(group: Any) -> float:

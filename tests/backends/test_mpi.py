@@ -109,6 +109,24 @@ def test_errors_can_be_caught_and_other_groups_stay_usable(pool: RankPool, mpi: 
         text, waited = result["mismatch"]
         assert "called different things" in text
         assert waited < 30
+    sums, plain = [3.0 * i for i in range(10)], [float(i) for i in range(10)]
+    for rank, result in enumerate(results):
+        in_parts = result["sums in parts"]
+        assert in_parts[:3] == [sums, plain, plain]
+        assert in_parts[3] == sums or rank > 0
+        assert in_parts[4] == sums
+        assert in_parts[5] == [3.0 * i for i in range(10 * rank, 10 * rank + 10)]
+        for said, took, again in result["error between parts"]:
+            assert took < 30  # and not the group's 60 s
+            what = "was interrupted by LookupError in the middle of a call of the group"
+            if rank == 1:
+                assert (said, f"this rank {what}" in again) == ("LookupError: between two parts", True), again
+            else:
+                assert f"rank 1 {what}" in again, again
+                assert again.startswith("PeerLost: ")
+                assert said in (again, "no error")
+        told = [said for said, _, _ in result["error between parts"]]
+        assert "no error" not in told or (rank, told.index("no error")) == (2, 3)  # only the root waits in reduce
 
 
 @pytest.mark.skipif(not SOAK, reason="takes 10 GB of memory and minutes; make soak")

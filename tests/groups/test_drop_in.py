@@ -116,8 +116,10 @@ def _attempt(context: RankContext, number: int, start: str) -> float:
     return one.item()
 
 
-def test_a_restarted_job_does_not_read_what_the_attempt_before_posted(pool: RankPool) -> None:
-    """torchrun keeps one store for all attempts of a job on one host."""
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_restarted_job_does_not_read_what_the_attempt_before_posted(pool: RankPool, hosts: int) -> None:
+    """torchrun keeps one store for all attempts of a job. On several hosts, each agent counts the failures of its own
+    ranks only. The secret is for the last start; without one, ranks of one host make their own."""
     for start in ("torch", "init_process_group", "init_distributed"):
         agents = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment: dict[str, str | None] = {
@@ -126,19 +128,27 @@ def test_a_restarted_job_does_not_read_what_the_attempt_before_posted(pool: Rank
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(agents.port),
             "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": str(2 // hosts),
+            "RINGWAY_JOB_SECRET": "5" * 64 if start == "init_distributed" and hosts == 2 else None,
         }
         for number in (0, 1):
             pool.replace()
             outcomes = pool.try_run(
-                _as_torchrun, _attempt, number, start, world_size=2, timeout=60, environment=environment
+                _as_torchrun, _attempt, number, start, hosts, world_size=2, timeout=60, environment=environment
             )
             assert number == 0 or [outcome.value for outcome in outcomes] == [2.0, 2.0], "\n".join(map(str, outcomes))
 
 
-def _as_torchrun(context: RankContext, function: Callable[..., Any], number: int, *arguments: Any) -> Any:
-    os.environ.update(RANK=str(context.rank), LOCAL_RANK=str(context.rank), TORCHELASTIC_RESTART_COUNT=str(number))
-    return function(context, number, *arguments)
+def _as_torchrun(context: RankContext, function: Callable[..., Any], number: int, start: str, hosts: int) -> Any:
+    failures = number if hosts == 1 or context.rank == 0 else 0
+    host, local = divmod(context.rank, 2 // hosts)
+    os.environ.update(
+        RANK=str(context.rank),
+        LOCAL_RANK=str(local),
+        GROUP_RANK=str(host),
+        TORCHELASTIC_RESTART_COUNT=str(failures),
+    )
+    return function(context, number, start)
 
 
 # A world of one

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
 from mpi_homes import mpi_home
 from programs import ended_with, run_launched, run_program
 from ringway.testing import RankPool
@@ -160,6 +161,55 @@ def test_torchrun(pool: RankPool, expected: str, program: Path) -> None:
     run = run_launched(pool, launcher, program, ranks=2, environment=_clean_environment())
     assert run.returncode == 0, run.stderr
     _check(run.stdout, expected, HOSTS_FILE)
+
+
+_RESTARTED = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+import ringway as dist
+
+first = Path(sys.argv[1], os.environ["RANK"])
+restarted = first.exists()
+first.touch()
+dist.init_distributed("gloo", verbose=False, timeout=60)
+one = torch.ones(1)
+dist.all_reduce(one)
+if os.environ["RANK"] == "1" and not restarted:
+    os.kill(os.getpid(), signal.SIGKILL)
+if not restarted:
+    dist.barrier()  # the rank is dead
+print("rank", os.environ["RANK"], "has", one.item(), "after", os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not os.environ.get("RINGWAY_SOAK"), reason="imports torch eight times; make soak")
+def test_torchrun_restarts_ranks_on_two_hosts(tmp_path: Path) -> None:
+    """Two agents, of which only one has seen a rank fail. tests/groups/test_drop_in.py does the same without them."""
+    program = tmp_path / "restarted.py"
+    program.write_text(_RESTARTED)
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "restarted"]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, str(program), str(tmp_path)],
+            env=_clean_environment() | {"RINGWAY_JOB_SECRET": "5" * 64},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = "".join(agent.communicate(timeout=200)[0] for agent in agents)
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "rank 0 has 2.0 after 0" in said
+    assert "rank 1 has 2.0 after 1" in said
 
 
 def test_mpich(pool: RankPool, expected: str, program: Path) -> None:

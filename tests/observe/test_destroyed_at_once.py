@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import ringway as dist
+from ringway.backends.several import hierarchical
+from ringway.backends.several.hierarchical import HierarchicalBackend
 from ringway.compare import one_host
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.groups.world import world
@@ -59,10 +61,27 @@ def _between_parts(group: Any, rank: int) -> None:
         kind._start = before
 
 
+def _between_steps(group: Any, rank: int) -> None:
+    """A call reduces inside the host, then between the hosts. On rank 0 the second step fails before it starts."""
+    before = HierarchicalBackend._between
+
+    def between(self: Any, *arguments: Any, **changes: Any) -> Any:
+        if rank == 0:
+            raise LookupError("between two steps")
+        return before(self, *arguments, **changes)
+
+    HierarchicalBackend._between = between  # type: ignore[method-assign]
+    try:
+        dist.all_reduce(torch.ones(64), group=group)
+    finally:
+        HierarchicalBackend._between = before  # type: ignore[method-assign]
+
+
 FAILURES: dict[str, tuple[Callable[[Any, int], None], type[Exception], type[Exception]]] = {
     "mismatch": (_mismatch, CollectiveMismatch, CollectiveMismatch),
     "timeout": (_late, CommTimeout, CommTimeout),
     "between parts": (_between_parts, LookupError, PeerLost),
+    "between steps": (_between_steps, LookupError, PeerLost),
 }
 """How a call fails, and the errors of rank 0 and of the others."""
 
@@ -85,7 +104,7 @@ def _threads_held() -> Iterator[Callable[[], None]]:
 def _destroyed_at_once(context: RankContext, backend: str, hosts: bool, failure: str) -> list[float]:
     """For how long each group's call lasted on this rank."""
     if hosts:
-        one_host.host_identity = lambda: f"host {context.rank}"
+        one_host.host_identity = hierarchical.host_identity = lambda: f"host {context.rank // 2}"
     context.start(backend, timeout=timedelta(seconds=TIMEOUT))
     fail, own, told = FAILURES[failure]
     lasted = []
@@ -114,10 +133,11 @@ def _destroyed_at_once(context: RankContext, backend: str, hosts: bool, failure:
         ("gloo", False, "timeout"),
         ("gloo", False, "between parts"),
         ("gloo", True, "mismatch"),
+        ("hierarchical", True, "between steps"),
     ],
 )
 def test_a_group_destroyed_right_after_a_failure(pool: RankPool, backend: str, hosts: bool, failure: str) -> None:
-    lasted = pool.run(_destroyed_at_once, backend, hosts, failure, world_size=3, timeout=110)
+    lasted = pool.run(_destroyed_at_once, backend, hosts, failure, world_size=4 if hosts else 3, timeout=110)
     if hosts:
         pool.replace()
     assert all(seconds < SOON for rank in lasted for seconds in rank), lasted

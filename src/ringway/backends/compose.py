@@ -258,10 +258,10 @@ def _together(starts: Iterable[Callable[[], Handle]]) -> Handle:
 @contextmanager
 def in_parts() -> Iterator[None]:
     """Around what follows the first part of a call that is sent in several. The other ranks wait for the rest, so an
-    error here, such as a signal handler's, ends the group (`Health.interrupted_by`)."""
+    error here, such as a signal handler's, ends the group (`groups/health.py`)."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         error.sent_in_part = True  # type: ignore[attr-defined]
         raise
 

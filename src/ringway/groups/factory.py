@@ -26,7 +26,8 @@ from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.reconfigure import Formed, Handle, ReconfigurableBridge, watch_for
 from ringway.groups.world import world
-from ringway.launch.rendezvous import admit, of_this_attempt
+from ringway.launch.attempts import of_agreed_attempt, of_this_attempt
+from ringway.launch.rendezvous import admit
 from ringway.launch.secret import say_open
 from ringway.store import WatchedStore, key_of
 
@@ -226,11 +227,10 @@ def _split(
 
 def _admitted(options: Any) -> c10d.Store:
     """The group's store. If torch made it, the ranks prove here that they have the job's secret."""
-    store = of_this_attempt(options.store)
-    rank, size = options.group_rank, options.group_size
+    store, rank, size, limit = options.store, options.group_rank, options.group_size, options.timeout.total_seconds()
     if size == 1 or not key_of(store).open or world.has_met_at(store):
-        return store
-    limit = options.timeout.total_seconds()
+        return of_this_attempt(store)
+    store = of_agreed_attempt(store, rank, size, limit)
     store = admit(store, rank, size, options.group_id, limit, require_secret=resolve().require_secret)
     if rank == 0 and key_of(store).open and not world.has_bridges():
         say_open()

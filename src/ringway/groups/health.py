@@ -72,7 +72,11 @@ class Health:
         if isinstance(error, _core.CallsDiffer):
             error = board_error(self._name, self._record.difference)
         if not isinstance(error, ENDS_THE_GROUP):
-            return error
+            if _sent_in_part(error) and not self._record.is_starting:  # if it is, `interrupted_by` decides
+                self._end_in_part(error)
+            ended = self._pending_end_with
+            # A backend whose calls were ended from outside does not know why.
+            return ended if isinstance(ended, ENDS_THE_GROUP) and type(error) is RingwayError else error
         known = self._pending_end_with or self._mismatch()
         if isinstance(known, ENDS_THE_GROUP):  # it says more than the backend's error
             error = known
@@ -110,17 +114,23 @@ class Health:
         if given_back:
             return True
         interrupted = isinstance(error, CallTooEarly) or not isinstance(error, Exception)
-        in_part = interrupted or getattr(error, "sent_in_part", False)
+        in_part = interrupted or _sent_in_part(error)
         if given_back is False or (self._record.is_starting and in_part):
-            what = f"interrupted by {type(error).__name__} in the middle of a call of the group {self._name}"
-            fault = RingwayError(f"this rank was {what}, which has ended; make a new group")
-            fault.__cause__ = error
-            group = self._group()
-            if group is not None and isinstance(error, Exception):  # an interrupt must not wait for the store
-                me = group.ranks[group.rank]
-                self._explained(PeerLost(f"rank {me} was {what}, which has ended", rank=me))
-            self.end(fault)
+            self._end_in_part(error)
         return False
+
+    def _end_in_part(self, error: BaseException) -> None:
+        """`error` left a call of which the other ranks have received a part."""
+        if self.fault is not None:
+            return
+        what = f"interrupted by {type(error).__name__} in the middle of a call of the group {self._name}"
+        fault = RingwayError(f"this rank was {what}, which has ended; make a new group")
+        fault.__cause__ = error
+        group = self._group()
+        if group is not None and isinstance(error, Exception):  # an interrupt must not wait for the store
+            me = group.ranks[group.rank]
+            self._explained(PeerLost(f"rank {me} was {what}, which has ended", rank=me))
+        self.end(fault)
 
     def pending(self, work: Work) -> None:
         """Ends this work too if the group ends."""
@@ -154,3 +164,8 @@ class Health:
         for work in list(self._pending):
             if not work.has_ended():
                 work.fail(self.fault or destroyed)
+
+
+def _sent_in_part(error: BaseException) -> bool:
+    """Whether the error came between two parts of a call (`backends/compose.py`, `in_parts`)."""
+    return getattr(error, "sent_in_part", False)

@@ -28,8 +28,8 @@ from ringway.errors import ConfigError
 from ringway.groups.bridge import Bridge
 from ringway.groups.factory import torch_spelling
 from ringway.groups.world import world
+from ringway.launch.attempts import of_this_attempt
 from ringway.launch.info import LaunchInfo
-from ringway.launch.rendezvous import of_this_attempt
 from ringway.torch_patches import patch
 
 VARIABLE = "RINGWAY_REPLACE"

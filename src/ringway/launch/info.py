@@ -18,7 +18,7 @@ class LaunchInfo:
     `None` means that the launcher does not say. `address` and `port` are the store's; without a port, ringway chooses
     one. `hosted_by_launcher` means that the store runs in the launcher, not in rank 0; `socket` is the path of its
     socket if it is private. `job` distinguishes this job from others and is equal on all ranks; `attempt` counts the
-    launcher's restarts of it. `notes` are remarks for `ringway env`.
+    launcher's restarts of it, if all ranks have the same count. `notes` are remarks for `ringway env`.
     """
 
     rank: int

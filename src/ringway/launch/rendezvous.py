@@ -28,12 +28,12 @@ from ringway.descriptors import is_shortage, shortage_named
 from ringway.errors import DiscoveryError, RendezvousError
 from ringway.keys import Key
 from ringway.launch import ports
+from ringway.launch.attempts import Attempt, must_agree
 from ringway.launch.discover import discover
 from ringway.launch.info import LaunchInfo
 from ringway.launch.roll_call import Place, printable, roll_call
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import REMEDY, HostFile, job_secret
-from ringway.launch.sources import from_torchrun
 from ringway.store import Deadline, KeyedStore, WatchedStore, read
 from ringway.threads import start
 
@@ -93,7 +93,11 @@ def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, 
     store, place, opened, job = _meet(info, job, deadline)
     while True:
         try:
-            met = _roll_call(store, info, deadline, place, job.key, opened)
+            attend = None
+            if must_agree(info):
+                attempt = Attempt(store, info.rank, info.size, job.key, deadline)
+                info, attend = replace(info, attempt=attempt.number), attempt.attend
+            met = _roll_call(store, info, deadline, place, job.key, opened, attend)
             job.all_have_met(info)
             return met
         except DistError as error:
@@ -146,21 +150,6 @@ def admit(store: Store, rank: int, size: int, group: str, timeout: float, *, req
     place = Place(f"the store of the group {group}")
     deadline = Deadline(timeout)
     return _roll_call(store, info, deadline, place, job.key, _recognize(store, info, job, place, deadline))
-
-
-def of_this_attempt(store: Store) -> Store:
-    """The part of a store that belongs to this attempt of the job.
-
-    With torchrun on one host, restarted ranks get the store of the attempt before, and read what ranks posted there
-    that are dead now. On several hosts its agents count attempts separately, and each attempt has a new store.
-    """
-    try:
-        launched = from_torchrun(os.environ)
-    except DiscoveryError:
-        return store  # the program set variables itself
-    if launched is None or launched.attempt == 0 or not launched.on_one_host or not launched.hosted_by_launcher:
-        return store
-    return PrefixStore(f"ringway/attempt {launched.attempt}", store)
 
 
 @dataclass(frozen=True)
@@ -438,9 +427,9 @@ def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place, deadline
     if place.port is None or info.hosted_by_launcher:
         # A file or a launcher's store does not name its job: the first rank to arrive writes it, the others compare.
         host = "torchrun" if place.port else _signature()
-        # An attempt has its own secret, and on one host its ranks agree on its number.
-        key = f"{_IDENTITY}/{info.attempt}" if info.attempt and info.on_one_host else _IDENTITY
-        said = bytes(store.compare_set(key, "", job.identity(info.size, host, secrets.token_hex(16))))
+        key = f"{_IDENTITY}/{info.attempt}" if info.attempt else _IDENTITY  # an attempt has its own secret
+        size = 0 if must_agree(info) else info.size  # a later attempt may have more or fewer ranks
+        said = bytes(store.compare_set(key, "", job.identity(size, host, secrets.token_hex(16))))
     else:
         found = Deadline(_patience(deadline)).poll(lambda: read(store, _IDENTITY))
         if found is None:
@@ -469,7 +458,7 @@ def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place, deadline
             f"the store at {place}, opened by {host}, has {theirs} secret, and rank {info.rank} has {ours}: it is "
             f"another job's, or this job's secret is not the same on all ranks. In that case: {REMEDY}"
         )
-    if size != info.size:
+    if size not in (0, info.size):
         raise RendezvousError(
             f"the store at {place}, opened by {host}, expects {size} ranks, but rank {info.rank} was started as "
             f"one of {info.size}"

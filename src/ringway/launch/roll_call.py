@@ -18,6 +18,7 @@ import secrets
 import socket
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,23 +94,41 @@ class SignIn:
         return f"{self.process}, user {self.user or self.uid} (uid {self.uid})"
 
 
-def roll_call(store: Store, info: LaunchInfo, deadline: Deadline, place: Place, key: Key, opened: str) -> Store:
+def roll_call(
+    store: Store,
+    info: LaunchInfo,
+    deadline: Deadline,
+    place: Place,
+    key: Key,
+    opened: str,
+    attend: Callable[[], object] | None = None,
+) -> Store:
     """The job's own part of the store, once all ranks have proved themselves.
 
     `key` is the job's, and `opened` the nonce of whoever opened the store. `place` says for messages where it is.
+    `attend` is called now and then until all are here.
     """
     _turns[opened] += 1
     turn = _turns[opened]
     key = key.derive("round", opened, str(info.attempt), str(turn), str(info.size))
     door = PrefixStore(f"ringway/attempt {info.attempt}/round {turn}", store)
-    return _Roll(door, info, deadline, place, key).call()
+    return _Roll(door, info, deadline, place, key, attend).call()
 
 
 class _Roll:
     """One rank's part in one roll call."""
 
-    def __init__(self, door: Store, info: LaunchInfo, deadline: Deadline, place: Place, key: Key) -> None:
+    def __init__(
+        self,
+        door: Store,
+        info: LaunchInfo,
+        deadline: Deadline,
+        place: Place,
+        key: Key,
+        attend: Callable[[], object] | None,
+    ) -> None:
         self._door = door
+        self._attend = attend
         trusted = key.open or isinstance(beneath_prefixes(door), RunStore)
         self._here = door if trusted else KeyedStore(door, key)
         self._info = info
@@ -190,6 +209,8 @@ class _Roll:
     # Seeing all
 
     def _outcome(self) -> bytes | None:
+        if self._attend is not None:
+            self._attend()
         if self._all_here():
             return self._agree("all here")
         where, mine = self._signed

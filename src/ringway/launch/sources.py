@@ -57,10 +57,10 @@ def from_torchrun(environ: Environ) -> LaunchInfo | None:
     run = found.text("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
-    attempt = found.number("TORCHELASTIC_RESTART_COUNT") or 0
+    count = found.number("TORCHELASTIC_RESTART_COUNT") or 0
     agent_store = found.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     info = _read_torch_variables(found, job=f"torchrun {run}", hosted_by_launcher=agent_store)
-    return replace(info, attempt=attempt)
+    return replace(info, attempt=count if info.on_one_host else 0)  # agents on several hosts count separately
 
 
 def from_environment(environ: Environ) -> LaunchInfo | None:

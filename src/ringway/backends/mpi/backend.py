@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo, Health
-from ringway.backends.compose import reduced, reduced_share
+from ringway.backends.compose import in_parts, reduced, reduced_share
 from ringway.backends.mpi import world as mpi_world
-from ringway.backends.mpi.buffers import DATATYPES, MOST, as_bytes, as_numbers, as_vector, countable
+from ringway.backends.mpi.buffers import DATATYPES, as_bytes, as_numbers, as_vector, countable
 from ringway.backends.mpi.messages import Message
 from ringway.backends.mpi.world import LOCK, MPI, mapped
 from ringway.backends.queue import CallQueue, queued
@@ -43,6 +44,11 @@ _OPERATIONS: dict[Reduce, Any] = {
 
 def _nothing() -> None:
     """For calls that need no copies."""
+
+
+def _sent_as(parts: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Around a call that MPI gets in these parts."""
+    return in_parts() if len(parts) > 1 else nullcontext()
 
 
 class MpiFastPath(_core.FastPath):
@@ -82,26 +88,30 @@ class MpiFastPath(_core.FastPath):
         return True
 
     def _sum(self, tensor: Tensor) -> None:
-        for part in countable(tensor):
-            try:
-                with LOCK:
-                    request = self._start(MPI.IN_PLACE, as_numbers(part), op=MPI.SUM)
-                    if request.Test():
-                        continue
-                failure = None
-            except MPI.Exception as error:
-                failure = error
-            call = Call(
-                ALL_REDUCE,
-                (tensor,),
-                (tensor,),
-                sequence=self._record.collectives - 1,
-                group=self._backend.group.name,
-                check=self._health.check,
-            )
-            if failure is not None:
-                raise mapped(failure, call)
-            self._backend.finish(request, call)
+        with _sent_as(parts := countable(tensor)):
+            for part in parts:
+                self._sum_part(part, tensor)
+
+    def _sum_part(self, part: Tensor, tensor: Tensor) -> None:
+        try:
+            with LOCK:
+                request = self._start(MPI.IN_PLACE, as_numbers(part), op=MPI.SUM)
+                if request.Test():
+                    return
+            failure = None
+        except MPI.Exception as error:
+            failure = error
+        call = Call(
+            ALL_REDUCE,
+            (tensor,),
+            (tensor,),
+            sequence=self._record.collectives - 1,
+            group=self._backend.group.name,
+            check=self._health.check,
+        )
+        if failure is not None:
+            raise mapped(failure, call)
+        self._backend.finish(request, call)
 
 
 class MpiBackend(Backend):
@@ -209,9 +219,10 @@ class MpiBackend(Backend):
             target.copy_(reduced(call, self._exchange(call), gather))
             return
         in_place = source.data_ptr() == target.data_ptr()
-        for part, into in zip(countable(source), countable(target), strict=True):
-            given = MPI.IN_PLACE if in_place else as_numbers(part)
-            self._do(self._comm.Iallreduce, call, given, as_numbers(into), op=_OPERATIONS[call.reduce])
+        with _sent_as(parts := countable(source)):
+            for part, into in zip(parts, countable(target), strict=True):
+                given = MPI.IN_PLACE if in_place else as_numbers(part)
+                self._do(self._comm.Iallreduce, call, given, as_numbers(into), op=_OPERATIONS[call.reduce])
 
     def _exchange(self, call: Call) -> Callable[[Tensor, Tensor], None]:
         def exchange(source: Tensor, target: Tensor) -> None:
@@ -236,15 +247,16 @@ class MpiBackend(Backend):
                 target.copy_(total)
             return
         in_place = at_root and source.data_ptr() == target.data_ptr()
-        for part, total in zip(countable(source), countable(target), strict=True):
-            given = MPI.IN_PLACE if in_place else as_numbers(part)
-            into = as_numbers(total) if at_root else None
-            self._do(self._comm.Ireduce, call, given, into, op=_OPERATIONS[call.reduce], root=call.peer)
+        with _sent_as(parts := countable(source)):
+            for part, total in zip(parts, countable(target), strict=True):
+                given = MPI.IN_PLACE if in_place else as_numbers(part)
+                into = as_numbers(total) if at_root else None
+                self._do(self._comm.Ireduce, call, given, into, op=_OPERATIONS[call.reduce], root=call.peer)
 
     @queued
     def reduce_scatter_tensor(self, call: Call) -> None:
         source, target = call.inputs[0], call.outputs[0]
-        if source.dtype in _HALVES or target.numel() > MOST:
+        if source.dtype in _HALVES or len(countable(target)) > 1:
             target.copy_(reduced_share(call, self._exchange(call)).view(target.shape))
             return
         into = torch.empty_like(target) if overlap(source, target) else target

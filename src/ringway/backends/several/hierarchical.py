@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ringway import call as ops
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.compose import Plan, padded, plan
+from ringway.backends.compose import Plan, in_parts, padded, plan
 from ringway.backends.exchange import exchange
 from ringway.backends.queue import CallQueue, queued
 from ringway.backends.several.hosts import HostLayout, host_identity
@@ -104,7 +105,7 @@ class HierarchicalBackend(BackendOfParts):
     def _submit(self, call: Call, body: Callable[[Call], None]) -> Handle:
         if call.nbytes <= _FLAT_UP_TO.get(call.op.name, -1):
             return self._flatly(call)
-        return self._order.start(_BY_HOSTS, lambda c: self._by_hosts.submit(c, lambda: body(c)), call)
+        return self._order.start(_BY_HOSTS, lambda c: self._by_hosts.submit(c, partial(_in_steps, body, c)), call)
 
     def _flatly(self, call: Call) -> Handle:
         return self._order.start(_FLAT, self._flat_plan.runners[call.op.name], call)
@@ -205,3 +206,8 @@ class HierarchicalBackend(BackendOfParts):
     def _stop(self, error: BaseException) -> None:
         super()._stop(error)
         self._by_hosts.stop(error)
+
+
+def _in_steps(body: Callable[[Call], None], call: Call) -> None:
+    with in_parts():
+        body(call)

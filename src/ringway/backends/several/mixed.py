@@ -90,11 +90,6 @@ class MixedBackend(BackendOfParts):
             {op.name: self._runner(op, plans) for op in OPS}, {op.name: self._in_words(op) for op in OPS}
         )
 
-    def _set_abandoned(self, given_up: bool) -> None:
-        super()._set_abandoned(given_up)
-        if given_up and "shm" in self._backends:
-            self._backends["shm"].abort()  # a rank may wait inside it for one whose call went elsewhere
-
     def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
         """The name of the backend for this call."""
         if not op.collective:

@@ -24,9 +24,6 @@ class BackendOfParts(Backend):
 
     @abandoned.setter
     def abandoned(self, given_up: bool) -> None:
-        self._set_abandoned(given_up)
-
-    def _set_abandoned(self, given_up: bool) -> None:
         for backend in self._backends.values():
             backend.abandoned = given_up
 

@@ -120,6 +120,10 @@ class ShmBackend(Backend):
     def _timeout(self, call: Call) -> float:
         return self._limit if call.timeout is None else _finite(call.timeout)
 
+    def failed(self, error: BaseException) -> None:
+        """A rank may wait inside shared memory for one whose call failed elsewhere: in another backend of the group."""
+        self._native.fail()
+
     def close(self) -> None:
         self._native.close()
         self._peers = []
