@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
 from ringway.errors import UsageError
-from ringway.parallel import GradScaler, clip_grad_norm_, register_model_parallel_hooks
+from ringway.parallel import Column, GradScaler, clip_grad_norm_, register_model_parallel_hooks
 from ringway.testing import RankContext
 
 PLAN = {"0": "column", "2": "row"}
@@ -109,3 +109,33 @@ def scaling(context: RankContext, backend: str = "shm", device: str = "cpu") -> 
         torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5, check_dtype=False)
     split.remove()
     return [scaler.get_scale(), *model[2].bias.tolist()], steps
+
+
+def two_groups(context: RankContext) -> None:
+    """Layers that are split over different groups: the norm counts each part once, and one infinity reaches all."""
+    dist = context.start("shm")
+    rows = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][context.rank // 2]
+    columns = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][context.rank % 2]
+    for groups in ((rows, columns), (columns, rows)):
+        alone, model = model_of(), model_of()
+        for layer, group in zip(("0", "2"), groups, strict=True):
+            register_model_parallel_hooks(model, {layer: Column(gather_output=True)}, group)
+        for norm_type in (2.0, float("inf")):
+            for each in (alone, model):
+                each.zero_grad()
+                each(batch_of(0)).square().sum().backward()
+            norm = clip_grad_norm_(model.parameters(), 1.0, norm_type)
+            torch.testing.assert_close(
+                norm, torchs_clip_grad_norm_(alone.parameters(), 1.0, norm_type), rtol=1e-12, atol=0
+            )
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        scaler = GradScaler("cpu", init_scale=256.0)
+        for guilty in range(context.world_size):
+            optimizer.zero_grad()
+            scaler.scale(model(batch_of(0)).square().mean()).backward()
+            if context.rank == guilty:
+                model[0].weight.grad[0, 0] = float("inf")
+            before = model[2].weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, model[2].weight), guilty

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
 from ringway.compress import OneBitAdam, ddp_hook
 from ringway.errors import UsageError
+from ringway.lowcomm import DiLoCo
 from ringway.parallel import (
     GradScaler,
     clip_grad_norm_,
@@ -68,6 +69,8 @@ def refused(context: RankContext) -> None:
         optimizer = OneBitAdam(each.parameters(), freeze_step=1)
         with pytest.raises(UsageError, match="is split over the ranks"):
             optimizer.step()
+        with pytest.raises(UsageError, match="is split over the ranks"):
+            DiLoCo(each, optimizer, every=2)
     with pytest.raises(UsageError, match=r"replace the split parameters of '0'.*load_full_state_dict"):
         model.load_state_dict(model.state_dict(), assign=True)
     model.load_state_dict(model.state_dict())
@@ -86,6 +89,10 @@ def refused(context: RankContext) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_split_model_is_clipped_like_a_whole_one(pool: RankPool, size: int) -> None:
     pool.run(rank_gradients.clipping, world_size=size)
+
+
+def test_layers_may_be_split_over_different_groups(pool: RankPool) -> None:
+    pool.run(rank_gradients.two_groups, world_size=4)
 
 
 def test_ranks_of_a_split_model_skip_the_same_steps(pool: RankPool) -> None:
