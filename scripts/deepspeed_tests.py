@@ -1,15 +1,17 @@
 """Runs DeepSpeed's own tests of its communication on ringway.compat, with nothing but imports replaced.
 
     python scripts/deepspeed_tests.py CHECKOUT                    all of them (make deepspeed-tests CHECKOUT=...)
-    python scripts/deepspeed_tests.py CHECKOUT --only test_dist   those whose file contains a word; writes nothing
+    python scripts/deepspeed_tests.py CHECKOUT --only test_dist   those whose name contains a word; writes no page
 
 CHECKOUT is a clone of DeepSpeed's repository at version 0.19.6. Later releases have no 1-bit optimizers. The tests are
-copied, IMPORTS are replaced in them, and each file imports ON_RINGWAY first. The largest need 20 GB of memory.
+copied, IMPORTS are replaced in them, and each file imports ON_RINGWAY first. The largest need 20 GB of memory. Results
+are kept in .cache for the commit they were made on, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -38,8 +40,6 @@ UNIT = (
     "unit/runtime/half_precision/onebit/test_onebit.py",
 )
 SCRIPTS = ("test_nccl_backend", "test_compressed_backend", "test_mpi_backend")
-TIMED = ("test_nccl_perf", "test_compressed_perf", "test_mpi_perf")
-"""They measure, and check nothing."""
 CUDA_ONLY = {
     "TestLocoQuantized": "tests a CUDA kernel of DeepSpeed",
     "Pipeline": "the three pipelines ask torch for the state of an accelerator's random numbers: torch.cpu has no "
@@ -204,7 +204,7 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--only", help="run only the files whose name contains this, and write nothing")
+    parser.add_argument("--only", help="run only the tests whose name contains this, and write no page")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     checkout: Path = given.checkout.resolve()
@@ -216,19 +216,25 @@ def main() -> int:
         jobs = {
             "ringway's optimizers and DeepSpeed's": run.trajectories,
             **{file: lambda file=file: run.unit(file) for file in UNIT},
-            **{f"onebit/{name}.py": lambda name=name: run.script(name) for name in TIMED},
             "norms": run.norms,
             **{name: lambda name=name: run.rounded(name) for name in ROUNDED},
             **{f"{name}, sums in fp32": lambda name=name: run.as_deepspeed(run.rounded, name) for name in ROUNDED},
         }
         rows, all_passed = [], True
-        for name, job in jobs.items():
+        for number, (name, job) in enumerate(jobs.items()):
             if given.only is not None and given.only not in name:
                 continue
-            began = time.monotonic()
-            told, passed = job()
+            kept = frameworks.CACHE / "deepspeed_tests" / "results" / proofs.commit() / f"{number}.json"
+            if kept.exists():
+                told, passed, seconds = json.loads(kept.read_text())
+            else:
+                began = time.monotonic()
+                told, passed = job()
+                seconds = round(time.monotonic() - began)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps([told, passed, seconds]))
             print(f"{name}: {'passed' if passed else 'FAILED'}\n  " + told.replace("<br>", "\n  "), flush=True)
-            rows.append(f"| {name} | {'passes' if passed else 'fails'} | {told} | {time.monotonic() - began:.0f} s |")
+            rows.append(f"| {name} | {'passes' if passed else 'fails'} | {told} | {seconds} s |")
             all_passed = all_passed and (passed or name in ROUNDED)
     if given.only is None:
         write(rows)
@@ -262,7 +268,9 @@ def write(rows: list[str]) -> None:
         "says how far such a norm is off on this CPU. ringway's kernels sum more accurately, so they differ from it.",
         "The rows 'sums in fp32' are the same tests with ringway's reference kernels, which use its formulas.",
         "",
-        "Not run: " + "; ".join(f"{name} ({why})" for name, why in CUDA_ONLY.items()) + ".",
+        "Not run: "
+        + "; ".join(f"{name} ({why})" for name, why in CUDA_ONLY.items())
+        + "; `onebit/*_perf.py` (they measure, and check nothing).",
     ]
     proofs.write(proofs.FOLDER / "deepspeed_tests.md", "DeepSpeed's own tests on ringway", PROVES, "\n".join(lines))
 

@@ -57,13 +57,18 @@ def loaded_nccl() -> str:
     return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
 
-def head(proves: Sequence[str], commit: str | None = None) -> list[str]:
-    """The lines that make a page a proof. In a copy of the tree without git history, the commit must be given."""
-    commit = commit or _git("rev-parse", "HEAD")
-    if not commit:
+def commit() -> str:
+    """The commit of this tree."""
+    found = _git("rev-parse", "HEAD")
+    if not found:
         raise SystemExit("this tree has no git history: pass its commit with --commit")
+    return found
+
+
+def head(proves: Sequence[str], named: str | None = None) -> list[str]:
+    """The lines that make a page a proof. In a copy of the tree without git history, the commit must be given."""
     return [
-        f"- Commit: `{commit}`",
+        f"- Commit: `{named or commit()}`",
         f"- Made: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"- Proves: {', '.join(f'`{name}`' for name in proves)}",
     ]

@@ -9,6 +9,7 @@ In an environment that has DeepSpeed (`make deepspeed-tests` does it):
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import sys
@@ -79,6 +80,8 @@ def main() -> None:
     for name, arguments in ARGUMENTS.items():
         theirs = getattr(importlib.import_module(f"deepspeed.runtime.fp16.onebit.{MODULES[name]}"), name)
         assert "ringway" not in theirs.__module__
+        constructors = [inspect.signature(each).parameters.values() for each in (theirs, getattr(deepspeed, name))]
+        assert len({tuple((each.name, each.default) for each in parameters) for parameters in constructors}) == 1, name
         expected = train(theirs, arguments, rank, ranks)
         found = train(getattr(deepspeed, name), arguments, rank, ranks)
         for step, (one, other) in enumerate(zip(expected, found, strict=True)):
