@@ -5,6 +5,7 @@
 #                 under both MPIs, messages of more than 2 GB, tests that depend on time ten times, the suite on busy CPUs
 # make sanitizers, make browser, make attack, make kills, make random_programs, make timing, make busy, make torch-versions
 #                 what make test leaves out, written to docs/proofs
+# make door-cost  what a job's secret costs, written to docs/proofs: needs a quiet machine
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -77,6 +78,11 @@ soak: build
 
 sanitizers browser attack kills random_programs timing busy: build
 	@$(PY) scripts/suite_proof.py $@
+
+.PHONY: door-cost
+
+door-cost: build
+	@$(PY) benchmarks/door_cost.py --check --rounds 40 --output docs/proofs/door_cost.md
 
 TORCH_VERSIONS := 2.11.0 2.15.0
 

@@ -22,6 +22,7 @@ MADE_BY = {
     "busy": "make busy",
     "ccl": "make ccl-proof",
     "deepspeed_tests": "make deepspeed-tests CHECKOUT=...",
+    "door_cost": "make door-cost",
     "frameworks": "make frameworks",
     "kills": "make kills",
     "nccl": "python scripts/nccl_proof.py",
