@@ -26,7 +26,7 @@ import torch
 
 import ringway as dist
 from ringway.bench import median_interval
-from ringway.launch.rendezvous import job_key
+from ringway.launch.identity import job_key
 from ringway.launch.run_store import PrivateSocket, StoreServer
 from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret
 from ringway.testing import RankContext, RankPool

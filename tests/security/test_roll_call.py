@@ -22,9 +22,8 @@ import ringway as dist
 from free_ports import free_port
 from ringway.errors import ConfigError, RendezvousError, RingwayError, Tampered
 from ringway.keys import TAG_BYTES, Key
-from ringway.launch import rendezvous as room
+from ringway.launch import identity, secret
 from ringway.launch import roll_call as rolls
-from ringway.launch import secret
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import rendezvous
 from ringway.store import Deadline, beneath_prefixes, key_of
@@ -217,7 +216,7 @@ def test_a_sign_in_deleted_while_it_is_read_does_not_block(monkeypatch: pytest.M
 def test_whatever_the_store_says_about_itself_is_refused_by_name(key: Key) -> None:
     store = HashStore()
     info = LaunchInfo(rank=1, size=2, source="test", address="127.0.0.1", port=1)
-    job = room._Job("job", key)
+    job = identity.Job("job", key)
     good = json.loads(job.identity(2, "node, pid 1", "nonce"))
     escape = "\x1b[2Jnode"
     for said, text in (
@@ -232,14 +231,14 @@ def test_whatever_the_store_says_about_itself_is_refused_by_name(key: Key) -> No
         (json.dumps({**good, "tag": "t", "host": "\ud800"}), "unknown format|has a secret"),
         (json.dumps({**good, "tag": "t", "opened": "\ud800"}), "unknown format|has a secret"),
     ):
-        store.set(room._IDENTITY, said)
+        store.set(identity.IDENTITY, said)
         with pytest.raises(RendezvousError, match=text) as caught:
-            room._recognize(store, info, job, rolls.Place("127.0.0.1", 1), Deadline(PATIENT))
+            identity.recognize(store, info, job, rolls.Place("127.0.0.1", 1), PATIENT)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 1000
-    store.set(room._IDENTITY, json.dumps(good))
+    store.set(identity.IDENTITY, json.dumps(good))
     place = rolls.Place("127.0.0.1", 1)
-    assert room._recognize(store, info, job, place, Deadline(PATIENT)) == "nonce"
+    assert identity.recognize(store, info, job, place, PATIENT) == "nonce"
     assert place.host == "node, pid 1"
 
 

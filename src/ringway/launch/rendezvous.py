@@ -1,7 +1,7 @@
 """All ranks meet at one store, or those that came learn which ranks did not.
 
 1. Connect: rank 0 opens the store (or the launcher has), and the others find it.
-2. Recognize: the store names its job; a store of another job, or of one with another secret, is refused.
+2. Recognize (`identity.py`): the store names its job; that of another job, or of one with another secret, is refused.
 3. Roll call (`roll_call.py`): each rank proves to all others that it belongs to the job. After a failure, rank 0 keeps
    the store open until all have read which ranks were missing.
 
@@ -11,13 +11,11 @@ Waits poll with growing pauses, so that Ctrl-C ends any of them, and all share o
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,18 +28,17 @@ from ringway.keys import Key
 from ringway.launch import ports
 from ringway.launch.attempts import Attempt, must_agree
 from ringway.launch.discover import discover
+from ringway.launch.identity import IDENTITY, Job, recognize, signature
 from ringway.launch.info import LaunchInfo
-from ringway.launch.roll_call import Place, printable, roll_call
+from ringway.launch.roll_call import Place, roll_call
 from ringway.launch.run_store import RunStore
-from ringway.launch.secret import REMEDY, HostFile, job_secret
-from ringway.store import Deadline, KeyedStore, WatchedStore, read
+from ringway.launch.secret import job_secret
+from ringway.store import Deadline, KeyedStore, WatchedStore
 from ringway.threads import start
 
-_IDENTITY = "ringway/job"
 _LONGEST_PAUSE = 0.25  # between attempts to reach a store that may not be open yet
 _GRACE = 5.0  # time during which another job's store is assumed to be closing
 _PROBE = 5.0  # time to connect to a responsive host and read what its store says about itself
-_LONGEST_IDENTITY = 1024
 
 
 def rendezvous(
@@ -63,7 +60,7 @@ class LastingStore:
     private, or what it holds is sealed."""
 
     def __init__(self, info: LaunchInfo, timeout: float, *, token: str = "", require_secret: bool = False) -> None:
-        job = _Job.of(info, token, require_secret)
+        job = Job.of(info, token, require_secret)
         with shortage_named("the rendezvous"):
             self._inner, _, _, job = _meet(replace(info, size=0), job, Deadline(timeout))
         self._key = job.key
@@ -81,13 +78,13 @@ class LastingStore:
 def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, require_secret: bool) -> Store:
     deadline = Deadline(timeout)
     from_mpi = path is None and info.socket is None and info.address is None
-    job = _Job.of(info, token, require_secret and not from_mpi)
+    job = Job.of(info, token, require_secret and not from_mpi)
     if path is not None:
         if not os.path.isdir(os.path.dirname(path) or "."):  # FileStore would wait for it silently
             raise RendezvousError(f"the folder {os.path.dirname(path)!r} for the store's file {path} does not exist")
         place = Place(path, if_twice=". If the first was an earlier job, remove the file")
         file = FileStore(path, info.size)
-        met = _roll_call(file, info, deadline, place, job.key, _recognize(file, info, job, place, deadline))
+        met = _roll_call(file, info, deadline, place, job.key, recognize(file, info, job, place, _patience(deadline)))
         job.all_have_met(info)
         return met
     store, place, opened, job = _meet(info, job, deadline)
@@ -118,7 +115,7 @@ def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, 
             store, place, opened = again
 
 
-def _meet(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple[Store, Place, str, _Job]:
+def _meet(info: LaunchInfo, job: Job, deadline: Deadline) -> tuple[Store, Place, str, Job]:
     """Connect to the job's store."""
     if info.socket is not None:
         return *_join_run(info, info.socket, job, deadline), job
@@ -146,47 +143,18 @@ def admit(store: Store, rank: int, size: int, group: str, timeout: float, *, req
     key, _ = job_secret(launched, required=require_secret)
     if key.open:
         return store
-    job = _Job(group, key.derive("group", group))
+    job = Job(group, key.derive("group", group))
     place = Place(f"the store of the group {group}")
     deadline = Deadline(timeout)
-    return _roll_call(store, info, deadline, place, job.key, _recognize(store, info, job, place, deadline))
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Which job this is, and its key. The name is only a name: it may be public."""
-
-    name: str
-    key: Key
-    file: HostFile | None = None
-
-    @classmethod
-    def of(cls, info: LaunchInfo, token: str, require_secret: bool) -> _Job:
-        key, file = job_secret(info, required=require_secret)
-        return cls(identity(info.job, token), job_key(key, info.job, token), file)
-
-    def all_have_met(self, info: LaunchInfo) -> None:
-        if self.file is not None and info.rank == 0:
-            self.file.remove()
-
-    @property
-    def digest(self) -> str:
-        """A job's id may be private, and anyone who can reach the store can read its contents."""
-        return hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-    def identity(self, size: int, host: str, opened: str) -> str:
-        """What the store says about itself."""
-        facts = {"job": self.digest, "size": size, "host": host, "opened": opened}
-        tag = "" if self.key.open else self.key.tag("identity", str(size), host, opened).hex()
-        return json.dumps({**facts, "tag": tag})
+    return _roll_call(store, info, deadline, place, job.key, recognize(store, info, job, place, _patience(deadline)))
 
 
 def host_store(listener: socket.socket, address: str, job: str, size: int, timeout: float) -> Store:
     """Open a store without a secret on a socket that already listens, and write its job into it."""
-    return _open_store(listener, address, _Job(job, Key()), size, timeout)[0]
+    return _open_store(listener, address, Job(job, Key()), size, timeout)[0]
 
 
-def _open_store(listener: socket.socket, address: str, job: _Job, size: int, timeout: float) -> tuple[Store, str]:
+def _open_store(listener: socket.socket, address: str, job: Job, size: int, timeout: float) -> tuple[Store, str]:
     port = listener.getsockname()[1]
     store = TCPStore(
         ports.loopback_number(address) if ports.is_loopback(address) else address,
@@ -197,22 +165,8 @@ def _open_store(listener: socket.socket, address: str, job: _Job, size: int, tim
         master_listen_fd=listener.detach(),
     )
     opened = secrets.token_hex(16)
-    store.set(_IDENTITY, job.identity(size, _signature(), opened))
+    store.set(IDENTITY, job.identity(size, signature(), opened))
     return store, opened
-
-
-def job_key(key: Key, job: str, token: str) -> Key:
-    """One secret may serve several jobs: each gets a key of its own."""
-    return key.derive("job", identity(job, token))
-
-
-def identity(job: str, token: str) -> str:
-    """Distinguishes a job from others: the launcher's id for it, and the user's token if there is one."""
-    return f"{job}\n{token}" if token else job
-
-
-def _signature() -> str:
-    return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def _host_of_store(info: LaunchInfo) -> str:
@@ -231,15 +185,15 @@ _Met = tuple[Store, Place, str]
 """A store, where it is, and the nonce of whoever opened it."""
 
 
-def _join_run(info: LaunchInfo, path: str, job: _Job, deadline: Deadline) -> _Met:
+def _join_run(info: LaunchInfo, path: str, job: Job, deadline: Deadline) -> _Met:
     """The private store of `ringway run`."""
     place = Place(path)
     store = RunStore(path, job.key, deadline.seconds)
     _hosted[:] = [store]
-    return store, place, _recognize(store, info, job, place, deadline)
+    return store, place, recognize(store, info, job, place, _patience(deadline))
 
 
-def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
+def _host(info: LaunchInfo, job: Job, deadline: Deadline) -> _Met:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job.name)
     for port in offered:
@@ -259,7 +213,7 @@ def _host(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
         _check_way_back(info.address, port, deadline)
         store, opened = _open_store(listener, info.address, job, info.size, deadline.seconds)
         _hosted[:] = [store]
-        return store, Place(info.address, port, _signature()), opened
+        return store, Place(info.address, port, signature()), opened
     raise RendezvousError(f"rank 0 found every port of {offered} taken; set MASTER_PORT to a free port")
 
 
@@ -295,7 +249,7 @@ def _taken(port: int, error: OSError, owner: tuple[int, str] | None) -> str:
     return f"MASTER_PORT={port} is taken {by}; set another port, or none if ringway run is the launcher"
 
 
-def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
+def _join(info: LaunchInfo, job: Job, deadline: Deadline) -> _Met:
     assert info.address is not None
     offered = [info.port] if info.port is not None else ports.choices(job.name)
     obstacles: dict[int, str] = {}
@@ -334,7 +288,7 @@ def _join(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met:
     )
 
 
-def _opened_again(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met | None:
+def _opened_again(info: LaunchInfo, job: Job, deadline: Deadline) -> _Met | None:
     """A program that starts again may find rank 0's previous store while it closes: join the next one."""
     if info.rank == 0 or info.hosted_by_launcher or info.address is None:
         return None
@@ -344,7 +298,7 @@ def _opened_again(info: LaunchInfo, job: _Job, deadline: Deadline) -> _Met | Non
         return None
 
 
-def _open(info: LaunchInfo, job: _Job, port: int, deadline: Deadline) -> _Met:
+def _open(info: LaunchInfo, job: Job, port: int, deadline: Deadline) -> _Met:
     """Connect to one port. Raises OSError if nothing listens there yet, RendezvousError if something else does."""
     assert info.address is not None
     place = Place(info.address, port)
@@ -357,7 +311,7 @@ def _open(info: LaunchInfo, job: _Job, port: int, deadline: Deadline) -> _Met:
             f"the service at {place} is not a torch.distributed store, or too slow: it did not answer within "
             f"{patience:.2g} s"
         )
-    return store, place, _recognize(store, info, job, place, deadline)
+    return store, place, recognize(store, info, job, place, _patience(deadline))
 
 
 def _client(address: str, port: int, timeout: float, patience: float) -> Store | None:
@@ -385,7 +339,7 @@ def _client(address: str, port: int, timeout: float, patience: float) -> Store |
     return result[0]
 
 
-def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple[Store, Place, str, _Job]:
+def _agree_through_mpi(info: LaunchInfo, job: Job, deadline: Deadline) -> tuple[Store, Place, str, Job]:
     """For several hosts and a launcher that gives no address: MPI itself sends rank 0's address to the others, and a
     secret if the user gave none."""
     try:
@@ -408,60 +362,9 @@ def _agree_through_mpi(info: LaunchInfo, job: _Job, deadline: Deadline) -> tuple
     mine = (own, listener.getsockname()[1], secrets.token_hex(32)) if listener else None
     address, port, secret = world.bcast(mine, root=0)
     if job.key.open:
-        job = _Job(job.name, Key.from_text(secret, "MPI"))
+        job = Job(job.name, Key.from_text(secret, "MPI"))
     if listener is not None:
         store, opened = _open_store(listener, address, job, info.size, deadline.seconds)
-        return store, Place(address, port, _signature()), opened, job
+        return store, Place(address, port, signature()), opened, job
     known = LaunchInfo(rank=info.rank, size=info.size, source=info.source, address=address, port=port)
     return *_join(known, job, deadline), job
-
-
-# --- recognize
-
-
-def _recognize(store: Store, info: LaunchInfo, job: _Job, place: Place, deadline: Deadline) -> str:
-    """Check that the store belongs to this job, and return the nonce of whoever opened it.
-
-    Anyone who reaches the store may have written what it says, so no value may raise anything but RendezvousError.
-    """
-    if place.port is None or info.hosted_by_launcher:
-        # A file or a launcher's store does not name its job: the first rank to arrive writes it, the others compare.
-        host = "torchrun" if place.port else _signature()
-        key = f"{_IDENTITY}/{info.attempt}" if info.attempt else _IDENTITY  # an attempt has its own secret
-        size = 0 if must_agree(info) else info.size  # a later attempt may have more or fewer ranks
-        said = bytes(store.compare_set(key, "", job.identity(size, host, secrets.token_hex(16))))
-    else:
-        found = Deadline(_patience(deadline)).poll(lambda: read(store, _IDENTITY))
-        if found is None:
-            raise RendezvousError(
-                f"the store at {place} is not ringway's: it does not name its job, or a stranger deleted the name"
-            )
-        said = found
-    try:
-        if len(said) > _LONGEST_IDENTITY:
-            raise ValueError("too long")
-        theirs = json.loads(said)
-        host, size, opened, tag = str(theirs["host"]), int(theirs["size"]), str(theirs["opened"]), str(theirs["tag"])
-        matches = theirs["job"] == job.digest
-        expected = json.loads(job.identity(size, host, opened))["tag"]
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
-        raise RendezvousError(
-            f"the store at {place} names its job in an unknown format: it is another version of ringway's, or a "
-            "stranger changed it. Install the same version on all hosts"
-        ) from None
-    host = printable(host, 128)
-    if not matches:
-        raise RendezvousError(f"the store at {place} belongs to another job, opened by {host}")
-    if bool(tag) == job.key.open or tag != expected:
-        theirs, ours = ("a" if tag else "no"), ("none" if job.key.open else "another" if tag else "one")
-        raise RendezvousError(
-            f"the store at {place}, opened by {host}, has {theirs} secret, and rank {info.rank} has {ours}: it is "
-            f"another job's, or this job's secret is not the same on all ranks. In that case: {REMEDY}"
-        )
-    if size not in (0, info.size):
-        raise RendezvousError(
-            f"the store at {place}, opened by {host}, expects {size} ranks, but rank {info.rank} was started as "
-            f"one of {info.size}"
-        )
-    place.host = host
-    return opened

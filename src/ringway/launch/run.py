@@ -23,9 +23,9 @@ from ringway.errors import UsageError
 from ringway.launch import ports
 from ringway.launch.cpus import usable_cpus
 from ringway.launch.guard import RUN_ID, Guard
+from ringway.launch.identity import job_key
 from ringway.launch.invitation import Invitation
 from ringway.launch.output import Output
-from ringway.launch.rendezvous import job_key
 from ringway.launch.run_store import PrivateSocket, StoreServer
 from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret
 from ringway.launch.sources import LOOPBACK
