@@ -64,3 +64,11 @@ def test_the_proofs_of_this_tree_name_their_commit_and_files() -> None:
     assert pages
     for page in pages:
         assert "does not name" not in str(proofs.outdated(page)), page.name
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    written = "".join(path.read_text() for path in (proofs.ROOT / "tests").rglob("*.py"))
+    for page in ("docs/security.md", "docs/proofs/regressions.md"):
+        named = set(re.findall(r"\b(test_\w+)(?=[`\[])", (proofs.ROOT / page).read_text()))
+        assert len(named) > 20, page
+        assert {name for name in named if f"def {name}(" not in written} == set(), page

@@ -21,7 +21,9 @@ from ringway.compare import one_host
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.groups.world import world
 from ringway.observe.stall import explain
+from ringway.observe.stall.watch import StallWatch
 from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
 
 GROUPS = 3
 TIMEOUT = 60.0
@@ -141,3 +143,34 @@ def test_a_group_destroyed_right_after_a_failure(pool: RankPool, backend: str, h
     if hosts:
         pool.replace()
     assert all(seconds < SOON for rank in lasted for seconds in rank), lasted
+
+
+def _started_again(context: RankContext) -> list[float]:
+    """A job that failed, and the next one in the same store. There, a rank is asked where it is."""
+    leave()
+    found = []
+    for start in range(2):
+        torch.distributed.init_process_group(
+            "ringway_gloo", store=context.store, rank=context.rank, world_size=2, timeout=timedelta(seconds=TIMEOUT)
+        )
+        group, watch = dist.communicator(), world.listener(StallWatch)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        if start == 0:
+            with pytest.raises(CommTimeout):
+                _late(None, context.rank)
+        elif context.rank == 0:
+            assert watch.ask(group.name)[1].state == "here"
+            time.sleep(0.5)  # it looks for the failures of its groups
+        context.store.set(f"looked {start} {context.rank}", "")
+        context.store.wait([f"looked {start} 0", f"looked {start} 1"])
+        if start == 1:
+            dist.all_reduce(one)
+        found.append(one.item())
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_the_failure_of_an_earlier_group_in_the_same_store_ends_no_later_one(pool: RankPool) -> None:
+    assert pool.run(_started_again, world_size=2, timeout=100) == [[2.0, 4.0]] * 2

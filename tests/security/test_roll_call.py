@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import ringway as dist
 from free_ports import free_port
+from ringway.compare import one_host
 from ringway.errors import ConfigError, RendezvousError, RingwayError, Tampered
 from ringway.keys import TAG_BYTES, Key
 from ringway.launch import identity, secret
@@ -369,6 +370,27 @@ def test_every_start_is_keyed_and_an_open_job_says_so(pool: RankPool, tmp_path: 
     environment = {secret.SECRET: None, "RINGWAY_REQUIRE_SECRET": "1"}
     for outcome in pool.try_run(_start, how, free_port(), str(tmp_path), world_size=2, environment=environment):
         assert "require_secret is set, but the job has no secret: set RINGWAY_JOB_SECRET" in str(outcome.error), outcome
+
+
+def _quiet_on_two_hosts(context: RankContext, port: int, hosts: int) -> bool:
+    leave()
+    one_host.host_identity = lambda: f"host {context.rank * hosts // 2}"
+    os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_distributed("gloo", timeout=PATIENT, verbose=False)
+    spans = dist.communicator().spans_hosts
+    dist.destroy_process_group()
+    return spans
+
+
+def test_an_open_job_across_hosts_says_so_even_if_it_is_to_be_quiet(pool: RankPool) -> None:
+    for hosts in (1, 2):
+        outcomes = pool.try_run(
+            _quiet_on_two_hosts, free_port(), hosts, world_size=2, environment={secret.SECRET: None}
+        )
+        assert [outcome.value for outcome in outcomes] == [hosts == 2] * 2, outcomes
+        said = [outcome.output.count("this job is open: it has no secret") for outcome in outcomes]
+        assert said == [hosts - 1, 0]
+    pool.replace()
 
 
 def _twice(context: RankContext) -> list[bool]:

@@ -40,8 +40,9 @@ class GroupInfo:
 
     `ranks` are the global ranks of the group's members in order; `store` is the group's own part of the job's store;
     `name` is unique in the job; `timeout` in seconds is the default of every wait; `options` are the user's
-    `pg_options`; `split_from` is torch's nccl of a larger group, if the new one shares its communicator; `process`
-    holds what all groups of this process share.
+    `pg_options`; `split_from` is torch's nccl of a larger group, if the new one shares its communicator; `mark`
+    distinguishes the group from earlier ones in the same store, once its backend is made; `process` holds what all
+    groups of this process share.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class GroupInfo:
     timeout: float
     options: Any = None
     split_from: Any = None
+    mark: str = ""
     process: Process = field(default_factory=Process, repr=False, compare=False)
 
 

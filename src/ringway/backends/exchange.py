@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ringway.backends.base import GroupInfo
 from ringway.errors import RendezvousError
@@ -35,3 +37,18 @@ def _await(info: GroupInfo, topic: str, keys: Sequence[str]) -> None:
             f"group {info.name}: rank {', '.join(map(str, missing))} did not come to {topic} within {info.timeout:g} s",
             missing=missing,
         )
+
+
+_MARK = "ringway/mark"
+
+
+def mark(info: GroupInfo) -> None:
+    """Rank 0 of the group gives it a mark that no earlier group in the same store had. Before the backend is made."""
+    if info.rank == 0 and info.size > 1:
+        with suppress(Exception):  # if the store is gone, the backend fails with a better message
+            info.store.set(_MARK, secrets.token_hex(8))
+
+
+def mark_of(info: GroupInfo) -> str:
+    """The group's mark. After the backend is made: making it waits for rank 0."""
+    return bytes(info.store.get(_MARK)).decode() if info.size > 1 else ""

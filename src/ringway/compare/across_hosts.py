@@ -14,9 +14,7 @@ behind is not compared at that call; the digest of a later call shows the differ
 from __future__ import annotations
 
 import json
-import secrets
 import warnings
-from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -32,7 +30,6 @@ _SLOTS = 128
 _FIRST_CALLS = 16
 _SAMPLE_EVERY = 64
 _TRIES = 16
-_PREFIX = "ringway/compare"
 
 _NONE: tuple[int, int, int, list[Any]] = (-1, 0, 0, [])
 
@@ -40,19 +37,11 @@ Facts = tuple[int, int, int, int, int]
 """A call's op, bytes, dtype, reduction and root, as `_core.signature` takes them. The root is the group's."""
 
 
-def reserve_prefix(info: GroupInfo) -> None:
-    """Rank 0 of the group chooses a prefix of the store that no earlier group used. Before the backend is made."""
-    if info.rank == 0 and info.size > 1:
-        with suppress(Exception):  # if the store is gone, the backend fails with a better message
-            info.store.set(_PREFIX, secrets.token_hex(8))
-
-
 def join_comparison(info: GroupInfo, check: str, recorder: _core.Recorder) -> HostComparison | None:
     """Call it after the backend is made. None if the configuration compares calls only when they stall."""
     if check == "stall":
         return None
-    prefix = info.store.get(_PREFIX).decode()
-    store = c10d.PrefixStore(f"{_PREFIX}/{prefix}", info.process.part(Connections).to(info.store))
+    store = c10d.PrefixStore(f"ringway/compare/{info.mark}", info.process.part(Connections).to(info.store))
     # The more ranks use the store, the less often each of them does.
     return HostComparison(info, store, recorder, 1 if check == "always" else max(_SAMPLE_EVERY, info.size))
 

@@ -14,12 +14,13 @@ import torch.distributed as c10d
 from ringway import torch_versions
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.exchange import mark, mark_of
 from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import split_nccl
 from ringway.backends.select import obstacle
 from ringway.backends.several.mixed import mixed, mixes
 from ringway.backends.torch.gloo import GlooBackend, make_gloo
-from ringway.compare.across_hosts import join_comparison, reserve_prefix
+from ringway.compare.across_hosts import join_comparison
 from ringway.compare.one_host import join_board, spans_hosts
 from ringway.config import resolve
 from ringway.errors import BackendUnavailable, UsageError
@@ -170,8 +171,7 @@ def _behind(
     # shm compares calls in its own segment, but only those that go through it.
     compared = not registration.one_host or bool(others) or mixes(world.policy, registration.name, info.size)
     board, created = join_board(info) if compared else (None, None)
-    if compared:
-        reserve_prefix(info)
+    mark(info)
     backend = mixed(world.policy, make(), info)
     backends: dict[str, Any] = dict.fromkeys(registration.devices, backend)
     backends |= {device: make_other() for device, make_other in others.items()}
@@ -180,6 +180,7 @@ def _behind(
         torchs["cpu"] = backend.torch_group or make_gloo(_apart(info, "inner"), loopback=registration.one_host)
     elif "cpu" not in backends:
         backends["cpu"] = partial(GlooBackend, _apart(info, "cpu"))  # made by the first CPU tensor
+    info = replace(info, mark=mark_of(info))
     communicator = world.add(info, backends)
     if board is not None:
         communicator.calls.compare(board, created)

@@ -17,14 +17,15 @@ from ringway.store import key_of, read
 class Job:
     """The addresses of the job's ranks. They are read ahead of time: the store may be gone when they are needed."""
 
-    def __init__(self, founder: Group, size: int, store: c10d.Store) -> None:
+    def __init__(self, founder: Group, size: int, store: c10d.Store, mark: str = "") -> None:
         self.rank = founder.ranks[founder.rank]
         self.size = size
         self._founder = weakref.ref(founder)
         # A clone, because the program's thread may be waiting on its own, and because the store's host must be free to
         # end it with its groups. Made now: once the host is gone, connecting would block until the job's timeout.
         self.store: c10d.Store = store.clone()  # type: ignore[attr-defined]
-        self.name = self.store.compare_set("ringway/job", "", secrets.token_hex(8)).decode()
+        self._part = f"ringway/job {mark}/" if mark else ""  # an earlier job may have left its own in the same store
+        self.name = self.store.compare_set(f"{self._part}ringway/job", "", secrets.token_hex(8)).decode()
         """The same on every rank of the job, and different from every other job's."""
         self._key = key_of(store)
         self.addresses: dict[int, Address] = {}
@@ -39,14 +40,14 @@ class Job:
     def publish(self, address: Address) -> None:
         self.addresses[self.rank] = address
         hidden = replace(address, token=self._key.hide(_label(self.rank), address.token))
-        self.store.set(f"ringway/watch/{self.rank}", hidden.pack())
+        self.store.set(f"{self._part}ringway/watch/{self.rank}", hidden.pack())
 
     def read(self, key: str) -> str | None:
         """The value in the store; None if there is none or the store is gone."""
         if self.store_gone:
             return None
         try:
-            value = read(self.store, key)
+            value = read(self.store, self._part + key)
             return None if value is None else value.decode()
         except Tampered:  # the caller reports it
             raise
@@ -60,9 +61,9 @@ class Job:
             return
         try:
             if unless_there:
-                self.store.compare_set(key, "", text)
+                self.store.compare_set(self._part + key, "", text)
             else:
-                self.store.set(key, text)
+                self.store.set(self._part + key, text)
         except Tampered:
             raise
         except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything

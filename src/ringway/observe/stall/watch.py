@@ -81,7 +81,7 @@ class StallWatch(Listener):
             return
         with self._carrying_on("calls that stall will not be explained"):
             if default is None or isinstance(default, ReconfigurableBridge):  # its new members are a job of their own
-                self._start(Job(group, group.size, group.info.store))
+                self._start(Job(group, group.size, group.info.store, group.info.mark))
             else:
                 self._start(Job(group, default.size(), c10d_module._world.pg_map[default][1]))
 
