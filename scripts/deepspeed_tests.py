@@ -112,6 +112,9 @@ class Run:
         self.first = scratch / "on_ringway.py"
         self.first.write_text(ON_RINGWAY)
         self.python = frameworks.environment("deepspeed_tests", frameworks.PROGRAMS / "deepspeed_tests.txt")
+        extensions = frameworks.CACHE / "deepspeed_tests" / "torch_extensions"
+        for lock in extensions.glob("*/lock"):  # of a run that was ended while it compiled: torch would wait for it
+            lock.unlink()
         packages = Path(sysconfig.get_path("purelib", vars={"base": str(self.python.parent.parent)}))
         self.variables = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
@@ -120,7 +123,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "PYTHONPATH": os.pathsep.join(map(str, (scratch, checkout, packages))),
-            "TORCH_EXTENSIONS_DIR": str(frameworks.CACHE / "deepspeed_tests" / "torch_extensions"),
+            "TORCH_EXTENSIONS_DIR": str(extensions),
         }
 
     def start(self, *command: str) -> tuple[int, str]:
