@@ -27,8 +27,8 @@ import torch
 import ringway as dist
 from ringway.bench import median_interval
 from ringway.launch.identity import job_key
-from ringway.launch.run_store import PrivateSocket, StoreServer
 from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret
+from ringway.launch.store_server import PrivateSocket, StoreServer
 from ringway.testing import RankContext, RankPool
 
 OPEN, KEYED, PRIVATE = "no secret", "a secret", "ringway run"
@@ -91,7 +91,7 @@ def _measure(pool: RankPool, ranks: int, kind: str, backend: str) -> dict[str, f
         costs = pool.run(_round, variables, backend, world_size=ranks)
     else:
         with PrivateSecret() as secret, PrivateSocket() as listening:
-            server = StoreServer(listening.listener, job_key(secret.key, str(port), ""))
+            server = StoreServer(listening.listener, f"{port:032}", job_key(secret.key, str(port), ""))
             variables |= {"RINGWAY_RUN_ID": str(port), "RINGWAY_RUN_STORE": listening.path, SECRET_FILE: secret.path}
             costs = pool.run(_round, variables, backend, world_size=ranks)
             server.close()

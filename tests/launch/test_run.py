@@ -216,14 +216,14 @@ def _run_and_join(context: RankContext) -> tuple[list[int], list[str]]:
     refused = []
     for wrong in (os.getpid(), 1 << 30):
         try:
-            launcher.join(_shell("true"), 1, wrong)
+            launcher.join(_shell("true"), 1, str(wrong))
         except UsageError as error:
             refused.append(str(error))
     script = 'test $(wc -c < $RINGWAY_JOB_SECRET_FILE) = 64 && echo "$WORLD_SIZE ranks at $RINGWAY_RUN_STORE"'
     with launcher.store_of_a_run() as variables, Invitation(variables, 2):
         child = os.fork()
         if child == 0:
-            os._exit(launcher.join(_shell(script), 2, os.getppid()).code)
+            os._exit(launcher.join(_shell(script), 2, str(os.getppid())).code)
         joined = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(f"expected: 2 ranks at {variables['RINGWAY_RUN_STORE']}", flush=True)
     return [joined], refused

@@ -1,4 +1,4 @@
-"""`ringway run -n 4 script.py ...`: several ranks of one program on this host."""
+"""`ringway run -n 4 script.py ...`: several ranks of one program."""
 
 from __future__ import annotations
 
@@ -36,18 +36,36 @@ def run(
     replace: Annotated[
         str | None, typer.Option(help="Run a program that names gloo on shared memory.", metavar="gloo=shm")
     ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Let other hosts join, at this address of this host. Needs a secret.", metavar="HOST[:PORT]"),
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, help="With --listen: the number of hosts, each with -n ranks.")] = 1,
     join: Annotated[
-        int | None, typer.Option(help="Join the elastic run of the launcher with this pid.", metavar="PID")
+        str | None,
+        typer.Option(
+            help="Join the run that listens there, or the elastic run of the launcher with this pid.",
+            metavar="HOST:PORT|PID",
+        ),
     ] = None,
 ) -> None:
-    """Start several ranks of a program on this host. The store is in this launcher, so it survives any rank."""
+    """Start several ranks of a program on this host, or on several. The store is in the launcher, so it survives any
+    rank.
+
+    On two hosts, with the same RINGWAY_JOB_SECRET_FILE on both: `ringway run -n 4 --hosts 2 --listen 10.0.0.1:29400
+    train.py` on the first, and `ringway run -n 4 --join 10.0.0.1:29400 train.py` on the second.
+    """
     from ringway.launch import run as launcher
 
     if on_death not in launcher.ON_DEATH:
         raise UsageError(f"--on-death is '{on_death}'; use stop or keep")
     ranks = _ranks(wanted)
-    if join is not None and elastic:
-        raise UsageError("--join joins an elastic run, and --elastic starts one; use one of them")
+    if join is not None and (elastic or listen is not None):
+        raise UsageError("--join joins a run, and --elastic and --listen start one; use one of them")
+    if hosts > 1 and listen is None:
+        raise UsageError(f"--hosts {hosts}: pass --listen with an address of this host that the other hosts reach")
+    if listen is not None and hosts == 1 and not elastic:
+        raise UsageError("--listen: pass --hosts with the number of hosts, or --elastic")
     if fewest > ranks:
         raise UsageError(f"--min {fewest} is more than the {ranks} ranks of -n")
     if replace is not None:
@@ -55,10 +73,11 @@ def run(
 
         os.environ[replacement.VARIABLE] = replacement.checked(replace, "--replace")  # the ranks inherit it
     if join is not None:
-        outcome = launcher.join(_command(command, module), ranks, join)
+        outcome = launcher.join(_command(command, module), ranks, join, on_death=on_death)
     else:
         plan = launcher.Elastic(fewest, restarts) if elastic else None
-        outcome = launcher.run(_command(command, module), ranks, on_death=on_death, elastic=plan)
+        where = launcher.Listen(listen, hosts) if listen is not None else None
+        outcome = launcher.run(_command(command, module), ranks, on_death=on_death, elastic=plan, listen=where)
     print(f"ringway run: {outcome.summary}", file=sys.stderr, flush=True)
     raise typer.Exit(outcome.code)
 

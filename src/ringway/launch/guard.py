@@ -3,8 +3,8 @@
 Runs as a script too, next to every `ringway run`, without importing ringway: the launcher holds a pipe to it, and the
 pipe ends with the launcher, even if that dies of SIGKILL.
 
-A process belongs to a run if its environment has the run's id, which children inherit, or if it is in the session of a
-rank.
+A process belongs to a launcher if its environment has the launcher's mark, which children inherit, or if it is in the
+session of a rank. A run may have several launchers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-RUN_ID = "RINGWAY_RUN_ID"
-"""The variable that marks a run's processes."""
+MARK = "RINGWAY_LAUNCHER"
+"""The variable that marks a launcher's processes."""
 _GRACE = 5.0
 _POLL = 0.05
 _SESSION = 3
 """The place of the session in /proc/PID/stat, after the name."""
 
 
-def end_processes(run_id: str, sessions: Collection[int], grace: float = _GRACE) -> None:
-    """End all processes of a run: with SIGTERM, and after `grace` seconds with SIGKILL. One that hangs in the kernel
-    does not end then either: give up after another `grace` seconds."""
+def end_processes(mark: str, sessions: Collection[int], grace: float = _GRACE) -> None:
+    """End all processes of a launcher: with SIGTERM, and after `grace` seconds with SIGKILL. One that hangs in the
+    kernel does not end then either: give up after another `grace` seconds."""
     deadline = time.monotonic() + grace
     asked: set[int] = set()
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline + grace:  # one may have started another behind the first look
         late = time.monotonic() >= deadline
-        found = _processes(run_id, sessions)
+        found = _processes(mark, sessions)
         for pid in found:
             if late or pid not in asked:
                 with suppress(OSError):
@@ -44,8 +44,8 @@ def end_processes(run_id: str, sessions: Collection[int], grace: float = _GRACE)
             time.sleep(_POLL)
 
 
-def _processes(run_id: str, sessions: Collection[int]) -> set[int]:
-    mark = f"{RUN_ID}={run_id}".encode()
+def _processes(mark: str, sessions: Collection[int]) -> set[int]:
+    marked = f"{MARK}={mark}".encode()
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -58,7 +58,7 @@ def _processes(run_id: str, sessions: Collection[int]) -> set[int]:
                     found.add(int(name))
                     continue
                 with open(f"/proc/{name}/environ", "rb") as environ:
-                    if mark in environ.read().split(b"\0"):
+                    if marked in environ.read().split(b"\0"):
                         found.add(int(name))
     return found
 
@@ -66,10 +66,10 @@ def _processes(run_id: str, sessions: Collection[int]) -> set[int]:
 class Guard:
     """A process that ends the run's processes if the launcher is killed."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
         self._sessions: list[int] = []
-        # The id goes through the pipe: other users can read a command line.
+        # The mark goes through the pipe: other users can read a command line.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -77,7 +77,7 @@ class Guard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._tell(run_id)
+        self._tell(mark)
 
     def add(self, rank: int) -> None:
         """A rank was started with this process id, in a session of its own."""
@@ -86,7 +86,7 @@ class Guard:
 
     def close(self) -> None:
         """The ranks have ended: end what they left behind, and the guard."""
-        end_processes(self._run_id, self._sessions)
+        end_processes(self._mark, self._sessions)
         self._tell("done")
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -101,9 +101,9 @@ class Guard:
 
 
 def _watch() -> None:
-    run_id, *lines = (line.strip() for line in sys.stdin)
-    if run_id and lines[-1:] != ["done"]:
-        end_processes(run_id, [int(line) for line in lines])
+    mark, *lines = (line.strip() for line in sys.stdin)
+    if mark and lines[-1:] != ["done"]:
+        end_processes(mark, [int(line) for line in lines])
 
 
 if __name__ == "__main__":

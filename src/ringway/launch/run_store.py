@@ -1,273 +1,42 @@
-"""The private store of `ringway run`: only processes that have the job's secret can use it.
-
-The server is one thread of the launcher, so it survives any rank. It listens on a unix socket of mode 0600,
-and both sides of every connection prove that they have the secret:
-
-    server -> client    nonce (32 bytes)
-    client -> server    nonce (32), tag over both nonces
-    server -> client    tag over both nonces
-
-Then requests and replies alternate, in frames: length (4 bytes), body. The kernel keeps the connection private. One
-that says anything else is closed. The body of a request is an op's name, a time limit in ms, and the op's arguments; a
-reply is a list of values, or empty for a wait that timed out or an `add` to a value that is not an integer.
-"""
+"""The private store of `ringway run`, as its ranks use it (`store_server.py`, `store_protocol.py`)."""
 
 from __future__ import annotations
 
-import hmac
 import os
-import selectors
 import socket
-import struct
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from ringway.descriptors import shortage_named
+from ringway.errors import UsageError
 from ringway.keys import TAG_BYTES, Key
-from ringway.threads import start
+from ringway.launch.store_protocol import CLIENT, HEAD_BYTES, HELLO_SECONDS, NONCE_BYTES, RUN_BYTES, Session
 
-_NONCE_BYTES = 32
-_LENGTH = struct.Struct("<I")
-_FRAME_LIMIT = 64 << 20
-_HELLO_SECONDS = 10.0
 _FOREVER = (1 << 31) - 1
 _MARGIN = 30.0  # seconds for a reply beyond the request's own limit
 
 
-def _pack(fields: Sequence[bytes]) -> bytes:
-    return b"".join(_LENGTH.pack(len(field)) + field for field in fields)
-
-
-def _unpack(body: bytes) -> list[bytes]:
-    fields, at = [], 0
-    while at < len(body):
-        (length,) = _LENGTH.unpack_from(body, at)
-        at += _LENGTH.size + length
-        if at > len(body):
-            raise ValueError("a field is cut off")
-        fields.append(body[at - length : at])
-    return fields
-
-
-def _proof(key: Key, side: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return key.tag("store connection", side, server_nonce, client_nonce)
-
-
-def _frame(fields: Sequence[bytes]) -> bytes:
-    body = _pack(fields)
-    return _LENGTH.pack(len(body)) + body
-
-
-class StoreServer:
-    """Serves the store on a listening socket until it is closed."""
-
-    def __init__(self, listener: socket.socket, key: Key) -> None:
-        self._key = key
-        self._listener = listener
-        self._values: dict[bytes, bytes] = {}
-        self._waiting: list[_Waiting] = []
-        self._peers: set[_Peer] = set()
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = start("ringway-store", self._run)
-
-    def close(self) -> None:
-        self._wake.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            for ready, _ in self._selector.select(self._patience()):
-                if ready.fileobj is self._woken:
-                    return self._end()
-                if ready.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._serve(ready.data)
-            self._look_at_clock()
-
-    def _end(self) -> None:
-        for peer in list(self._peers):
-            self._drop(peer)
-        self._selector.close()
-        self._listener.close()
-        self._woken.close()
-
-    def _patience(self) -> float | None:
-        moments = [waiting.until for waiting in self._waiting]
-        moments += [peer.hello_until for peer in self._peers if not peer.proved]
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
-
-    def _look_at_clock(self) -> None:
-        now = time.monotonic()
-        for peer in [peer for peer in self._peers if not peer.proved and peer.hello_until <= now]:
-            self._drop(peer)
-        late = [waiting for waiting in self._waiting if waiting.until <= now]
-        self._waiting = [waiting for waiting in self._waiting if waiting.until > now]
-        for waiting in late:
-            self._reply(waiting.peer, [])
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the peer has gone, or descriptors ran out: it tries again
-            time.sleep(0.01)
-            return
-        connection.setblocking(False)
-        peer = _Peer(connection)
-        self._peers.add(peer)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._send(peer, peer.nonce)
-
-    def _drop(self, peer: _Peer) -> None:
-        self._peers.discard(peer)
-        self._waiting = [waiting for waiting in self._waiting if waiting.peer is not peer]
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection)
-        peer.connection.close()
-
-    def _serve(self, peer: _Peer) -> None:
-        try:
-            data = peer.connection.recv(1 << 16)
-            if not data:
-                raise ConnectionError("it closed the connection")
-            peer.received += data
-            if not peer.proved:
-                proof = peer.prove(self._key)
-                if proof is None:
-                    return
-                self._send(peer, proof)
-            while (body := peer.next_body()) is not None:
-                self._answer(peer, _unpack(body))
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError, KeyError, IndexError, struct.error):  # it does not speak the protocol
-            self._drop(peer)
-
-    def _send(self, peer: _Peer, data: bytes) -> None:
-        """Sends all of it. A peer that does not read its replies for so long is dropped."""
-        try:
-            peer.connection.settimeout(_HELLO_SECONDS)
-            peer.connection.sendall(data)
-        except OSError:
-            self._drop(peer)
-        else:
-            peer.connection.setblocking(False)
-
-    def _reply(self, peer: _Peer, values: Sequence[bytes]) -> None:
-        self._send(peer, _frame(values))
-
-    def _answer(self, peer: _Peer, request: list[bytes]) -> None:
-        op, limit, *arguments = request
-        values = self._values
-        match op, arguments:
-            case b"get", keys:
-                waiting = _Waiting(peer, keys, time.monotonic() + int(limit) / 1000)
-                if not self._try(waiting):
-                    self._waiting.append(waiting)
-                return
-            case b"check", keys:
-                self._reply(peer, [b"%d" % all(key in values for key in keys)])
-                return
-            case b"set", pairs if len(pairs) % 2 == 0:
-                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    values[key] = value
-                self._reply(peer, [b""])
-            case b"add", [key, amount]:
-                try:
-                    values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
-                except ValueError:
-                    self._reply(peer, [])
-                    return
-                self._reply(peer, [values[key]])
-            case b"append", [key, more]:
-                values[key] = values.get(key, b"") + more
-                self._reply(peer, [b""])
-            case b"compare", [key, expected, desired]:
-                if values.get(key, b"") == expected:
-                    values[key] = desired
-                self._reply(peer, [values.get(key, expected)])
-            case b"delete", [key]:
-                self._reply(peer, [b"%d" % (values.pop(key, None) is not None)])
-            case b"count", []:
-                self._reply(peer, [b"%d" % len(values)])
-            case _:
-                raise ValueError("an unknown request")
-        self._waiting = [waiting for waiting in self._waiting if not self._try(waiting)]
-
-    def _try(self, waiting: _Waiting) -> bool:
-        """Answers a wait whose keys are all there."""
-        if not all(key in self._values for key in waiting.keys):
-            return False
-        self._reply(waiting.peer, [self._values[key] for key in waiting.keys])
-        return True
-
-
-class _Peer:
-    """One connection, as the server sees it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.nonce = os.urandom(_NONCE_BYTES)
-        self.received = bytearray()
-        self.proved = False
-        self.hello_until = time.monotonic() + _HELLO_SECONDS
-
-    def prove(self, key: Key) -> bytes | None:
-        """The server's answer to the client's proof; None if not all of that is here. Raises if it proves nothing."""
-        if len(self.received) < _NONCE_BYTES + TAG_BYTES:
-            return None
-        nonce, proof = self._take(_NONCE_BYTES), self._take(TAG_BYTES)
-        if not hmac.compare_digest(proof, _proof(key, "client", self.nonce, nonce)):
-            raise ConnectionError("the client does not have the job's secret")
-        self.proved = True
-        return _proof(key, "server", self.nonce, nonce)
-
-    def next_body(self) -> bytes | None:
-        """The next request, or None if not all of it is here."""
-        if len(self.received) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self.received)
-        if not 0 < length <= _FRAME_LIMIT:
-            raise ConnectionError("a frame has an impossible length")
-        if len(self.received) < _LENGTH.size + length:
-            return None
-        return self._take(_LENGTH.size + length)[_LENGTH.size :]
-
-    def _take(self, count: int) -> bytes:
-        taken = bytes(self.received[:count])
-        del self.received[:count]
-        return taken
-
-
-class _Waiting:
-    """A request for values that are not there yet."""
-
-    def __init__(self, peer: _Peer, keys: Sequence[bytes], until: float) -> None:
-        self.peer, self.keys, self.until = peer, keys, until
-
-
 class RunStore(Store):
-    """A client of the store. Any number of threads may use it: a wait blocks only its own caller."""
+    """A client of the launcher's store. Any number of threads may use it: a wait blocks only its own caller.
+
+    `place` is the path of a unix socket, or HOST:PORT.
+    """
 
     key: Key
     """The key of everything else between the ranks, once they have held their roll call."""
-    host = "127.0.0.1"
-    """All ranks are on this host, so they reach each other here."""
+    host: str
+    """The ranks reach each other through the interface that leads there. For a unix socket, all are on this host."""
+    port: int | None
     timeout: timedelta  # torch's property
 
-    def __init__(self, path: str, key: Key, timeout: float) -> None:
+    def __init__(self, place: str, key: Key, timeout: float) -> None:
         super().__init__()
-        self._path = path
+        self.host, self.port = address_of(place) or ("127.0.0.1", None)
+        self._place = place
         self._secret = key
         self.key = key
         self._idle: list[_Link] = []
@@ -301,7 +70,7 @@ class RunStore(Store):
         try:
             link = idle.pop()
         except IndexError:
-            link = _Link(self._path, self._secret)
+            link = _Link(self._place, self._secret)
         try:
             yield link
         except BaseException:
@@ -355,17 +124,57 @@ class RunStore(Store):
         return self
 
 
+def address_of(place: str) -> tuple[str, int] | None:
+    """Host and port of a store across hosts; None if the place is the path of a unix socket."""
+    if place.startswith("/"):
+        return None
+    host, _, port = place.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise UsageError(f"'{place}' is no address of a store; use HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def name_of_run(place: str) -> str:
+    """What the server at a place says that its run is called. Anyone may say that: the key of the run proves it."""
+    with _connected(place) as connection:
+        return _received(connection, RUN_BYTES).decode("ascii", "replace")
+
+
+def _connected(place: str) -> socket.socket:
+    address = address_of(place)
+    if address is not None:
+        return socket.create_connection(address, HELLO_SECONDS)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(HELLO_SECONDS)
+    try:
+        connection.connect(place)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _received(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        parts += part
+    return bytes(parts)
+
+
 class _Link:
     """One connection to the server."""
 
-    def __init__(self, path: str, key: Key) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, place: str, key: Key) -> None:
+        self._socket = _connected(place)
         try:
-            self._socket.settimeout(_HELLO_SECONDS)
-            self._socket.connect(path)
-            server_nonce, client_nonce = self._receive(_NONCE_BYTES), os.urandom(_NONCE_BYTES)
-            self._socket.sendall(client_nonce + _proof(key, "client", server_nonce, client_nonce))
-            if not hmac.compare_digest(self._receive(TAG_BYTES), _proof(key, "server", server_nonce, client_nonce)):
+            _received(self._socket, RUN_BYTES)  # the key is that of one run only
+            server_nonce, client_nonce = _received(self._socket, NONCE_BYTES), os.urandom(NONCE_BYTES)
+            self._session = Session(key, CLIENT, server_nonce, client_nonce)
+            self._socket.sendall(client_nonce + self._session.proof)
+            if not self._session.is_proven_by(_received(self._socket, TAG_BYTES)):
                 raise ConnectionError("it does not have the job's secret")
         except BaseException:
             self._socket.close()
@@ -373,56 +182,9 @@ class _Link:
 
     def ask(self, request: Sequence[bytes], seconds: float) -> list[bytes]:
         self._socket.settimeout(seconds)
-        self._socket.sendall(_frame(request))
-        (length,) = _LENGTH.unpack(self._receive(_LENGTH.size))
-        return _unpack(self._receive(length))
-
-    def _receive(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._socket.recv(min(count - len(parts), 1 << 20))
-            if not part:
-                raise ConnectionError("it closed the connection")
-            parts += part
-        return bytes(parts)
+        self._socket.sendall(self._session.frame(request))
+        head = _received(self._socket, HEAD_BYTES)
+        return self._session.opened(head, _received(self._socket, self._session.body_length(head)))
 
     def close(self) -> None:
         self._socket.close()
-
-
-class PrivateSocket:
-    """A listening unix socket of mode 0600. Its file is removed at once, so nothing is left behind even if this process
-    is killed: `path` leads to it through a descriptor of this process, which only the same user may follow."""
-
-    def __init__(self) -> None:
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        folder = tempfile.mkdtemp(prefix="ringway-")  # of mode 0700
-        try:
-            self._fd = self._bind(folder)
-        except BaseException:
-            self.listener.close()
-            raise
-        finally:
-            os.rmdir(folder)
-        self.listener.listen(1024)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def _bind(self, folder: str) -> int:
-        where = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-        name = f"/proc/self/fd/{where}/store"  # the address of a unix socket holds only 107 bytes
-        try:
-            self.listener.bind(name)
-            try:
-                os.chmod(name, 0o600)
-                return os.open(name, os.O_PATH | os.O_CLOEXEC)
-            finally:
-                os.unlink(name)
-        finally:
-            os.close(where)
-
-    def __enter__(self) -> PrivateSocket:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
-        self.listener.close()

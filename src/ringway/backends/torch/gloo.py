@@ -179,7 +179,7 @@ def _gloo_device(info: GroupInfo) -> Any:
     """The interface that leads to the job's store. None leaves the choice to gloo, which takes GLOO_SOCKET_IFNAME, or
     the address of this host's name: often one that no other host can reach."""
     store = unwrapped(info.store)
-    if "GLOO_SOCKET_IFNAME" in os.environ or not isinstance(store, c10d.TCPStore):
+    if "GLOO_SOCKET_IFNAME" in os.environ or getattr(store, "port", None) is None:  # a store on this host has none
         return None
     towards = address_towards(store.host)
     return None if towards is None else c10d.ProcessGroupGloo.create_device(hostname=towards)

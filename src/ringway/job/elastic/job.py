@@ -118,7 +118,7 @@ class ElasticJob:
         self._roster = Roster(self._store.store, self._info.size, fewest, self._grace, self._patience)
         self._member = self._roster.enroll(self._info.rank)
         server = unwrapped(self._store.store)
-        if isinstance(server, c10d.TCPStore):
+        if getattr(server, "port", None) is not None:  # other hosts may reach it
             server = Server(server.host, server.port)
             self._pulse = Pulse(self._roster, self._member, server, self._grace, self._is_silent)
         return self
