@@ -147,7 +147,8 @@ def torchrun_variables(ranks: int) -> list[dict[str, str]]:
 def ringway_run_variables(ranks: int) -> Iterator[list[dict[str, str]]]:
     """What `ringway run` tells each rank. The store is in this process, as it is in the launcher."""
     with launcher.store_of_a_run() as variables:
-        yield [variables | launcher._environment(rank, ranks) for rank in range(ranks)]
+        local = launcher.LocalRanks(ranks, ranks)
+        yield [local.environment(rank) | variables for rank in range(ranks)]
 
 
 def ended_with(outcome: Outcome, status: int = 0) -> bool:

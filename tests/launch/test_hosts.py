@@ -139,7 +139,7 @@ def test_a_rank_that_fails_on_one_host_ends_those_of_the_other(pool: RankPool) -
 def _joined_and_left(context: RankContext) -> int:
     """The first launcher's ranks outlive a launcher that joined and ended."""
     with launcher.store_of_a_run() as variables, Invitation(variables, 1):
-        place = launcher._Place(1, 1)
+        place = launcher.LocalRanks(1, 1)
         survivor = _forked(lambda: launcher._run(_shell("sleep 1; echo alive"), place, variables, "stop", 10).code)
         time.sleep(0.3)
         joiner = _forked(lambda: launcher.join(_shell("true"), 1, str(os.getppid())).code)

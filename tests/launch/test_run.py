@@ -314,20 +314,20 @@ def test_signal_reaches_every_rank_and_ends_the_run(pool: RankPool, tmp_path: Pa
 
 
 def _signal_while_ranks_start(context: RankContext, script: str, ready: str) -> Ended:
-    start = launcher._Processes.start
+    start = launcher.RankProcesses.start
 
-    def start_and_signal(self: launcher._Processes, *arguments: object) -> None:
+    def start_and_signal(self: launcher.RankProcesses, *arguments: object) -> None:
         start(self, *arguments)  # type: ignore[arg-type]
         deadline = time.monotonic() + 60
         while not Path(ready + "0").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    launcher._Processes.start = start_and_signal  # type: ignore[method-assign]
+    launcher.RankProcesses.start = start_and_signal  # type: ignore[method-assign]
     try:
         outcome = run(["sh", "-c", script, ready], 2, grace=20)
     finally:
-        launcher._Processes.start = start  # type: ignore[method-assign]
+        launcher.RankProcesses.start = start  # type: ignore[method-assign]
     return outcome.code, outcome.summary
 
 

@@ -29,6 +29,7 @@ _JOINED = "ringway/run/joined"
 _DONE = "ringway/run/done"
 _FAILED = "ringway/run/failed"
 _LOOK_SECONDS = 0.5
+_PAUSE = 0.05
 _STORE_SECONDS = 30.0
 
 
@@ -70,15 +71,17 @@ class Launchers:
         except DistError:
             return "the launcher with the job's store is gone, or out of reach"
 
-    def leave(self, grace: float) -> None:
-        """The ranks of this host have ended. The host of the store waits for the others: their ranks still use it."""
+    def leave(self, grace: float, finished: bool) -> None:
+        """The ranks of this host have ended. The host of the store waits for the others, whose ranks still use it: for
+        those that have joined, or for all hosts of the run if its ranks have `finished`."""
+        fewest = self.facts.hosts if finished and self.facts.fewest is None else 1
         with suppress(DistError):
             self._store.add(_DONE, 1)
             deadline = time.monotonic() + grace
             while self.number == 0 and time.monotonic() < deadline:
-                if self._store.add(_DONE, 0) >= self._store.add(_JOINED, 0):
+                if self._store.add(_DONE, 0) >= max(fewest, self._store.add(_JOINED, 0)):
                     return
-                time.sleep(0.05)
+                time.sleep(_PAUSE)
 
 
 @contextmanager

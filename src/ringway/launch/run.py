@@ -77,15 +77,15 @@ def run(
         if listen is not None:
             with hosts.hosted(listen.place, ranks, listen.hosts, fewest) as (variables, address, launchers):
                 _say(f"on each other host: ringway run --join {address} -n {ranks} ...")
-                place = _Place(ranks, ranks * listen.hosts)
-                return _run(command, place, variables, on_death, grace, elastic, launchers)
+                local = LocalRanks(ranks, ranks * listen.hosts)
+                return _run(command, local, variables, on_death, grace, elastic, launchers)
         with store_of_a_run() as variables:
             if elastic is None:
-                return _run(command, _Place(ranks, ranks), variables, on_death, grace)
+                return _run(command, LocalRanks(ranks, ranks), variables, on_death, grace)
             environment = {**variables, "RINGWAY_MIN_RANKS": str(elastic.fewest)}
             with Invitation(environment, ranks):
                 _say(f"more ranks can join with: ringway run --join {os.getpid()} -n 1 ...")
-                return _run(command, _Place(ranks, ranks), environment, on_death, grace, elastic)
+                return _run(command, LocalRanks(ranks, ranks), environment, on_death, grace, elastic)
 
 
 def join(command: Sequence[str], ranks: int, where: str, *, on_death: str = "stop", grace: int = 30) -> Outcome:
@@ -93,19 +93,19 @@ def join(command: Sequence[str], ranks: int, where: str, *, on_death: str = "sto
     user on this host, or by the HOST:PORT at which it listens."""
     if where.isascii() and where.isdigit():
         variables, size = Invitation.of(int(where))
-        return _run(command, _Place(ranks, size, later=True), variables, "keep", grace)
+        return _run(command, LocalRanks(ranks, size, later=True), variables, "keep", grace)
     variables, launchers = hosts.joined(where, ranks)
     facts, number = launchers.facts, launchers.number
     if facts.fewest is not None:
-        place = _Place(ranks, facts.ranks * facts.hosts, later=True)
-        return _run(command, place, variables, "keep", grace, launchers=launchers)
-    place = _Place(ranks, ranks * facts.hosts, first=ranks * number, host=number)
-    return _run(command, place, variables, on_death, grace, launchers=launchers)
+        local = LocalRanks(ranks, facts.ranks * facts.hosts, later=True)
+        return _run(command, local, variables, "keep", grace, launchers=launchers)
+    local = LocalRanks(ranks, ranks * facts.hosts, first=ranks * number, host=number)
+    return _run(command, local, variables, on_death, grace, launchers=launchers)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The place of this launcher's ranks in the job."""
+class LocalRanks:
+    """The ranks that one launcher starts, and their place in the job."""
 
     ranks: int
     size: int
@@ -114,12 +114,12 @@ class _Place:
     later: bool = False
     """They join a job that exists: any rank below `size` will do."""
 
-    def environment(self, local: int) -> dict[str, str]:
-        rank = min(local, self.size - 1) if self.later else self.first + local
+    def environment(self, number: int) -> dict[str, str]:
+        rank = min(number, self.size - 1) if self.later else self.first + number
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(local),
+            "LOCAL_RANK": str(number),
             "LOCAL_WORLD_SIZE": str(self.size if self.later else self.ranks),
             "GROUP_RANK": str(self.host),
             "MASTER_ADDR": LOOPBACK,
@@ -152,7 +152,7 @@ def store_of_a_run() -> Iterator[dict[str, str]]:
 
 def _run(
     command: Sequence[str],
-    place: _Place,
+    local: LocalRanks,
     variables: dict[str, str],
     on_death: str,
     grace: int,
@@ -160,12 +160,13 @@ def _run(
     launchers: hosts.Launchers | None = None,
 ) -> Outcome:
     started = time.monotonic()
-    output = Output(labelled=place.size > 1 or place.later or elastic is not None)
+    output = Output(labelled=local.size > 1 or local.later or elastic is not None)
     with Signals() as signals:
         mark = secrets.token_hex(16)
-        processes = RankProcesses(mark, output, place.first)
-        environments = [{**place.environment(local), **variables, MARK: mark} for local in range(place.ranks)]
+        processes = RankProcesses(mark, output, local.first)
+        environments = [{**local.environment(number), **variables, MARK: mark} for number in range(local.ranks)]
         elsewhere = _Elsewhere(launchers, ends_us=on_death == "stop" and elastic is None)
+        finished = False
         try:
             for environment in environments:
                 if signals.ending is not None:
@@ -178,10 +179,11 @@ def _run(
             ended_by = signals.ending
             if failed or ended_by is not None:
                 elsewhere.fail(_outcome(processes, failed, [], started).summary if failed else "it was interrupted")
+            finished = not failed and not stopped and ended_by is None
             processes.end(ended_by or signal.SIGTERM, grace, signals)
         finally:
             processes.close()
-            elsewhere.leave(grace)
+            elsewhere.leave(grace, finished)
             known = signals.count
             output.close(lambda: signals.count > known)
     if ended_by is not None:
@@ -209,9 +211,9 @@ class _Elsewhere:
         if self._launchers is not None and self._ends_us:
             self._launchers.fail(what)
 
-    def leave(self, grace: float) -> None:
+    def leave(self, grace: float, finished: bool) -> None:
         if self._launchers is not None:
-            self._launchers.leave(grace)
+            self._launchers.leave(grace, finished)
 
 
 def _supervise(
