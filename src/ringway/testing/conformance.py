@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as c10d
 
 from ringway.testing.pool import Outcome, RankContext, RankPool
@@ -99,6 +100,8 @@ class Setting:
     `started_by` and `called_through` are modules: `ringway` for both, or `torch.distributed` to call a group that
     ringway made through torch. `members` are the ranks of a sub-group, or None for the world.
 
+    `device`: where the tensors of the cases are.
+
     `every`: cases that go through all kinds (dtype, reduction, element count) run every Nth of them only. A kind's
     element counts are adjacent and there are four: 3 leaves out no reduction of any dtype, and a larger odd number
     still runs every count.
@@ -110,6 +113,7 @@ class Setting:
     called_through: str = "ringway"
     members: tuple[int, ...] | None = None
     every: int = 1
+    device: str = "cpu"
 
     @property
     def size(self) -> int:
@@ -125,13 +129,16 @@ class Setting:
     def run(self, function: Callable[..., None], probe: Probe) -> None:
         """Run a case's function here."""
         kinds = inspect.signature(function).parameters.get("kinds")
-        if kinds is None:
-            function(probe)
-        else:
-            function(probe, kinds.default[:: self.every])
+        with torch.device(self.device):
+            if kinds is None:
+                function(probe)
+            else:
+                function(probe, kinds.default[:: self.every])
 
     def __str__(self) -> str:
         where = f"{self.backend}, {self.world_size} ranks"
+        if self.device != "cpu":
+            where += f", on {self.device}"
         if self.members is not None:
             where += f", sub-group {list(self.members)}"
         if self.called_through != "ringway":

@@ -34,10 +34,10 @@ _SAME_FOR_BOOL = {
 def any_bits(shape: int | Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
     """A tensor of arbitrary bit patterns (NaNs among them), the same for the same key."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    generator = torch.Generator().manual_seed(functools.reduce(lambda seed, part: seed * 1009 + part + 1, key, 17))
+    generator = torch.Generator("cpu").manual_seed(functools.reduce(lambda seed, part: seed * 1009 + part + 1, key, 17))
     count = math.prod(sizes) * dtype.itemsize
-    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator)
-    data = words.view(torch.uint8)[:count]
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator, device="cpu")
+    data = words.to(torch.get_default_device()).view(torch.uint8)[:count]
     if dtype is torch.bool:
         return (data % 2).to(torch.bool).reshape(sizes)
     return data.view(dtype).reshape(sizes)
