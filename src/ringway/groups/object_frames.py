@@ -99,7 +99,7 @@ class Frames:
 
     def encode(self, obj: Any, limit: int, weights_only: bool) -> tuple[Header, Tensor, BaseException | None]:
         """The object's header and body. If the body cannot be sent, it is empty, and the error is returned too."""
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             pieces = _saved(obj) if weights_only else _pickled(obj)
         except Exception as error:
@@ -107,7 +107,7 @@ class Frames:
         total = sum(piece.nbytes for piece in pieces)
         if total > limit:
             return Header(TOO_LARGE, total, limit), nothing, None
-        body = torch.empty(total, dtype=torch.uint8)
+        body = torch.empty(total, dtype=torch.uint8, device="cpu")
         view, place = _bytes_of(body), 0
         for piece in pieces:
             view[place : place + piece.nbytes] = piece

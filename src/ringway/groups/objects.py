@@ -49,7 +49,7 @@ class ObjectChannel:
         """The headers of all ranks. Every rank sees the same headers and applies the smallest limit, so either all
         raise or none, and the group stays usable."""
         size, call = self.communicator.size, self._frames.next_collective()
-        gathered = torch.empty(size * HEADER_BYTES, dtype=torch.uint8)
+        gathered = torch.empty(size * HEADER_BYTES, dtype=torch.uint8, device="cpu")
         packed = self._frames.pack(mine, call, self._rank)
         self.communicator.all_gather_into_tensor(gathered, packed, log_name="object header")
         rows = gathered.view(size, -1)
@@ -66,7 +66,7 @@ class ObjectChannel:
     def all_gather(self, obj: Any) -> list[Any]:
         header, body, cause = self._encode(obj)
         headers = self._headers(header, cause)
-        bodies = [torch.empty(h.nbytes, dtype=torch.uint8) for h in headers]
+        bodies = [torch.empty(h.nbytes, dtype=torch.uint8, device="cpu") for h in headers]
         self.communicator.all_gather(bodies, body, log_name="object")
         return self._decoded(headers, bodies)
 
@@ -76,7 +76,7 @@ class ObjectChannel:
         longest = max(h.nbytes for h in headers)
         bodies = None
         if self._rank == root:
-            bodies = [torch.empty(longest, dtype=torch.uint8) for _ in headers]
+            bodies = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in headers]
         self.communicator.gather(_stretched(body, longest), bodies, group_dst=root, log_name="object")
         return None if bodies is None else self._decoded(headers, bodies)
 
@@ -89,7 +89,7 @@ class ObjectChannel:
             check(header, self._global(root), self._limit, cause)
             self._in_chunks(header, body, lambda piece: self._broadcast_piece(piece, root))
             return obj
-        received = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self.communicator.broadcast(received, group_src=root, log_name="object header")
         return self._take(received, call, root, lambda piece: self._broadcast_piece(piece, root))
 
@@ -106,7 +106,7 @@ class ObjectChannel:
 
     def recv(self, peer: int | None) -> tuple[Any, int]:
         """The object, and the sender's rank in the group."""
-        received = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         source = self.communicator.recv(received, group_src=peer, log_name="object header")
         sender = self.communicator.ranks.index(source)
         call = self._frames.message(sender, self._rank)
@@ -123,21 +123,21 @@ class ObjectChannel:
         header = self._frames.unpack(received, call, sender, self._global(sender))
         if not header.sent:
             check(header, self._global(sender), self._limit)
-        body = torch.empty(header.nbytes if header.nbytes <= self._limit else 0, dtype=torch.uint8)
+        body = torch.empty(header.nbytes if header.nbytes <= self._limit else 0, dtype=torch.uint8, device="cpu")
         self._in_chunks(header, body, receive)
         check(header, self._global(sender), self._limit)
         return self._decode(header, body, sender)
 
     @staticmethod
     def _in_chunks(header: Header, body: Tensor, move: Callable[[Tensor], None]) -> None:
-        scrap = torch.empty(min(_CHUNK, header.nbytes) if body.numel() == 0 else 0, dtype=torch.uint8)
+        scrap = torch.empty(min(_CHUNK, header.nbytes) if body.numel() == 0 else 0, dtype=torch.uint8, device="cpu")
         for start in range(0, header.nbytes, _CHUNK):
             stop = min(start + _CHUNK, header.nbytes)
             move(body[start:stop] if body.numel() else scrap[: stop - start])
 
     def scatter(self, objects: Sequence[Any] | None, root: int) -> Any:
         size, call = self.communicator.size, self._frames.next_collective()
-        headers = torch.empty(size * HEADER_BYTES, dtype=torch.uint8)
+        headers = torch.empty(size * HEADER_BYTES, dtype=torch.uint8, device="cpu")
         bodies: list[Tensor] = []
         cause: BaseException | None = None
         if self._rank == root:
@@ -157,7 +157,7 @@ class ObjectChannel:
         for row in rows:
             check(row, self._global(root), row.limit, cause)
         longest = max(row.nbytes for row in rows)
-        mine = torch.empty(longest, dtype=torch.uint8)
+        mine = torch.empty(longest, dtype=torch.uint8, device="cpu")
         stretched = [_stretched(body, longest) for body in bodies]
         self.communicator.scatter(mine, stretched, group_src=root, log_name="object")
         header = rows[self._rank]
@@ -166,7 +166,7 @@ class ObjectChannel:
 
 
 def _stretched(body: Tensor, to: int) -> Tensor:
-    longer = torch.empty(to, dtype=torch.uint8)
+    longer = torch.empty(to, dtype=torch.uint8, device="cpu")
     longer[: body.numel()] = body
     return longer
 

@@ -54,7 +54,7 @@ def sum_entries(communicator: Gatherer, indices: Tensor, values: Tensor, shape: 
 def _counts(communicator: Gatherer, indices: Tensor, shape: Sequence[int]) -> list[int]:
     """The number of entries of each rank. Raises if the ranks' tensors have different shapes."""
     sparse_dim, count = indices.shape
-    header = torch.tensor([count, sparse_dim, *shape])
+    header = torch.tensor([count, sparse_dim, *shape], device="cpu")
     headers = header.new_empty(communicator.size, header.numel())
     communicator.all_gather_into_tensor(headers, header, log_name="sparse shapes")
     rows = headers.tolist()

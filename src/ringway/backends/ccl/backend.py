@@ -111,7 +111,7 @@ class CclBackend(Backend):
 
     @queued
     def barrier(self, call: Call) -> None:
-        token = torch.ones(1)
+        token = torch.ones(1, device="cpu")
         place, datatype, total = token.data_ptr(), DATATYPES[token.dtype], REDUCTIONS[Reduce.SUM]
         self._run("onecclAllReduce", place, place, 1, datatype, total)
 

@@ -183,7 +183,7 @@ class MpiBackend(Backend):
             self._takes_cuda = mpi_world.cuda_aware()
         if self._takes_cuda:
             return call, made.synchronize, _nothing
-        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors}
+        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors}
 
         def before() -> None:
             made.synchronize()

@@ -186,7 +186,7 @@ class HierarchicalBackend(BackendOfParts):
         if not source.numel():
             return
         rows = source.view(self.size, -1)
-        by_place = rows[torch.tensor(layout.by_place())].view(-1)
+        by_place = rows[torch.tensor(layout.by_place(), device="cpu")].view(-1)
         counterparts = by_place.new_empty(by_place.numel() // layout.width)
         self._inside(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[by_place], outputs=[counterparts]).wait()
         share = counterparts.new_empty(target.numel())

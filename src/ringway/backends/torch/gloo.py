@@ -101,7 +101,7 @@ class GlooBackend(C10dBackend):
         tensor = call.outputs[0]
         if not tensor.is_cuda:
             return super().recv(call)
-        landing = torch.empty(tensor.shape, dtype=tensor.dtype)
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         handle = super().recv(replace(call, outputs=(landing,)))
         return Finishing(handle, lambda: _discard(tensor.copy_(landing)))
 
