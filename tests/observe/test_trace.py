@@ -19,7 +19,8 @@ import ringway
 from ringway.errors import RingwayError, UsageError
 from ringway.groups.world import world
 from ringway.observe.log import straggler
-from ringway.observe.report import report
+from ringway.observe.report import figures, report
+from ringway.observe.report.events import read
 from ringway.observe.report.page import as_data
 from ringway.observe.trace.writer import HEAD, Part, encoded
 from ringway.testing import RankContext, RankPool
@@ -187,7 +188,24 @@ def test_the_page_draws_everything_and_makes_no_request(trace_file: Path, tmp_pa
 
 def test_a_long_trace_with_many_names_and_sizes_is_drawn(tmp_path: Path) -> None:
     rows = [
-        (number, 1, 4 * number, 0, 0, -1, "0", f"step {number}", None, 1000 * number, 1000 * number + 400, 1, 2)
+        (
+            number,
+            1,
+            4 * number,
+            0,
+            0,
+            -1,
+            "0",
+            f"step {number}",
+            None,
+            1000 * number,
+            1000 * number + 400,
+            1,
+            2,
+            0,
+            0,
+            False,
+        )
         for number in range(20_000)
     ]
     path, page = tmp_path / "trace.json", tmp_path / "report.html"
@@ -210,6 +228,28 @@ def test_a_long_trace_with_many_names_and_sizes_is_drawn(tmp_path: Path) -> None
         assert browser.complaints() == []
     finally:
         browser.close()
+
+
+def test_calls_on_a_device_are_drawn_by_its_streams_and_times(tmp_path: Path) -> None:
+    """A rank's calls on two streams of its device. Those on a stream of their own overlap by half."""
+    kind = (1, 4096, 0, 0, -1, "0", "", None)
+    rows = [
+        (0, *kind, 1_000, 50_000, 1, 2, 20_000, 1, False),
+        (1, *kind, 2_000, 90_000, 1, 2, 60_000, 2, True),
+        (2, *kind, 3_000, 105_000, 1, 2, 75_000, 2, True),
+        (3, *kind, 4_000, 9_000, 1, 2, 0, 0, False),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"".join(encoded([Part(0, "host", 1, 0, 0, rows)])))
+    calls = read(path).calls
+    assert [(call.sequence, round(call.start, 3), round(call.took, 3), call.stream, call.beside) for call in calls] == [
+        (3, 0.0, 5.0, 0, False),
+        (0, 16.0, 30.0, 1, False),
+        (1, 56.0, 30.0, 2, True),
+        (2, 71.0, 30.0, 2, True),
+    ]
+    assert figures.streams(calls) == [[0, 1, 1, 0.03, False], [0, 2, 2, 0.045, True]]
+    report(path, tmp_path / "report.html")
 
 
 def test_a_trace_that_another_program_rewrote_can_be_read(trace_file: Path, tmp_path: Path) -> None:

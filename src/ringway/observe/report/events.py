@@ -30,6 +30,10 @@ class TracedCall(NamedTuple):
     collective: bool
     bus_gigabytes_a_second: float
     bus_factor: float
+    stream: int = 0
+    """The device's stream; 0 if the call was timed on the host."""
+    beside: bool = False
+    """Whether that was not the program's own stream."""
 
 
 @dataclass(frozen=True)
@@ -103,4 +107,6 @@ def _call(event: Any) -> TracedCall | None:
         collective=event["cat"] == "collective",
         bus_gigabytes_a_second=float(args["busbw_GBps"]),
         bus_factor=float(args["busbw_GBps"]) / rate if rate else 0.0,
+        stream=int(args.get("stream", 0)),
+        beside=bool(args.get("beside", False)),
     )

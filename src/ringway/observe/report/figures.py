@@ -103,6 +103,29 @@ def lateness(calls: Sequence[TracedCall]) -> dict[str, Any]:
     }
 
 
+def streams(calls: Sequence[TracedCall]) -> list[list[Any]]:
+    """For each rank and stream of its device: the number of calls, the milliseconds in which at least one ran, and
+    whether compute could run beside them. Calls on a stream of their own leave the program's stream free; calls on the
+    program's stream hold up what comes behind them."""
+    spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = defaultdict(list)
+    for call in calls:
+        if call.stream:
+            spans[call.rank, call.stream, call.beside].append((call.start, call.start + call.took))
+    return [
+        [rank, stream, len(found), round(_covered(found) / 1e3, 3), beside]
+        for (rank, stream, beside), found in sorted(spans.items())
+    ][:_MAX_ROWS]
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
+
+
 def table(calls: Sequence[TracedCall]) -> dict[str, Any]:
     """One row per name and size, over all ranks: those with the longest total time."""
     lines: dict[tuple[str, int], tuple[CallTotals, list[float]]] = {}

@@ -32,6 +32,7 @@ def page(events: Events, title: str) -> str:
         "timeline": figures.timeline(events.calls),
         "bandwidth": figures.bandwidth(events.calls),
         "lateness": figures.lateness(events.calls),
+        "streams": figures.streams(events.calls),
         "table": figures.table(events.calls),
     }
     template = files("ringway.observe.report").joinpath("page.html").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from ringway.groups.world import world
 from ringway.observe.files import write_whole
 from ringway.observe.log.summary import bus_factor
 from ringway.observe.meeting import decline, meet
-from ringway.observe.recorder import recorded, unlogged
+from ringway.observe.recorder import RecordedCall, recorded, unlogged
 from ringway.observe.trace.clock import offset_in_world
 
 LIMIT = 200_000
@@ -118,15 +118,20 @@ def encoded(parts: Sequence[Part]) -> Iterator[bytes]:
 
 
 def events(parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
-    starts = [row[9] + part.offset_ns for part in parts for row in part.rows]
-    origin = min(starts, default=0)
+    origin = min((_start(row) + part.offset_ns for part in parts for row in part.rows), default=0)
     for part in parts:
         name = f"rank {part.rank} ({part.host}, pid {part.pid})"
         yield {"ph": "M", "name": "process_name", "pid": part.rank, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": part.rank, "args": {"sort_index": part.rank}}
         tracks = _Tracks(part.rank)
-        for row in sorted(part.rows, key=lambda row: row[9]):
-            yield from _call_events(row, part, origin, tracks)
+        for row in sorted(part.rows, key=_start):
+            yield from _call_events(recorded(row), part, origin, tracks)
+
+
+def _start(row: Sequence[Any]) -> int:
+    """When the call of a row started on its device, if it was timed there; else when it was issued."""
+    started: int = row[13] or row[9]
+    return started
 
 
 class _Tracks:
@@ -153,10 +158,11 @@ class _Tracks:
         return number, {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": number, "args": {"name": name}}
 
 
-def _call_events(row: Sequence[Any], part: Part, origin: int, tracks: _Tracks) -> Iterator[dict[str, Any]]:
-    call = recorded(row)
-    took = max(call.completed_ns - call.issued_ns, 1)
-    number, named = tracks.place(call.group, call.issued_ns, call.completed_ns)
+def _call_events(call: RecordedCall, part: Part, origin: int, tracks: _Tracks) -> Iterator[dict[str, Any]]:
+    start = call.started_ns or call.issued_ns
+    took = max(call.completed_ns - start, 1)
+    where = call.group + (f", stream {call.stream}" if call.stream else "")
+    number, named = tracks.place(where, start, call.completed_ns)
     if named is not None:
         yield named
     rate = call.nbytes / took
@@ -166,7 +172,7 @@ def _call_events(row: Sequence[Any], part: Part, origin: int, tracks: _Tracks) -
         "cat": "p2p" if call.op in ("send", "recv") else "collective",
         "pid": part.rank,
         "tid": number,
-        "ts": (call.issued_ns + part.offset_ns - origin) / 1e3,
+        "ts": (start + part.offset_ns - origin) / 1e3,
         "dur": took / 1e3,
         "args": {
             "op": call.op,
@@ -179,5 +185,6 @@ def _call_events(row: Sequence[Any], part: Part, origin: int, tracks: _Tracks) -
             "busbw_GBps": float(f"{rate * bus_factor(OP_BY_NAME[call.op].code, '', call.size):.6g}"),
             "site": call.place,
             "state": call.state,
+            **({"stream": call.stream, "beside": call.beside} if call.stream else {}),
         },
     }
