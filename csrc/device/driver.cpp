@@ -24,6 +24,8 @@ Driver::Driver(const std::string& library) {
     find(event_record, "cuEventRecord");
     find(event_query, "cuEventQuery");
     find(event_destroy, "cuEventDestroy_v2");
+    find(event_elapsed, "cuEventElapsedTime");
+    find(stream_create, "cuStreamCreate");
     find(is_capturing, "cuStreamIsCapturing");
     find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     find(error_name, "cuGetErrorName");

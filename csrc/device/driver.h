@@ -28,6 +28,8 @@ struct Driver {
     Status (*event_record)(Event event, Stream stream);
     Status (*event_query)(Event event);
     Status (*event_destroy)(Event event);
+    Status (*event_elapsed)(float* milliseconds, Event from, Event to);
+    Status (*stream_create)(Stream* stream, unsigned flags);
     Status (*is_capturing)(Stream stream, int* status);
     Status (*exchange_capture_mode)(int* mode);
     Status (*error_name)(Status status, const char** name);

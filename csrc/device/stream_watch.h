@@ -25,6 +25,14 @@ namespace ringway::device {
 struct LateCall {
     uint64_t token;
     uint64_t note;
+    DeviceTimes times = {};
+};
+
+// A moment of a stream, for a call whose times are wanted. No event: nobody wants them.
+struct Mark {
+    Event event = nullptr;
+    int64_t host_ns = 0;
+    Stream stream = nullptr;
 };
 
 // The calls of one group.
@@ -62,7 +70,9 @@ class StreamCalls {
     bool closed_ = false;
     std::atomic<size_t> pending_{0};
     std::atomic<bool> failed_{false};
-    int64_t reported_ns_ = 0;  // the watch's
+    // The watch's
+    int64_t reported_ns_ = 0;
+    std::map<uint32_t, int64_t> ended_ns_;  // by stream: when the device passed the last call whose times are known
 };
 
 // One for each process.
@@ -70,9 +80,17 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
   public:
     explicit StreamWatch(const std::string& library) : driver_(library), made_by_(getpid()) {}
 
-    // Records an event on the stream of the device, behind a call that was just issued there. False if the stream captures
+    // Follows a call that was just issued on the stream of the device, by an event behind it. False if the stream captures
     // a graph: then the call runs whenever that is replayed, and nothing is followed. Throws std::runtime_error.
-    bool follow(const std::shared_ptr<StreamCalls>& calls, uint64_t token, uint64_t note, int device, uintptr_t stream);
+    // With a mark, from before the call, the record gets the device's times.
+    bool follow(const std::shared_ptr<StreamCalls>& calls, uint64_t token, uint64_t note, int device, uintptr_t stream,
+                Mark started = {});
+
+    // Marks where a stream is now. An empty mark if it captures a graph, or if the device refuses.
+    Mark mark(int device, uintptr_t stream);
+    // For a mark that nothing follows.
+    void drop(int device, Mark mark);
+    bool is_capturing(int device, uintptr_t stream);
 
     // Waits until the device has passed the calls or the group has failed, and no longer than `seconds`. The watch looks
     // more often meanwhile.
@@ -97,18 +115,33 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
         LateCall call;
         int64_t since_ns;
         int64_t deadline_ns;
+        Mark started;
+    };
+    // An event that passed at a known time of the host's clock.
+    struct Clock {
+        Event event = nullptr;
+        int64_t host_ns = 0;
     };
     struct Device {
         Context context = nullptr;
-        std::vector<Event> spare;
+        std::vector<Event> spare, spare_timed;
+        Stream clock_stream = nullptr;
+        bool timed = false;         // since the clock was read
+        Clock clock, clock_before;  // the latest, and one for calls that began before it
     };
     struct Told;
 
     Context context_of(int device);
+    Event take_event(Device& device, bool timed);
+    Clock read_clock(Stream idle);
+    void renew_clocks();
+    DeviceTimes times_of(const Followed& followed);
     void serve();
     void take_new(std::map<Place, std::deque<Followed>>& lines);
-    void end(const Followed& followed, State state);
+    void end(const Followed& followed, State state, const DeviceTimes& times = {});
     void end_failed(const Followed& followed);
+    Status cover(Followed& last);
+    size_t passed(std::deque<Followed>& line, Status& status);
     void look(std::deque<Followed>& line, std::map<StreamCalls*, Told>& told);
 
     Driver driver_;
@@ -116,6 +149,7 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     std::mutex lock_;
     std::condition_variable wake_;
     std::map<int, Device> devices_;
+    std::map<Place, uint32_t> streams_;  // numbers of streams on which calls were timed
     std::vector<Followed> new_;
     std::condition_variable looked_;
     int settling_ = 0;  // callers of settle

@@ -1,8 +1,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unordered_map.h>
 
-#include "device/stream_watch.h"
-#include "python/gil.h"
+#include "python/fast_method.h"
+#include "python/stream_calls.h"
+#include "python/stream_fast_path.h"
 
 namespace nb = nanobind;
 using namespace ringway;
@@ -10,70 +12,44 @@ using namespace ringway::device;
 
 namespace {
 
-// A Python function that the watch's thread calls, and perhaps destroys.
-class Callback {
-  public:
-    explicit Callback(nb::object function) : function_(function.release().ptr()) {}
-    ~Callback() {
-        // Leaked at exit: this thread may hold the GIL, and must not sleep with it.
-        if (interpreter_exits() && !this_thread_exits()) return;
-        with_gil([this] { Py_DECREF(function_); });
-    }
-    Callback(const Callback&) = delete;
-    Callback& operator=(const Callback&) = delete;
+bool count_is(Py_ssize_t count, Py_ssize_t wanted, const char* what) {
+    if (count != wanted) PyErr_SetString(PyExc_TypeError, what);
+    return count == wanted;
+}
 
-    void operator()(const StreamCalls::News& news) const {
-        with_gil([&] {
-            try {
-                nb::list calls;
-                for (const LateCall& call : news.ended) calls.append(nb::make_tuple(call.token, call.note));
-                const nb::object waiting =
-                    news.waiting.token == 0 ? nb::object(nb::none()) : nb::object(nb::int_(news.waiting.note));
-                nb::borrow(function_)(calls, waiting, news.overdue, news.failure);
-            } catch (nb::python_error& error) {
-                error.restore();
-                PyErr_WriteUnraisable(function_);
-            }
-        });
-    }
+int integer(PyObject* given) {
+    const long value = PyLong_AsLong(given);
+    if (value == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+    return static_cast<int>(value);
+}
 
-  private:
-    PyObject* function_;
-};
+StreamFastPath& path_of(PyObject* self) { return *nb::inst_ptr<StreamFastPath>(self); }
 
-// Closes the calls when Python drops them: the record may go next.
-class Calls {
-  public:
-    Calls(std::shared_ptr<StreamWatch> watch, GroupRecord& record, nb::object report)
-        : watch_(std::move(watch)),
-          calls_(std::make_shared<StreamCalls>(
-              record, [callback = std::make_shared<Callback>(std::move(report))](const StreamCalls::News& news) {
-                  (*callback)(news);
-              })) {}
-    ~Calls() { calls_->close(); }
-    Calls(const Calls&) = delete;
-    Calls& operator=(const Calls&) = delete;
+PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    if (!count_is(count, 6, "run takes op, outputs, inputs, peer, tag, wait")) return nullptr;
+    return or_raise([&] {
+        return PyBool_FromLong(path_of(self).run(integer(given[0]), given[1], given[2], integer(given[3]), integer(given[4]),
+                                                 given[5] == Py_True));
+    });
+}
 
-    bool follow(uint64_t token, uint64_t note, int device, uintptr_t stream) {
-        return watch_->follow(calls_, token, note, device, stream);
-    }
-    void settle(double seconds) {
-        const GilRelease released;
-        watch_->settle(*calls_, seconds);
-    }
-    StreamCalls& operator*() { return *calls_; }
+PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    if (!count_is(count, 6, "start takes op, outputs, inputs, peer, reduce, tag")) return nullptr;
+    return or_raise([&] {
+        return path_of(self)
+            .start(integer(given[0]), given[1], given[2], integer(given[3]), integer(given[4]), integer(given[5]))
+            .release()
+            .ptr();
+    });
+}
 
-  private:
-    std::shared_ptr<StreamWatch> watch_;
-    std::shared_ptr<StreamCalls> calls_;
-};
+PyObject* issue(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    if (!count_is(count, 4, "issue takes op, outputs, inputs, options")) return nullptr;
+    return or_raise([&] { return path_of(self).issue(integer(given[0]), given[1], given[2], given[3]).release().ptr(); });
+}
 
-// Shared with the thread, which ends when Python drops it.
-struct Watch {
-    explicit Watch(const std::string& library) : shared(std::make_shared<StreamWatch>(library)) {}
-    ~Watch() { shared->stop(); }
-    std::shared_ptr<StreamWatch> shared;
-};
+PyMethodDef fast_methods[] = {fast_method("run", &run), fast_method("start", &start), fast_method("issue", &issue), {}};
+PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 }  // namespace
 
@@ -86,11 +62,33 @@ void bind_device(nb::module_& m) {
                 new (self) Calls(watch.shared, record, std::move(report));
             },
             nb::arg("watch"), nb::arg("record"), nb::arg("report"), nb::keep_alive<1, 3>())
-        .def("follow", &Calls::follow)  // no argument names: nanobind calls it faster without
+        .def("follow", [](Calls& self, uint64_t token, uint64_t note, int device,
+                          uintptr_t stream) { return self.follow(token, note, device, stream); })
         .def("settle", &Calls::settle, nb::arg("seconds"))
-        .def("fail", [](Calls& self) { (*self).fail(); })
-        .def("close", [](Calls& self) { (*self).close(); })
-        .def_prop_ro("pending", [](Calls& self) { return (*self).pending(); })
+        .def("fail", [](Calls& self) { self->fail(); })
+        .def("close", [](Calls& self) { self->close(); })
+        .def_prop_ro("pending", [](Calls& self) { return self->pending(); })
         .def_prop_rw(
-            "limit", [](Calls& self) { return (*self).limit.load(); }, [](Calls& self, double seconds) { (*self).limit = seconds; });
+            "limit", [](Calls& self) { return self->limit.load(); }, [](Calls& self, double seconds) { self->limit = seconds; });
+
+    nb::class_<StreamWork>(m, "StreamWork")
+        .def("wait", [](StreamWork& self) { return nb::cast<StreamFastPath&>(self.path).wait(self); })
+        .def_ro("path", &StreamWork::path)
+        .def_ro("kind", &StreamWork::kind)
+        .def_ro("sequence", &StreamWork::sequence)
+        .def_ro("token", &StreamWork::token)
+        .def_ro("torchs", &StreamWork::torchs)
+        .def_ro("outputs", &StreamWork::outputs)
+        .def_ro("followed", &StreamWork::followed)
+        .def_prop_ro("seconds",
+                     [](StreamWork& self) { return static_cast<double>(monotonic_ns() - self.began_ns) / 1e9; });
+
+    nb::class_<StreamFastPath, FastPath>(m, "StreamFastPath", nb::type_slots(fast_slots))
+        .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint64_t, uint32_t, Calls&, nb::dict, nb::object,
+                      nb::tuple, std::unordered_map<int64_t, int>>(),
+             nb::arg("record"), nb::arg("rank"), nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"),
+             nb::arg("averaged"), nb::arg("ops"), nb::arg("calls"), nb::arg("open"), nb::arg("work"), nb::arg("streams"),
+             nb::arg("reductions"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 10>())
+        .def_rw("variant", &StreamFastPath::variant)
+        .def_rw("watched", &StreamFastPath::watched);
 }

@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "agreement.h"
@@ -81,6 +82,11 @@ void bind_group(nb::module_& m) {
         .def("begin_call", &begin_call)
         .def("end",
              [](GroupRecord& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
+        .def("end_on_device",
+             [](GroupRecord& self, uint64_t token, bool ok, std::tuple<int64_t, int64_t, uint32_t, bool> times) {
+                 const auto [started_ns, completed_ns, stream, beside] = times;
+                 self.end(token, ok ? State::Completed : State::Failed, {started_ns, completed_ns, stream, beside});
+             })
         .def("started", &GroupRecord::started)
         .def_prop_ro("is_starting", &GroupRecord::is_starting)
         .def_static("exchange_starting", &GroupRecord::exchange_starting)
@@ -109,6 +115,7 @@ void bind_group(nb::module_& m) {
             nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"),
             nb::arg("reduce") = static_cast<int>(Reduce::Sum))
         .def("start", [](FastPath&, nb::args) { return nb::none(); })
+        .def("issue", [](FastPath&, nb::args) { return nb::borrow(Py_NotImplemented); })
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
         .def("hold", &FastPath::hold, nb::arg("change"))
         .def("has", &FastPath::has, nb::arg("op"));

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cgroup.h"
+#include "python/fast_method.h"
 #include "python/shm_call.h"
 #include "python/shm_fast_path.h"
 #include "python/shm_group.h"
@@ -23,25 +24,15 @@ PyObject* run_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count)
     }
     const long op = PyLong_AsLong(arguments[0]), peer = PyLong_AsLong(arguments[3]), tag = PyLong_AsLong(arguments[4]);
     if (PyErr_Occurred() != nullptr) return nullptr;
-    try {
+    return or_raise([&] {
         const bool done = nb::inst_ptr<ShmFastPath>(self)->run(static_cast<int>(op), arguments[1], arguments[2],
                                                                static_cast<int>(peer), static_cast<int>(tag),
                                                                arguments[5] == Py_True);
         return PyBool_FromLong(done);
-    } catch (nb::python_error& error) {
-        error.restore();
-    } catch (const DifferentCalls&) {
-        PyErr_SetString(nb::module_::import_("ringway._core").attr("CallsDiffer").ptr(), "ranks called different things");
-    } catch (const std::bad_alloc& error) {
-        PyErr_SetString(PyExc_MemoryError, error.what());
-    } catch (const std::exception& error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-    return nullptr;
+    });
 }
 
-PyMethodDef fast_methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_fast)), METH_FASTCALL, nullptr}, {}};
+PyMethodDef fast_methods[] = {fast_method("run", &run_fast), {}};
 PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 }  // namespace

@@ -66,6 +66,7 @@ bool FastPath::read_all_to_all(nb::handle outputs, nb::handle inputs, PlainCall&
     call.out = {out.data, out.nbytes / size_, nullptr};
     call.dtype = in.dtype;
     call.bytes = in.nbytes;
+    call.device_index = in.device_index;
     call.count = in.numel / size_;
     return in.rows % size_ == 0 && out.rows % size_ == 0;
 }
@@ -78,6 +79,7 @@ bool FastPath::read_tensors(nb::handle outputs, nb::handle inputs, PlainCall& ca
     if (!plain(gathers || call.op == Op::Send ? inputs : outputs, share)) return false;
     call.in = call.out = {share.data, 0, nullptr};
     call.dtype = share.dtype;
+    call.device_index = share.device_index;
     call.count = share.numel;
     call.bytes = gathers || scatters ? share.nbytes * size_ : share.nbytes;
     if (gathers) return read_blocks(outputs, share, call, call.out);

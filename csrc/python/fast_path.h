@@ -23,6 +23,7 @@ namespace nb = nanobind;
 // is `in`.
 struct PlainCall : shm::Request {
     int64_t bytes = 0;               // of the message, as the recorder counts them
+    int device_index = 0;
     std::vector<std::byte*> blocks;  // of a list of tensors,
     std::vector<nb::object> kept;    // which the program may change while the call runs
 };

@@ -51,8 +51,8 @@ std::optional<bool> GroupRecord::take_back() {
     return true;
 }
 
-void GroupRecord::end(uint64_t token, State state) {
-    recorder_->end(token, state);
+void GroupRecord::end(uint64_t token, State state, const DeviceTimes& times) {
+    recorder_->end(token, state, times);
     completed_.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -29,7 +29,7 @@ class GroupRecord {
     // Numbers the call and records it. Collectives and point-to-point calls are counted separately, because only
     // collectives come in the same order on every rank. Throws DifferentCalls if another rank made a different call.
     Begun begin(Op op, int64_t bytes, DType dtype, Reduce reduce, int32_t peer, uint32_t label, uint32_t site);
-    void end(uint64_t token, State state);
+    void end(uint64_t token, State state, const DeviceTimes& times = {});
 
     // From now on, collectives are compared with those of the other ranks.
     void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }

@@ -70,7 +70,7 @@ void Ledger::add(const Entry& call) {
     std::lock_guard<std::mutex> guard(lock_);
     if (!choice_.enabled || !(call.profiled || chosen(op, call.label))) return;
     add_locked({op, call.label, choice_.by_caller ? call.site : 0, call.size, call.bytes},
-               call.completed_ns - call.issued_ns);
+               call.completed_ns - (call.started_ns != 0 ? call.started_ns : call.issued_ns));
     if (!is_point_to_point(call.op)) arrivals_[arrived_++ % kMaxArrivals] = call;
 }
 

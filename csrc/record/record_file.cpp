@@ -18,7 +18,7 @@ namespace ringway {
 namespace {
 
 constexpr char kMagic[8] = {'r', 'i', 'n', 'g', 'w', 'a', 'y', 'R'};
-constexpr uint32_t kLayout = 1;
+constexpr uint32_t kLayout = 2;
 constexpr size_t kTextRoom = 1 << 20;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "the ring is read by other processes");
@@ -57,6 +57,9 @@ bool read_slot(const Slot& slot, uint64_t token, Entry& out) {
     out = slot.entry;
     out.state = static_cast<State>(slot.state.load(std::memory_order_acquire));
     out.completed_ns = slot.completed_ns.load(std::memory_order_relaxed);
+    out.started_ns = slot.started_ns.load(std::memory_order_relaxed);
+    out.stream = slot.stream.load(std::memory_order_relaxed);
+    out.beside = slot.beside.load(std::memory_order_relaxed) != 0;
     std::atomic_thread_fence(std::memory_order_acquire);
     return slot.token.load(std::memory_order_relaxed) == token;
 }

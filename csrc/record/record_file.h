@@ -22,6 +22,9 @@ struct alignas(64) Slot {
     std::atomic<uint64_t> token{0};
     Entry entry;
     std::atomic<int64_t> completed_ns{0};
+    std::atomic<int64_t> started_ns{0};
+    std::atomic<uint32_t> stream{0};
+    std::atomic<uint8_t> beside{0};
     std::atomic<uint8_t> state{0};
 };
 

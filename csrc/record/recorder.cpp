@@ -56,16 +56,23 @@ uint64_t Recorder::begin(const Entry& call) {
     slot.entry.token = token;
     slot.entry.issued_ns = monotonic_ns();
     slot.completed_ns.store(0, std::memory_order_relaxed);
+    slot.started_ns.store(0, std::memory_order_relaxed);
+    slot.stream.store(0, std::memory_order_relaxed);
+    slot.beside.store(0, std::memory_order_relaxed);
     slot.state.store(static_cast<uint8_t>(State::Issued), std::memory_order_relaxed);
     slot.token.store(token, std::memory_order_release);
     return token;
 }
 
-void Recorder::end(uint64_t token, State state) {
+void Recorder::end(uint64_t token, State state, const DeviceTimes& times) {
     Slot& slot = file_.slot(token);
     if (slot.token.load(std::memory_order_relaxed) != token) return;  // the ring has wrapped since
-    const int64_t now = monotonic_ns();
-    slot.completed_ns.store(now, std::memory_order_relaxed);
+    slot.completed_ns.store(times.completed_ns != 0 ? times.completed_ns : monotonic_ns(), std::memory_order_relaxed);
+    if (times.started_ns != 0) {
+        slot.started_ns.store(times.started_ns, std::memory_order_relaxed);
+        slot.stream.store(times.stream, std::memory_order_relaxed);
+        slot.beside.store(times.beside ? 1 : 0, std::memory_order_relaxed);
+    }
     slot.state.store(static_cast<uint8_t>(state), std::memory_order_release);
     const bool logged = ledger_.enabled() && state == State::Completed;
     const bool traced = tracing_.load(std::memory_order_relaxed);

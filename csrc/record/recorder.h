@@ -27,7 +27,7 @@ class Recorder {
 
     // Tokens count from 1. A token names its record until the ring wraps.
     uint64_t begin(const Entry& call);
-    void end(uint64_t token, State state);
+    void end(uint64_t token, State state, const DeviceTimes& times = {});
     // The record's entry, if the ring still holds it.
     bool find(uint64_t token, Entry& out) const;
     // The latest `count` records, oldest first.

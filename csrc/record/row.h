@@ -14,7 +14,8 @@ template <class Use>
 auto with_row(const Entry& call, const std::string& group, const std::string& label, const CallSite* where, Use use) {
     return use(call.sequence, static_cast<int>(call.op), call.bytes, static_cast<int>(call.dtype),
                static_cast<int>(call.reduce), call.peer, group, label, where, call.issued_ns, call.completed_ns,
-               static_cast<int>(call.state), call.size);
+               static_cast<int>(call.state), call.size, call.started_ns, call.stream,
+               call.beside);
 }
 
 }  // namespace ringway

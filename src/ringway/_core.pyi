@@ -39,6 +39,9 @@ class GroupRecord:
     def begin_call(self, call: Any, label: int) -> int:
         """Numbers and records a `ringway.call.Call`, and sets its `sequence` and `site`. Returns the record's token."""
     def end(self, token: int, ok: bool) -> None: ...
+    def end_on_device(self, token: int, ok: bool, times: tuple[int, int, int, bool], /) -> None:
+        """`times` are the start and the end on the device, in the host's clock, the number of the stream, and whether
+        that is not the program's own. All 0 if the device was not asked."""
     def started(self) -> None:
         """The call that this thread has begun has started. Until then `is_starting` is true on this thread."""
     @property
@@ -72,8 +75,11 @@ class FastPath:
         """Numbers, records and compares a call that the path takes, and returns its token; else 0, and no trace. Once
         the call has started, `GroupRecord.started` must be called. The path checks the dtype for sums only."""
     def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool: ...
-    def start(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: Any) -> Any:
+    def start(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: Any, tag: int, /) -> Any:
         """The Work of an asynchronous call that the path takes; else None, and no trace. Most paths take none."""
+    def issue(self, op: int, outputs: Any, inputs: Any, options: Any, /) -> Any:
+        """A call with torch's options, as a bridge gets it: its Work, or None if it is synchronous. NotImplemented if
+        the path does not take it, and no trace. Most paths take none."""
     def serve(self, op: int, ranges: Sequence[tuple[int, int]]) -> None: ...
     def hold(self, change: int) -> None: ...
     def has(self, op: int) -> bool: ...
@@ -83,19 +89,21 @@ class StreamWatch:
 
     def __init__(self, library: str) -> None: ...
 
+LateCall = tuple[int, int, tuple[int, int, int, bool]]
+
 class StreamCalls:
     """The calls of one group on CUDA streams.
 
-    Quick calls end in the record. `report` gets the others, which may have failed: (token, note) of the calls that
-    ended late, the note of a call that has waited for long or None, whether that one is overdue, and the name of CUDA's
-    error if the device cannot be asked.
+    Quick calls end in the record. `report` gets the others, which may have failed: (token, note, times) of the calls
+    that ended late, with their times on the device; the note of a call that has waited for long or None; whether that
+    one is overdue; and the name of CUDA's error if the device cannot be asked.
     """
 
     def __init__(
         self,
         watch: StreamWatch,
         record: GroupRecord,
-        report: Callable[[list[tuple[int, int]], int | None, bool, str], None],
+        report: Callable[[list[LateCall], int | None, bool, str], None],
     ) -> None: ...
     limit: float
     """Seconds until a call is overdue; 0 for never."""
@@ -108,6 +116,47 @@ class StreamCalls:
     def fail(self) -> None:
         """Pending calls end as failed."""
     def close(self) -> None: ...
+
+class StreamWork:
+    """An asynchronous call of a `StreamFastPath`."""
+
+    path: Any
+    kind: int
+    """The number that `_prepare` gave to calls like this."""
+    sequence: int
+    token: int
+    torchs: Any
+    """torch's work."""
+    outputs: Any
+    followed: bool
+    """Whether the native side reports its end, even if nobody waits."""
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+    def wait(self) -> bool:
+        """Orders the current stream behind the call. False if the group has failed: then nothing has happened."""
+
+class StreamFastPath(FastPath):
+    """A fast path whose calls torch starts on CUDA streams. See csrc/python/stream_fast_path.h."""
+
+    variant: int
+    watched: bool
+    def __init__(
+        self,
+        record: GroupRecord,
+        rank: int,
+        size: int,
+        device: int,
+        moved: int,
+        summed: int,
+        averaged: int,
+        ops: int,
+        calls: StreamCalls,
+        open: dict[int, Any],
+        work: type,
+        streams: tuple[Callable[[int], int], Callable[[int], tuple[int, int, int]], Callable[[int, int, int], None]],
+        reductions: dict[int, int],
+    ) -> None: ...
 
 class Responder:
     def __init__(self, recorder: Recorder, address: str, token: str, facts: str) -> None: ...

@@ -229,6 +229,8 @@ class Call:
     size: int = 1
     issued: int = 0
     completed: int = 0
+    device: torch.device | None = None
+    """Of a barrier, if the program names one."""
     check: Callable[[], None] | None = None
     """Raises if the ranks were found to have called different things. For code that waits in slices."""
 

@@ -20,6 +20,9 @@ import torch.distributed as c10d
 from ringway.backends.base import GroupInfo
 from ringway.backends.torch.adopt import adopt
 
+STREAM, ASIDE = 7, 77
+"""The current stream, and the one that a program makes with `torch.cuda.Stream`."""
+
 
 class ScriptedWork:
     """A work like ProcessGroupNCCL's: `wait` returns or raises, `is_completed` queries the device."""
@@ -88,7 +91,7 @@ class StandInDriver:
         self._library.stand_in_reach.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         self._library.stand_in_reset()
 
-    def reach(self, events: int = 1 << 60, stream: int = 0) -> None:
+    def reach(self, events: int = 1 << 60, stream: int = STREAM) -> None:
         self._library.stand_in_reach(stream, events)
 
     def capture(self, on: bool) -> None:
@@ -132,7 +135,15 @@ class ScriptedCuda:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", self._stream)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        self.current = (STREAM, 0, 1)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.current[0], raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: self.current, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_stream, raising=False)
+        aside = SimpleNamespace(stream_id=ASIDE, device_index=0, device_type=1, cuda_stream=ASIDE)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: aside)
+
+    def _set_stream(self, *stream: int) -> None:
+        self.current = (stream[0], stream[1], stream[2])
 
     def _stream(self, device: torch.device) -> Any:
         return SimpleNamespace(device=device, cuda_stream=0, wait_event=self._wait)

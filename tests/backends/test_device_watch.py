@@ -9,6 +9,7 @@ import pytest
 
 from ringway.backends import device_watch
 from ringway.backends.device_watch import DeviceWatch
+from ringway.work import Completion
 
 
 class One:
@@ -117,3 +118,50 @@ def test_a_failing_device_ends_pending_works_but_not_the_watch() -> None:
     device.add(0, 0, soon=True)
     device.wait_for(7)
     assert device.reported[-1] == (0, 0, None)
+
+
+def test_calls_before_an_overdue_one_have_not_completed() -> None:
+    """The later one has the shorter deadline. The device has passed the first of the four only."""
+
+    class Ending:
+        def __init__(self, done: bool, error: BaseException | None) -> None:
+            self._done, self._error = done, error
+
+        def done(self) -> bool:
+            return self._done
+
+        def outcome(self) -> BaseException | None:
+            return self._error
+
+    watch, overdue = DeviceWatch(), TimeoutError("overdue")
+    reported: dict[int, BaseException | None] = {}
+    all_there = threading.Event()
+    endings = [Ending(True, None), Ending(False, None), Ending(True, overdue), Ending(False, None)]
+
+    def noted(number: int) -> Completion:
+        def note(error: BaseException | None) -> None:
+            reported[number] = error
+            if len(reported) == 3:
+                all_there.set()
+
+        return note
+
+    line = [device_watch.Pending(ending, noted(number), 0.0, soon=True) for number, ending in enumerate(endings)]
+    watch._lines["line"] = line
+    watch._report("line", line, *device_watch._ended(line))
+    assert all_there.wait(30)
+    assert reported == {0: None, 1: overdue, 2: overdue}
+
+
+def test_a_slow_explanation_holds_up_nobody_else() -> None:
+    device, explained = Device(2, 1), threading.Event()
+
+    class Failed(One):
+        def outcome(self) -> BaseException | None:
+            return RuntimeError("failed")
+
+    device.watch.add(0, Failed(device, 0, 0), lambda _: explained.wait(60) and None, soon=True)
+    device.add(1, 0, soon=True)
+    device.ended = [1, 1]
+    device.wait_for(1)
+    explained.set()

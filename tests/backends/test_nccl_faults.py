@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import Aborts
 from ringway.backends.process import Process
 from ringway.call import ALL_REDUCE, SEND, Call
-from ringway.errors import BackendUnavailable, CommTimeout, PeerLost
+from ringway.errors import BackendUnavailable, CommTimeout, PeerLost, RingwayError
 from ringway.groups.communicator import Communicator
 from ringway.groups.listener import Listener
 
@@ -217,6 +218,44 @@ def test_calls_of_a_block_end_with_it_and_take_their_last_step_after_it(cuda: Sc
     assert ended == []
     group.work.finished.set()
     until(lambda: ended == [None])
+
+
+def test_calls_of_a_block_that_cannot_start_end_with_its_error(cuda: ScriptedCuda) -> None:
+    group = Group()
+    communicator = _communicator(group)
+    communicator.set_timeout(60)
+    backend, device, tensor = communicator.devices.first, torch.device("cuda", 0), torch.ones(4)
+
+    def refuse() -> ScriptedWork:
+        raise RuntimeError("NCCL error: invalid usage")
+
+    group._end_coalescing = refuse  # type: ignore[method-assign]
+    backend.start_coalescing(device)
+    works = [communicator.all_reduce(tensor, async_op=True) for _ in range(2)]
+    with pytest.raises(RingwayError, match="invalid usage"):
+        backend.end_coalescing(device)
+    assert communicator.record.completed == 2
+    for work in works:
+        assert work is not None
+        with pytest.raises(RingwayError, match="invalid usage"):
+            work.wait()
+
+
+def test_a_barrier_runs_on_the_device_that_the_program_names(
+    cuda: ScriptedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else on the one that the group is bound to, else on the current one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    group = Group()
+    group.work.finished.set()
+    seen = []
+    group.barrier = lambda options: seen.append(options.device) or group.work  # type: ignore[attr-defined, func-returns-value]
+    for bound in (None, torch.device("cuda", 3)):
+        info = replace(scripted_info(), bound_device=bound, process=Process())
+        communicator = Communicator(info, {"cpu": NcclBackend(info, group)}, _core.Recorder(64), [])
+        communicator.barrier()
+        communicator.barrier(device_ids=[5])
+    assert [device.index for device in seen] == [2, 5, 3, 5]
 
 
 def test_torchs_watchdog_is_told_to_leave_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:

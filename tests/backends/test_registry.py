@@ -36,6 +36,7 @@ def test_backends_of_several_devices_have_one_name_in_torch() -> None:
     together = registry.combined("cpu:gloo,cuda:nccl")
     assert together is not None
     assert (together.devices, together.others["cuda"].name) == (("cpu",), "nccl")
+    assert registry.combined("cuda:nccl,cpu:gloo") is together, "the order of the names does not matter"
     assert registry.combined("gloo") is None
     assert registry.combined("cpu:gloo,cuda:gloo") is None
 

@@ -335,6 +335,8 @@ def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Work]:
     """Start every message of the list. None blocks another."""
     if not p2p_op_list or not all(isinstance(entry, c10d.P2POp) for entry in p2p_op_list):
         raise UsageError("batch_isend_irecv takes a non-empty list of P2POp")
+    if any(entry.group is not p2p_op_list[0].group for entry in p2p_op_list):
+        raise UsageError("batch_isend_irecv: all messages must be of one group")
     member = member_of(p2p_op_list[0].group, "batch_isend_irecv")
     device = p2p_op_list[0].tensor.device
     backend = None if member is None else member.devices.coalescing(device)

@@ -41,8 +41,8 @@ class GroupInfo:
     `ranks` are the global ranks of the group's members in order; `store` is the group's own part of the job's store;
     `name` is unique in the job; `timeout` in seconds is the default of every wait; `options` are the user's
     `pg_options`; `split_from` is torch's nccl of a larger group, if the new one shares its communicator; `mark`
-    distinguishes the group from earlier ones in the same store, once its backend is made; `process` holds what all
-    groups of this process share.
+    distinguishes the group from earlier ones in the same store, once its backend is made; `bound_device` is the device
+    that the user bound the group to; `process` holds what all groups of this process share.
     """
 
     rank: int
@@ -54,6 +54,7 @@ class GroupInfo:
     options: Any = None
     split_from: Any = None
     mark: str = ""
+    bound_device: torch.device | None = None
     process: Process = field(default_factory=Process, repr=False, compare=False)
 
 

@@ -83,11 +83,34 @@ class DeviceWatch:
             del pending[:count]
             if not pending:
                 del self._lines[line]
+        failed = []
+        last = failure or ended[-1].ending.outcome()
         for one in ended:
-            try:
-                one.completion(failure or one.ending.outcome())
-            except Exception:
-                traceback.print_exc()
+            if one is ended[-1] or failure is not None:
+                error = last
+            elif last is not None and not one.ending.done():
+                error = last  # a later one is overdue, and has ended before it
+            else:
+                error = one.ending.outcome()
+            if error is None:
+                _complete(one, None)
+            else:
+                failed.append((one, error))
+        if failed:
+            # To explain an error takes seconds: other groups must not wait for it.
+            start("ringway-failed-calls", _complete_all, failed)
+
+
+def _complete(one: Pending, error: BaseException | None) -> None:
+    try:
+        one.completion(error)
+    except Exception:
+        traceback.print_exc()
+
+
+def _complete_all(failed: list[tuple[Pending, BaseException]]) -> None:
+    for one, error in failed:
+        _complete(one, error)
 
 
 def _ended(pending: list[Pending]) -> tuple[int, BaseException | None]:

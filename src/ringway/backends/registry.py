@@ -141,6 +141,8 @@ def combined(backend: str) -> Registration | None:
     owned = {device: part for device, part in parts.items() if part is not None}
     if len(owned) != len(parts) or len({part.name for part in owned.values()}) == 1:
         return None
+    # The CPU first, in whatever order the user names them: calls without tensors run there.
+    owned = dict(sorted(owned.items(), key=lambda item: item[0] != "cpu"))
     (device, first), *others = owned.items()
     torch_name = "_".join(["ringway", *(f"{device}_{part.name}" for device, part in owned.items())])
     spelled = ",".join(f"{device}:{part.name}" for device, part in owned.items())

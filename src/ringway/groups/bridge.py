@@ -78,14 +78,13 @@ class Bridge(c10d.ProcessGroup):
 
     def _fast(
         self, op: Op, output: Tensor, input: Tensor, opts: Any, peer: int = -1, reduce: Reduce = Reduce.SUM
-    ) -> Work | None:
-        """What a fast path returns for the call, or `_NOT_DONE`: then nothing has happened."""
-        if self._collecting is not None or not hasattr(opts, "asyncOp") or opts.timeout.days >= 0:
-            return _NOT_DONE
-        calls = self.communicator.calls
-        if opts.asyncOp:
-            return calls.start_fast(op.code, output, input, peer, reduce) or _NOT_DONE
-        return None if reduce is Reduce.SUM and calls.run_fast(op.code, output, input, peer) else _NOT_DONE
+    ) -> bool:
+        """Whether a fast path has done the call. If not, nothing has happened."""
+        if reduce is not Reduce.SUM or self._collecting is not None:
+            return False
+        if getattr(opts, "asyncOp", True) or opts.timeout.days >= 0:
+            return False
+        return self.communicator.calls.run_fast(op.code, output, input, peer)
 
     @staticmethod
     def _reduction(opts: Any) -> tuple[Reduce, Any]:
@@ -93,15 +92,19 @@ class Bridge(c10d.ProcessGroup):
         return (Reduce.SUM, None) if op is None else parse_reduce(op)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        calls = self.communicator.calls
+        if calls.takes_options:
+            work = calls.issue_fast(ALL_REDUCE.code, tensors, tensors, opts)
+            if work is not NotImplemented:
+                return work
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if len(members) > 1:
             return self.allreduce_coalesced(members, opts)
         reduce, factor = self._reduction(opts)
         if members[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
-        work = self._fast(ALL_REDUCE, members[0], members[0], opts, reduce=reduce)
-        if work is not _NOT_DONE:
-            return work
+        if self._fast(ALL_REDUCE, members[0], members[0], opts, reduce=reduce):
+            return None
         return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -110,12 +113,15 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_REDUCE_COALESCED, members, members, reduce, factor), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
+        calls = self.communicator.calls
+        if calls.takes_options:
+            work = calls.issue_fast(ops.BROADCAST.code, tensors, tensors, opts)
+            if work is not NotImplemented:
+                return work
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        if len(members) == 1:
-            work = self._fast(ops.BROADCAST, members[0], members[0], opts, root)
-            if work is not _NOT_DONE:
-                return work
+        if len(members) == 1 and self._fast(ops.BROADCAST, members[0], members[0], opts, root):
+            return None
         return self._issue(Call(ops.BROADCAST, members, members, peer=root), opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -137,9 +143,13 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_GATHER_COALESCED, inputs, by_input), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
-        work = self._fast(ops.ALL_GATHER_SINGLE, output, input, opts)
-        if work is not _NOT_DONE:
-            return work
+        calls = self.communicator.calls
+        if calls.takes_options:
+            work = calls.issue_fast(ops.ALL_GATHER_SINGLE.code, output, input, opts)
+            if work is not NotImplemented:
+                return work
+        if self._fast(ops.ALL_GATHER_SINGLE, output, input, opts):
+            return None
         return self._issue(Call(ops.ALL_GATHER_SINGLE, [input], [output]), opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -161,10 +171,14 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
+        calls = self.communicator.calls
+        if calls.takes_options:
+            work = calls.issue_fast(ops.REDUCE_SCATTER_SINGLE.code, output, input, opts)
+            if work is not NotImplemented:
+                return work
         reduce, factor = self._reduction(opts)
-        work = self._fast(ops.REDUCE_SCATTER_SINGLE, output, input, opts, reduce=reduce)
-        if work is not _NOT_DONE:
-            return work
+        if self._fast(ops.REDUCE_SCATTER_SINGLE, output, input, opts, reduce=reduce):
+            return None
         return self._issue(Call(ops.REDUCE_SCATTER_SINGLE, [input], [output], reduce, factor), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
@@ -184,19 +198,35 @@ class Bridge(c10d.ProcessGroup):
     ) -> Work | None:
         splits = (list(input_splits) or None, list(output_splits) or None)
         if splits == (None, None):
-            work = self._fast(ops.ALL_TO_ALL_SINGLE, output, input, opts)
-            if work is not _NOT_DONE:
-                return work
+            calls = self.communicator.calls
+            if calls.takes_options:
+                work = calls.issue_fast(ops.ALL_TO_ALL_SINGLE.code, output, input, opts)
+                if work is not NotImplemented:
+                    return work
+            if self._fast(ops.ALL_TO_ALL_SINGLE, output, input, opts):
+                return None
         call = Call(ops.ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
         return self._issue(call, opts)
 
     def barrier(self, opts: Any = None) -> Work | None:  # type: ignore[override]
-        return self._issue(Call(ops.BARRIER), opts)
+        device = getattr(opts, "device", None)
+        named = device is not None and device.type == "cuda" and device.index is not None
+        return self._issue(Call(ops.BARRIER, device=device if named else None), opts)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
+        calls = self.communicator.calls
+        if calls.takes_options and len(tensors) == 1 and self._collecting is None:
+            work = calls.start_fast(ops.SEND.code, (), tensors[0], peer, tag=tag)
+            if work is not None:
+                return work
         return self._issue(Call(ops.SEND, list(tensors), (), peer=peer, tag=tag), None)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
+        calls = self.communicator.calls
+        if calls.takes_options and len(tensors) == 1 and self._collecting is None:
+            work = calls.start_fast(ops.RECV.code, tensors[0], (), peer, tag=tag)
+            if work is not None:
+                return work
         return self._issue(Call(ops.RECV, (), list(tensors), peer=peer, tag=tag), None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work | None:  # type: ignore[override]
@@ -251,9 +281,6 @@ class Bridge(c10d.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-
-_NOT_DONE: Any = object()
 
 
 def _unchanged(error: BaseException | None) -> BaseException | None:

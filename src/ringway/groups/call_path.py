@@ -52,6 +52,8 @@ class CallPath:
         self._timeout: float | None = None
         self._across_hosts: HostComparison | None = None
         self._created: Any = None
+        self.takes_options = False
+        """Whether a fast path takes calls with torch's options."""
         self.refresh()
 
     def compare(self, board: _core.CallBoard, created: Any) -> None:
@@ -74,6 +76,7 @@ class CallPath:
             self._paths.open(self._devices.made(), self._health)
         else:
             self._paths.close()
+        self.takes_options = any(self._paths.issues)
 
     def set_timeout(self, seconds: float) -> None:
         """The deadline of calls that name none, from now on."""
@@ -91,18 +94,30 @@ class CallPath:
         return False
 
     def start_fast(
-        self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Reduce = Reduce.SUM
+        self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Reduce = Reduce.SUM, tag: int = 0
     ) -> Work | None:
         """The Work of an asynchronous call that a fast path has started. If None, nothing has happened, and `issue`
         must."""
         try:
             for start in self._paths.starts[op]:
-                work: Work | None = start(op, outputs, inputs, peer, reduce)
+                work: Work | None = start(op, outputs, inputs, peer, reduce, tag)
                 if work is not None:
                     return work
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
         return None
+
+    def issue_fast(self, op: int, outputs: Any, inputs: Any, options: Any) -> Work | None:
+        """What a fast path returns for a call with torch's options: its Work, or None if it is synchronous. If
+        NotImplemented, nothing has happened."""
+        try:
+            for issue in self._paths.issues[op]:
+                work: Any = issue(op, outputs, inputs, options)
+                if work is not NotImplemented:
+                    return work
+        except _FAST_FAILURES as error:
+            raise self._health.fail(error) from None
+        return NotImplemented
 
     def issue(self, call: Call) -> Work | None:
         """Checks, numbers, records and starts a call. Returns a Work if the call is asynchronous."""

@@ -408,6 +408,10 @@ class Communicator:
         tag = _tag(tag)
         if label is None and self.calls.run_fast(SEND.code, (), tensor, peer, tag, not async_op):
             return Sent() if async_op else None
+        if label is None and async_op:
+            work = self.calls.start_fast(SEND.code, (), tensor, peer, tag=tag)
+            if work is not None:
+                return work
         return self.calls.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
@@ -436,8 +440,10 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        peer = self._source(src, group_src)
-        return self.calls.issue(Call(RECV, (), (tensor,), peer=peer, tag=_tag(tag), async_op=True, label=log_name))
+        peer, tag = self._source(src, group_src), _tag(tag)
+        if log_name is None and (work := self.calls.start_fast(RECV.code, tensor, (), peer, tag=tag)) is not None:
+            return work
+        return self.calls.issue(Call(RECV, (), (tensor,), peer=peer, tag=tag, async_op=True, label=log_name))
 
     def _source(self, src: int | None, group_src: int | None) -> int:
         peer = ANY_SOURCE if src is None and group_src is None else self.members.place("src", src, group_src)
@@ -457,7 +463,10 @@ class Communicator:
     ) -> Work | None:
         if timeout is None and not async_op and log_name is None and self.calls.run_fast(BARRIER.code, (), ()):
             return None
-        return self.calls.issue(Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name))
+        device = torch.device("cuda", device_ids[0]) if device_ids else None
+        return self.calls.issue(
+            Call(BARRIER, async_op=async_op, timeout=seconds(timeout), label=log_name, device=device)
+        )
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False, *, log_name: str | None = None

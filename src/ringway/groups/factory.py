@@ -91,6 +91,7 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         timeout=options.timeout.total_seconds(),
         options=extra,
         split_from=torch_versions.split_source(options),
+        bound_device=world.bound_device(),
         process=world.process,
     )
     return _bridge(registration, info, lambda: registry.make(registration, info), _others(registration, info))

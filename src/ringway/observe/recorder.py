@@ -41,11 +41,18 @@ class RecordedCall:
     state: str
     size: int = 1
     """Number of ranks in the group."""
+    started_ns: int = 0
+    """When it started on its device, if that was asked: while the logger or a trace is on. `completed_ns` is then the
+    device's too."""
+    stream: int = 0
+    """The device's stream, numbered from 1, if it has `started_ns`."""
+    beside: bool = False
+    """Whether that is a stream of its own: the program's stream could run something else meanwhile."""
 
     @property
     def duration(self) -> float | None:
-        """Seconds from issue to completion; None while in flight."""
-        return None if not self.completed_ns else (self.completed_ns - self.issued_ns) / 1e9
+        """Seconds from its start on the device, or else from its issue, to completion; None while in flight."""
+        return None if not self.completed_ns else (self.completed_ns - (self.started_ns or self.issued_ns)) / 1e9
 
     @property
     def place(self) -> str:
@@ -79,7 +86,8 @@ class RecordedCall:
 
 def recorded(row: Sequence[Any]) -> RecordedCall:
     """A call from a row of the recorder, of this process or from another rank's reply."""
-    sequence, op, nbytes, dtype, reduce, peer, group, label, site, issued, completed, state, size = row
+    sequence, op, nbytes, dtype, reduce, peer, group, label, site, issued, completed, state, size = row[:13]
+    started, stream, beside = row[13:]
     facts = OPS[op]
     return RecordedCall(
         sequence=sequence,
@@ -95,6 +103,9 @@ def recorded(row: Sequence[Any]) -> RecordedCall:
         completed_ns=completed,
         state=_STATES[state],
         size=size,
+        started_ns=started,
+        stream=stream,
+        beside=bool(beside),
     )
 
 

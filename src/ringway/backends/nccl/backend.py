@@ -36,7 +36,7 @@ from ringway.backends.nccl.handles import (
 from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
-from ringway.errors import PeerLost, RingwayError, UsageError
+from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.references import weak_method
 from ringway.work import DONE, Handle
 
@@ -84,7 +84,9 @@ class NcclBackend(TorchBackend):
         if watch is None:
             return ()
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
-        self._fast_path = NcclFastPath(self.group, self._works, self._group, record, health, watch, summed, _MOVED)
+        self._fast_path = NcclFastPath(
+            self.group, self._works, self._group, record, health, watch, summed, _FLOATS, _MOVED
+        )
         self._fast_path.set_timeout(self._limit)
         return (self._fast_path,)
 
@@ -119,8 +121,8 @@ class NcclBackend(TorchBackend):
     def barrier(self, call: Call) -> Handle:
         options = self._options(c10d.BarrierOptions, call)
         options.asyncOp = True  # its work is what blocks the caller
-        if options.device is None:  # torch would guess a device from the rank
-            options.device = torch.device("cuda", torch.cuda.current_device())
+        # torch would guess a device from the rank.
+        options.device = call.device or self.group.bound_device or torch.device("cuda", torch.cuda.current_device())
         if not self._ours:
             return self._start(call, self._group.barrier, options)
         work = self._issued(call, self._group.barrier, options)
@@ -155,13 +157,20 @@ class NcclBackend(TorchBackend):
     def start_coalescing(self, device: torch.device) -> None:
         self._group._start_coalescing()
         self._works.coalesced = []
+        if self._fast_path is not None:
+            self._fast_path.hold(1)
 
     def end_coalescing(self, device: torch.device) -> Handle:
         calls, self._works.coalesced = self._works.coalesced or [], None
+        if self._fast_path is not None:
+            self._fast_path.hold(-1)
         try:
             work = self._group._end_coalescing()
         except RuntimeError as error:
-            raise RingwayError(f"coalesced calls failed: {error}") from error
+            failure = RingwayError(f"coalesced calls failed: {error}")
+            for call in calls:
+                call.fail(failure)
+            raise failure from error
         if not calls:
             return DONE
         block = self._started(calls[-1].call, work)
@@ -218,6 +227,8 @@ class NcclBackend(TorchBackend):
         while not (works.closed or works.aborted_with) and (works.failing is not None or not self._all_ended()):
             if self._fast_path is not None:
                 self._fast_path.settle()
+                if works.failing is None and self._all_ended():
+                    return
             time.sleep(_SETTLE_SECONDS)
 
     def _reported_error(self) -> BaseException | None:
@@ -226,6 +237,8 @@ class NcclBackend(TorchBackend):
         except Exception:  # a torch without it, or a group that has ended
             return None
         name = getattr(state, "name", "SUCCESS")
+        if name == "TIMEOUT":  # of a call whose options had one
+            return CommTimeout("torch's watchdog reports that a call has not ended in time")
         return None if name == "SUCCESS" else PeerLost(f"NCCL reports {name}: the connection to another rank is gone")
 
     def failed(self, error: BaseException) -> None:

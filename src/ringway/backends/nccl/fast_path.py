@@ -1,9 +1,8 @@
-"""nccl's fast path: calls on plain CUDA tensors go straight to torch. The native core records an event behind each, and
-learns without the interpreter's lock when the device has passed it."""
+"""nccl's fast path: calls on plain CUDA tensors go straight to torch. One native step checks, records and compares a
+call and has torch start it. An event behind it tells the native core when the device has passed it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch._C import _distributed_c10d as native
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
 from ringway.backends.nccl.handles import Works, overdue
-from ringway.backends.nccl.open_calls import FastWork, Issue, Kind, OpenCalls
+from ringway.backends.nccl.open_calls import FastWork, OpenCalls
 from ringway.backends.torch.backend import REDUCE_OPS, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import (
@@ -26,7 +25,9 @@ from ringway.call import (
     ALL_TO_ALL_SINGLE,
     BROADCAST,
     OPS,
+    RECV,
     REDUCE_SCATTER_SINGLE,
+    SEND,
     Call,
     Op,
     Reduce,
@@ -35,12 +36,16 @@ from ringway.call import (
 )
 from ringway.errors import RingwayError
 from ringway.references import weak_method
-from ringway.work import Work
+from ringway.threads import start
 
 _NOTE_KINDS = 1 << 16
 """A note is a call's number times this, plus the number of its kind."""
 _SETTLE_SECONDS = 0.02
 """How long a caller waits for the device before it asks torch's works, and looks whether the group has failed."""
+_REDUCTIONS = {
+    hash(c10d.ReduceOp(REDUCE_OPS[reduce])): int(reduce)
+    for reduce in (Reduce.SUM, Reduce.AVG, Reduce.PRODUCT, Reduce.MIN, Reduce.MAX)
+}
 
 
 class Driver:
@@ -56,8 +61,9 @@ class Driver:
         return None
 
 
-class NcclFastPath(_core.FastPath):
-    """A call is done once torch has issued it and, if it is synchronous, the current stream waits for it."""
+class NcclFastPath(_core.StreamFastPath):
+    """A call is done once torch has issued it and, if it is synchronous, the current stream waits for it. The methods
+    with an underscore that are not called here are called by the native side."""
 
     device = _core.CUDA
 
@@ -70,10 +76,10 @@ class NcclFastPath(_core.FastPath):
         health: Health,
         watch: _core.StreamWatch,
         summed: Iterable[torch.dtype],
+        averaged: Iterable[torch.dtype],
         moved: Iterable[torch.dtype],
     ) -> None:
-        ops = (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE)
-        super().__init__(record, info.rank, info.size, self.device, dtype_bits(moved), dtype_bits(summed), op_bits(ops))
+        ops = (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, SEND, RECV)
         self.works = works
         self._record = record
         self._health = health
@@ -82,8 +88,25 @@ class NcclFastPath(_core.FastPath):
         # Weakly: the threads that call these may outlive the group.
         self._calls = _core.StreamCalls(watch, record, weak_method(self._late))
         self.open = OpenCalls(works, record, weak_method(self._failed))
-        self._kinds: list[Kind] = []
-        self._by_timeout: dict[float | None, dict[tuple[int, int, int, bool], Kind]] = {}
+        super().__init__(
+            record,
+            info.rank,
+            info.size,
+            self.device,
+            dtype_bits(moved),
+            dtype_bits(summed),
+            dtype_bits(averaged),
+            op_bits(ops),
+            self._calls,
+            self.open.works,
+            FastWork,
+            (torch._C._cuda_getCurrentRawStream, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream),
+            _REDUCTIONS,
+        )
+        self._kinds: list[Call] = []
+        self._variants: dict[float | None, int] = {}
+        self._streams: list[Any] = []
+        self._failing = False
         self.set_limit(works.limit or 0.0)
         self.set_timeout(None)
 
@@ -94,12 +117,12 @@ class NcclFastPath(_core.FastPath):
     def set_timeout(self, seconds: float | None) -> None:
         """The deadline that torch keeps for calls from now on; None leaves it as it is."""
         self._timeout = seconds
-        self._known = self._by_timeout.setdefault(seconds, {})
+        self.variant = self._variants.setdefault(seconds, len(self._variants))
 
     def pending(self) -> int:
         """How many calls the device has not passed."""
         self.open.sweep()
-        return self._calls.pending + len(self.open)
+        return self._calls.pending + len(self.open.works)
 
     def settle(self) -> None:
         """Waits a moment for the device, if that can help."""
@@ -110,137 +133,108 @@ class NcclFastPath(_core.FastPath):
         self._calls.fail()
         self.open.fail()
 
-    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
-        # In a coalesced block, and while another call starts, the general path decides.
-        if self.works.coalesced is not None or self._record.is_starting:
-            return False
-        try:
-            token = self.begin(op, outputs, inputs, peer, Reduce.SUM)
-            if token == 0:
-                return False
-            kind = self._known.get((op, peer, Reduce.SUM, False)) or self._kind(op, peer, Reduce.SUM, False)
-            self._issue(kind, token, outputs, inputs)
-            return True
-        except BaseException as error:
-            self._health.interrupted_by(error)
-            raise
-        finally:
-            self._record.started()
+    def _watch_open(self) -> None:
+        self.open.watch(weak_method(self._unwatched))
 
-    def start(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: Reduce) -> Work | None:
-        if reduce is not Reduce.SUM and not (reduce is Reduce.AVG and outputs.is_floating_point()):
-            return None
-        if self.works.coalesced is not None or self._record.is_starting:
-            return None
-        # The logger and the trace want to know at once when a call ends, and a captured call never ends.
-        if self._record.keeps_times or torch.cuda.is_current_stream_capturing():
-            return None
-        try:
-            token = self.begin(op, outputs, inputs, peer, reduce)
-            if token == 0:
-                return None
-            kind = self._known.get((op, peer, reduce, True)) or self._kind(op, peer, reduce, True)
-            return self._issue(kind, token, outputs, inputs)
-        except BaseException as error:
-            self._health.interrupted_by(error)
-            raise
-        finally:
-            self._record.started()
+    def _unwatched(self) -> None:
+        self.watched = False
+        if self.open.works:  # a call came in between
+            self.watched = True
+            self._watch_open()
 
-    def _issue(self, kind: Kind, token: int, outputs: Any, inputs: Any) -> Work | None:
-        """Issues a call. Returns the Work of an asynchronous one."""
-        began, sequence = time.monotonic(), self._record.collectives - 1
-        try:
-            place: Any = None if kind.async_op else _place(outputs)
-            work = _core.pass_on(kind.issue, outputs, inputs)
-            if kind.async_op:
-                found = FastWork(self, kind, sequence, token, work, outputs)
-                self.open.add(found)
-                return found
-            if work is not None:  # a torch that does not run it on the current stream
-                work.wait()
-        except BaseException as error:
-            if token not in self.open:
-                self._record.end(token, False)
-            if not isinstance(error, RuntimeError):  # not torch's, but a signal handler's
-                raise
-            call = replace(kind.call, inputs=(inputs,), outputs=(outputs,), sequence=sequence)
-            raise mapped(self.works.aborted_with or error, call, time.monotonic() - began) from error
-        self._follow(kind, sequence, token, outputs, place)
-        return None
+    def _make_stream(self, device: int) -> tuple[tuple[int, int, int], int]:
+        stream = torch.cuda.Stream(device)
+        self._streams.append(stream)
+        return (stream.stream_id, stream.device_index, stream.device_type), stream.cuda_stream
 
-    def waited(self, work: FastWork) -> None:
-        """The current stream has waited for an asynchronous call, and reports its end from now on."""
-        place = _place(work.outputs)
-        if self.open.take(work.token):
-            self._follow(work.kind, work.sequence, work.token, work.outputs, place)
+    def _not_started(
+        self, error: BaseException, kind: int, sequence: int, waited: float, outputs: Any, inputs: Any
+    ) -> BaseException:
+        """What to raise if torch's method raised `error`."""
+        if isinstance(error, RuntimeError):  # not a signal handler's
+            call = replace(self.named(kind, sequence), inputs=_tensors(inputs), outputs=_tensors(outputs))
+            error = mapped(self.works.aborted_with or error, call, waited)
+        self._health.interrupted_by(error)
+        return error
 
-    def _follow(self, kind: Kind, sequence: int, token: int, outputs: Any, place: tuple[int, int]) -> None:
-        try:
-            if not self._calls.follow(token, sequence * _NOTE_KINDS + kind.number, *place):
-                self._record.end(token, True)  # the graph runs it at each replay
-        except RuntimeError as error:
-            self._record.end(token, False)
-            call = replace(kind.call, outputs=(outputs,), sequence=sequence)
-            raise RingwayError(f"{call.describe()} failed: {error}") from error
+    def _not_followed(self, kind: int, sequence: int, outputs: Any, why: str) -> BaseException:
+        call = replace(self.named(kind, sequence), outputs=_tensors(outputs))
+        return RingwayError(f"{call.describe()} failed: {why}")
 
-    def _late(self, ended: list[tuple[int, int]], waiting: int | None, is_overdue: bool, failure: str) -> None:
+    def _late(
+        self,
+        ended: list[tuple[int, int, tuple[int, int, int, bool]]],
+        waiting: int | None,
+        is_overdue: bool,
+        failure: str,
+    ) -> None:
         """Calls ended late, or one has waited for long, or the device cannot be asked: the group may have failed."""
         error = RingwayError(f"CUDA error: {failure}") if failure else self.works.error()
         note = ended[0][1] if ended else waiting
         if error is None and is_overdue:
-            error, note = overdue(self._named(waiting), self.works.limit or 0.0), waiting
-        for token, _ in ended:
-            self._record.end(token, error is None)
+            error, note = overdue(self._noted(waiting), self.works.limit or 0.0), waiting
+        for token, _, times in ended:
+            self._record.end_on_device(token, error is None, times)
         if error is not None:
-            self._failed(mapped(error, self._named(note), 0.0))
+            self._failed(mapped(error, self._noted(note), 0.0))
 
-    def _named(self, note: int | None) -> Call:
+    def _noted(self, note: int | None) -> Call:
         """The call that a note is about, for messages."""
         if note is None or note % _NOTE_KINDS >= len(self._kinds):
             return Call(ALL_REDUCE, group=self._info.name, ranks=self._info.ranks)
-        return replace(self._kinds[note % _NOTE_KINDS].call, sequence=note // _NOTE_KINDS)
+        return self.named(note % _NOTE_KINDS, note // _NOTE_KINDS)
+
+    def named(self, kind: int, sequence: int) -> Call:
+        """A call without its tensors, for messages."""
+        return replace(self._kinds[kind], sequence=sequence)
 
     def _failed(self, error: BaseException) -> None:
+        """Called on the threads that watch the device. To explain the error takes seconds, so that has its own."""
         self.works.will_fail(error)
-        self._health.failed(error)
-        if self._health.fault is not None:
-            self.fail()
+        if not self._failing:
+            self._failing = True
+            start("ringway-failed-group", self._explain, error)
 
-    def _kind(self, op: int, peer: int, reduce: Reduce, async_op: bool) -> Kind:
-        made = Kind(len(self._kinds), async_op, *self._prepared(OPS[op], peer, reduce, async_op))
-        self._kinds.append(made)
-        self._known[op, peer, reduce, async_op] = made
-        return made
+    def _explain(self, error: BaseException) -> None:
+        try:
+            self._health.failed(error)
+            if self._health.fault is not None:
+                self.fail()
+        except ReferenceError:  # the group is gone
+            pass
+        finally:
+            self._failing = False
 
-    def _prepared(self, op: Op, root: int, reduce: Reduce, async_op: bool) -> tuple[Call, Issue]:
-        """A call without its tensors, and the function that issues it with torch's options made once."""
-        call = Call(op, reduce=reduce, peer=root, group=self._info.name, ranks=self._info.ranks, timeout=self._timeout)
-        group, how = self._group, REDUCE_OPS[reduce]
+    def _prepare(self, op: int, peer: int, reduce: int, async_op: bool) -> tuple[int, Any, Any]:
+        """A number for a kind of calls, torch's method that issues them, and its options, made once."""
+        call = Call(
+            OPS[op],
+            reduce=Reduce(reduce),
+            peer=peer,
+            group=self._info.name,
+            ranks=self._info.ranks,
+            timeout=self._timeout,
+        )
+        method, options = self._prepared(OPS[op], call, peer, REDUCE_OPS[call.reduce])
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = async_op  # torch runs a synchronous call on the current stream
+        self._kinds.append(call)
+        return len(self._kinds) - 1, method, options
 
-        def options(kind: Any, **values: Any) -> Any:
-            made = options_for(kind, call, **values)
-            if hasattr(made, "asyncOp"):
-                made.asyncOp = async_op  # torch runs a synchronous call on the current stream
-            return made
-
+    def _prepared(self, op: Op, call: Call, root: int, how: Any) -> tuple[Any, Any]:
+        group = self._group
         if op is ALL_REDUCE:
-            given = options(c10d.AllreduceOptions, reduceOp=how)
-            return call, lambda tensor, _: group.allreduce([tensor], given)
+            return group.allreduce, options_for(c10d.AllreduceOptions, call, reduceOp=how)
         if op is BROADCAST:
-            given = options(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
-            return call, lambda tensor, _: group.broadcast([tensor], given)
+            return group.broadcast, options_for(c10d.BroadcastOptions, call, rootRank=root, rootTensor=0)
         if op is ALL_GATHER_SINGLE:
-            given = options(native.AllgatherOptions)
-            return call, lambda output, input: group._allgather_base(output, input, given)
+            return group._allgather_base, options_for(native.AllgatherOptions, call)
         if op is REDUCE_SCATTER_SINGLE:
-            given = options(c10d.ReduceScatterOptions, reduceOp=how)
-            return call, lambda output, input: group._reduce_scatter_base(output, input, given)
-        given = options(c10d.AllToAllOptions)
-        return call, lambda output, input: group.alltoall_base(output, input, [], [], given)
+            return group._reduce_scatter_base, options_for(c10d.ReduceScatterOptions, call, reduceOp=how)
+        if op is ALL_TO_ALL_SINGLE:
+            return group.alltoall_base, options_for(c10d.AllToAllOptions, call)
+        return (group.send if op is SEND else group.recv), None
 
 
-def _place(tensor: Any) -> tuple[int, int]:
-    """A tensor's device, and the current stream there."""
-    device = tensor.get_device()
-    return device, torch._C._cuda_getCurrentRawStream(device)
+def _tensors(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, torch.Tensor) else ()

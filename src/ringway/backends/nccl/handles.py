@@ -353,7 +353,12 @@ class Coalesced(PendingHandle):
         self._block = block
         block.when_finished(self._cell.finish)
 
+    def fail(self, error: BaseException) -> None:
+        """The block could not be started."""
+        self._cell.finish(error)
+
     def wait(self, timeout: float | None = None) -> None:
         """Inside the block there is nothing to wait for yet."""
+        self._cell.raise_error()
         if self._block is not None:
             self._block.wait(timeout)

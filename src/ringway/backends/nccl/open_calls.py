@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -22,28 +22,12 @@ import ringway._core as _core
 from ringway.backends.nccl.handles import NcclHandle, Works, doubtful, error_of, has_ended, overdue
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call
+from ringway.errors import RingwayError
 from ringway.work import CompletionCell, Work, seconds
 
-Issue = Callable[[Any, Any], Any]
-
-
-class Kind(NamedTuple):
-    """Calls that differ in their tensors only: one of them without tensors, for messages, and what issues them."""
-
-    number: int
-    async_op: bool
-    call: Call
-    issue: Issue
-
-
-class Path(Protocol):
-    """What starts calls."""
-
-    works: Works
-    open: OpenCalls
-
-    def waited(self, work: FastWork) -> None:
-        """The current stream has waited for the call."""
+_IDLE_LOOKS = 50
+"""How often the device watch finds no open call before it stops looking: to start it again costs a call more than all
+the rest."""
 
 
 class OpenCalls:
@@ -54,81 +38,92 @@ class OpenCalls:
         self._works = works
         self._record = record
         self._failed = failed
-        self._open: dict[int, FastWork] = {}
-        self._watched = False
+        self._idle = 0
+        self.works: dict[int, FastWork] = {}
+        """By token. The native side adds calls, and takes those that a stream has waited for."""
 
-    def add(self, work: FastWork) -> None:
-        self._open[work.token] = work
-        if not self._watched:
-            self._watched = True
-            self._works.watch.add(self, self, self._swept, soon=False)
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Looks after open calls from now on. `ended` is called when there have been none for a while."""
+        self._idle = 0
+        self._works.watch.add(self, self, lambda _: ended(), soon=False)
 
-    def take(self, token: int) -> bool:
-        """Whether the call was open. The caller now follows it."""
-        return self._open.pop(token, None) is not None
+    def take(self, token: int) -> FastWork | None:
+        return self.works.pop(token, None)
 
     def fail(self) -> None:
         """The group has failed or ended, and its calls with it."""
-        while self._open:
+        while self.works:
             with suppress(KeyError):  # the device watch has just taken it
-                self._record.end(self._open.popitem()[0], False)
+                _, work = self.works.popitem()
+                self._end(work, ok=False)
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __contains__(self, token: int) -> bool:
-        return token in self._open
+    def _end(self, work: FastWork, ok: bool) -> None:
+        if not work.followed:
+            self._record.end(work.token, ok)
 
     def sweep(self) -> None:
         """Ends the calls that the device has passed."""
-        for work in list(self._open.values()):  # on one stream, so they end in this order
-            if not work.has_ended_on_device():
-                break
-            if self.take(work.token):
+        aborted, limit = self._works.aborted_with is not None, self._works.limit
+        for work in list(self.works.values()):  # on one stream, so they end in this order
+            at = work._at
+            if not (aborted or has_ended(at.torchs)):
+                work.is_overdue = limit is not None and at.seconds > limit
+                if not work.is_overdue:
+                    break
+            if self.take(at.token) is not None:
                 error = work.outcome()
-                self._record.end(work.token, error is None)
+                self._end(work, error is None)
                 if error is not None:
                     self._failed(error)
 
-    # The device watch polls this object as one ending: it ends when no call is open.
+    # The device watch polls this object as one ending.
 
     def done(self) -> bool:
         self.sweep()
-        return not self._open
+        self._idle = 0 if self.works else self._idle + 1
+        return self._idle > _IDLE_LOOKS
 
     def outcome(self) -> BaseException | None:
         return None
-
-    def _swept(self, error: BaseException | None) -> None:
-        self._watched = False
-        if self._open:  # a call came in between
-            self._watched = True
-            self._works.watch.add(self, self, self._swept, soon=False)
 
 
 class FastWork(Work):
     """The Work of a call that torch runs on its own stream. What `Work` needs for rare questions is made when asked."""
 
+    __slots__ = ("_at",)
+    _at: _core.StreamWork
+    """Set by the native side, which makes all of these."""
     _watched = False
+    is_overdue = False
 
-    def __init__(self, path: Path, kind: Kind, sequence: int, token: int, work: Any, outputs: Tensor) -> None:
-        c10d.Work.__init__(self)
-        self.token = token
-        self._path = path
-        self.kind = kind
-        self.sequence = sequence
-        self.outputs = outputs
-        self._torchs = work
-        self._began = time.monotonic()
-        self._overdue = False
+    __init__ = c10d.Work.__init__
+
+    @property
+    def token(self) -> int:
+        return self._at.token
+
+    @property
+    def followed(self) -> bool:
+        """Whether the native side reports its end."""
+        return self._at.followed
 
     @property
     def _call(self) -> Call:
-        return replace(self.kind.call, outputs=(self.outputs,), sequence=self.sequence)
+        at = self._at
+        return replace(at.path.named(at.kind, at.sequence), outputs=tuple(self._result))
+
+    @property
+    def _works(self) -> Works:
+        works: Works = self._at.path.works
+        return works
+
+    @property
+    def _began(self) -> float:
+        return time.monotonic() - self._at.seconds
 
     @cached_property
     def _handle(self) -> NcclHandle:  # type: ignore[override]
-        return NcclHandle(self._torchs, self._call, self._path.works, -1, captured=False).since(self._began)
+        return NcclHandle(self._at.torchs, self._call, self._works, -1, captured=False).since(self._began)
 
     @property
     def _cell(self) -> CompletionCell:  # type: ignore[override]
@@ -137,40 +132,31 @@ class FastWork(Work):
 
     @property
     def _result(self) -> list[Tensor]:  # type: ignore[override]
-        return [self.outputs]
+        return [] if self._at.outputs is None else [self._at.outputs]
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Orders the current stream behind the call."""
-        path = self._path
-        # From C++ the timeout is zero if there is none.
-        if (timeout is not None and seconds(timeout)) or path.works.aborted_with is not None:
-            return super().wait(timeout)
-        try:
-            self._torchs.wait()
-        except RuntimeError as error:
-            raise mapped(path.works.aborted_with or error, self._call, time.monotonic() - self._began) from None
-        if self.token in path.open:
-            path.waited(self)
-        return True
+        if timeout is None or not seconds(timeout):  # from C++ the timeout is zero if there is none
+            try:
+                if self._at.wait():
+                    return True
+            except RingwayError:
+                raise
+            except RuntimeError as error:
+                raise mapped(self._works.aborted_with or error, self._call, self._at.seconds) from None
+        return super().wait(timeout)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """torch's own: its wait and its callbacks order streams, as DDP expects, and do not wait for the device."""
-        future: torch.futures.Future[Any] = self._torchs.get_future()
+        future: torch.futures.Future[Any] = self._at.torchs.get_future()
         return future
-
-    def has_ended_on_device(self) -> bool:
-        works = self._path.works
-        if works.aborted_with is not None or has_ended(self._torchs):
-            return True
-        self._overdue = works.limit is not None and time.monotonic() - self._began > works.limit
-        return self._overdue
 
     def outcome(self) -> BaseException | None:
         """The error, once it has ended."""
-        works, waited = self._path.works, time.monotonic() - self._began
+        works, waited = self._works, self._at.seconds
         error = works.aborted_with
-        if error is None and self._overdue:
+        if error is None and self.is_overdue:
             error = overdue(self._call, waited)
         if error is None and doubtful(self._began):
-            error = error_of(self._torchs) or works.group_error()
+            error = error_of(self._at.torchs) or works.group_error()
         return None if error is None else mapped(error, self._call, waited)

@@ -232,13 +232,17 @@ class StallWatch(Listener):
         if verdict.gone:
             rank = verdict.gone[0]
             error = fault_board.lost(rank, answers.get(rank), verdict.text)
-            fault_board.write(job, group, error)
             waiting = {recorded(row).group for _, row in world.recorder.under_way()}
+            others = [
+                other
+                for other in world.communicators()
+                if other is not group and other.name in waiting and rank in other.ranks and other.fault is None
+            ]
+            for each in (group, *others):
+                fault_board.write(job, each, error)
             with world.process.part(Aborts).together():
-                group.health.end(error)
-                for other in world.communicators():
-                    if other.name in waiting and rank in other.ranks and other.fault is None:
-                        other.health.end(error)
+                for each in (group, *others):
+                    each.health.end(error)
 
     def _say(self, text: str) -> None:
         self.verdicts.append(text)

@@ -1,0 +1,240 @@
+#include "python/stream_fast_path.h"
+
+#include "record/callsite.h"
+
+namespace ringway::device {
+namespace {
+
+constexpr uint64_t kNoteKinds = 1 << 16;  // a note is a call's number times this, plus the number of its kind
+
+// Interned once: a lookup by a C string would make a Python string each time. Never destroyed: the interpreter may have
+// ended by then.
+struct Names {
+    PyObject *async_op = text("asyncOp"), *reduce = text("reduceOp"),
+             *root = text("rootRank"), *wait = text("wait"), *at = text("_at");
+    static PyObject* text(const char* name) { return PyUnicode_InternFromString(name); }
+};
+const Names& names() {
+    static const Names* const names = new Names;
+    return *names;
+}
+
+nb::object checked(PyObject* result) {
+    if (result == nullptr) throw nb::python_error();
+    return nb::steal(result);
+}
+
+// An attribute that may be missing.
+nb::object attribute(nb::handle object, PyObject* name) {
+    PyObject* const found = PyObject_GetAttr(object.ptr(), name);
+    if (found == nullptr) PyErr_Clear();
+    return nb::steal(found);
+}
+
+template <class... Arguments>
+nb::object call_with(nb::handle function, const Arguments&... arguments) {
+    PyObject* const given[] = {arguments.ptr()...};
+    return checked(PyObject_Vectorcall(function.ptr(), given, sizeof...(arguments), nullptr));
+}
+
+nb::object list_of(nb::handle tensor) {
+    PyObject* const list = PyList_New(1);
+    if (list == nullptr) throw nb::python_error();
+    PyList_SET_ITEM(list, 0, tensor.inc_ref().ptr());
+    return nb::steal(list);
+}
+
+// torch passes some single tensors in lists.
+nb::handle only_tensor(nb::handle given) {
+    if (PyList_CheckExact(given.ptr()) && PyList_GET_SIZE(given.ptr()) == 1) return PyList_GET_ITEM(given.ptr(), 0);
+    return given;
+}
+
+bool takes_list(Op op) { return op == Op::AllReduce || op == Op::Broadcast; }
+
+}  // namespace
+
+StreamFastPath::StreamFastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed,
+                               uint64_t averaged, uint32_t ops, Calls& calls, nb::dict open, nb::object work,
+                               nb::tuple streams, std::unordered_map<int64_t, int> reductions)
+    : FastPath(record, rank, size, device, moved, summed, ops),
+      calls_(calls),
+      averaged_(averaged),
+      open_(std::move(open)),
+      work_type_(std::move(work)),
+      raw_stream_(streams[0]),
+      stream_of_(streams[1]),
+      set_stream_(streams[2]),
+      reductions_(std::move(reductions)) {}
+
+bool StreamFastPath::read_call(int op, nb::handle outputs, nb::handle inputs, int peer, Reduce reduce,
+                               PlainCall& call) const {
+    if (!read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
+    call.reduce = reduce;
+    if (is_point_to_point(call.op)) return peer >= 0 && peer != rank();
+    if (!shm::reduces(call.op)) return true;
+    if (reduce == Reduce::Avg) return (averaged_ >> static_cast<int>(call.dtype) & 1) != 0;
+    return reduce == Reduce::Sum || reduce == Reduce::Product || reduce == Reduce::Min || reduce == Reduce::Max;
+}
+
+const StreamFastPath::Kind& StreamFastPath::kind_of(const PlainCall& call, bool async) {
+    const uint64_t key = static_cast<uint64_t>(call.root + 1) << 32 | static_cast<uint64_t>(variant) << 16 |
+                         static_cast<uint64_t>(call.op) << 8 | static_cast<uint64_t>(call.reduce) << 1 | (async ? 1 : 0);
+    const auto known = kinds_.find(key);
+    if (known != kinds_.end()) return known->second;
+    const nb::tuple made = nb::cast<nb::tuple>(
+        self().attr("_prepare")(static_cast<int>(call.op), call.root, static_cast<int>(call.reduce), async));
+    return kinds_.emplace(key, Kind{nb::cast<int>(made[0]), made[1], made[2]}).first->second;
+}
+
+uintptr_t StreamFastPath::current_stream(int device) const {
+    return static_cast<uintptr_t>(nb::cast<uint64_t>(call_with(raw_stream_, nb::int_(device))));
+}
+
+bool StreamFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait) {
+    PlainCall call;
+    if (!wait || !read_call(op, outputs, inputs, peer, Reduce::Sum, call)) return false;
+    return !begin_and_start(call, {outputs, inputs, nb::handle(), tag, false}).is(nb::handle(Py_NotImplemented));
+}
+
+nb::object StreamFastPath::start(int op, nb::handle outputs, nb::handle inputs, int peer, int reduce, int tag) {
+    PlainCall call;
+    if (!read_call(op, outputs, inputs, peer, static_cast<Reduce>(reduce), call)) return nb::none();
+    nb::object work = begin_and_start(call, {outputs, inputs, nb::handle(), tag, true});
+    return work.is(nb::handle(Py_NotImplemented)) ? nb::none() : work;
+}
+
+nb::object StreamFastPath::issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options) {
+    const nb::object not_done = nb::borrow(Py_NotImplemented);
+    const nb::object async = attribute(options, names().async_op);
+    if (!async.is_valid()) return not_done;
+    int root = -1;
+    Reduce reduce = Reduce::Sum;
+    if (static_cast<Op>(op) == Op::Broadcast) {
+        root = nb::cast<int>(checked(PyObject_GetAttr(options.ptr(), names().root)));
+    } else if (shm::reduces(static_cast<Op>(op))) {
+        const nb::object which = checked(PyObject_GetAttr(options.ptr(), names().reduce));
+        const auto known = reductions_.find(PyObject_Hash(which.ptr()));
+        if (known == reductions_.end()) {
+            PyErr_Clear();
+            return not_done;
+        }
+        reduce = static_cast<Reduce>(known->second);
+    }
+    PlainCall call;
+    const nb::handle output = only_tensor(outputs), input = only_tensor(inputs);
+    if (!read_call(op, output, input, root, reduce, call)) return not_done;
+    return begin_and_start(call, {output, input, options, 0, async.ptr() == Py_True});
+}
+
+nb::object StreamFastPath::call_torch(const PlainCall& call, const Kind& kind, const Given& given) const {
+    const nb::handle options = given.options.is_valid() ? given.options : nb::handle(kind.options);
+    if (call.op == Op::Send || call.op == Op::Recv)
+        return call_with(kind.method, list_of(call.op == Op::Send ? given.inputs : given.outputs), nb::int_(call.root),
+                         nb::int_(given.tag));
+    if (takes_list(call.op)) return call_with(kind.method, list_of(given.outputs), options);
+    if (call.op == Op::AllToAllSingle)
+        return call_with(kind.method, given.outputs, given.inputs, nb::list(), nb::list(), options);
+    return call_with(kind.method, given.outputs, given.inputs, options);
+}
+
+nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) {
+    const Kind& kind = kind_of(call, given.async);
+    const uintptr_t stream = current_stream(call.device_index);
+    // A captured call never ends. The default stream cannot be captured.
+    if (given.async && stream != 0 && calls_.watch().is_capturing(call.device_index, stream))
+        return nb::borrow(Py_NotImplemented);
+    const bool timed = record().recorder().keeps_times();
+    const GroupRecord::Begun begun = begin(call, current_site());
+    record().starting(call.op, begun);
+    const int64_t began_ns = monotonic_ns();
+    const Mark started = timed ? calls_.watch().mark(call.device_index, stream) : Mark{};
+    nb::object torchs;
+    try {
+        GroupRecord::passing_on();
+        torchs = call_torch(call, kind, given);
+        if (!given.async && !torchs.is_none()) checked(PyObject_CallMethodNoArgs(torchs.ptr(), names().wait));
+    } catch (nb::python_error& error) {
+        record().end(begun.token, State::Failed);
+        calls_.watch().drop(call.device_index, started);
+        const double waited = static_cast<double>(monotonic_ns() - began_ns) / 1e9;
+        const nb::object cause = nb::borrow(error.value());
+        const nb::object raised =
+            self().attr("_not_started")(cause, kind.number, begun.sequence, waited, given.outputs, given.inputs);
+        record().started();
+        if (raised.is(cause)) throw;
+        PyException_SetCause(raised.ptr(), nb::object(cause).release().ptr());
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+        throw nb::python_error();
+    }
+    record().started();
+    if (given.async) return opened(kind, call, given, begun, std::move(torchs), began_ns, started);
+    follow(kind.number, begun.sequence, begun.token, given.outputs, call.device_index, stream, started);
+    return nb::none();
+}
+
+nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const Given& given,
+                                  const GroupRecord::Begun& begun, nb::object torchs, int64_t began_ns, Mark started) {
+    const bool timed = started.event != nullptr;
+    const nb::object outputs = call.op == Op::Send ? nb::none() : nb::borrow(given.outputs);
+    const nb::object at = nb::cast(new StreamWork{self(), kind.number, begun.sequence, begun.token, std::move(torchs), outputs,
+                                                  timed ? nb::borrow(given.inputs) : nb::none(), call.device_index,
+                                                  began_ns, false},
+                                   nb::rv_policy::take_ownership);
+    nb::object work = checked(PyObject_CallNoArgs(work_type_.ptr()));
+    if (PyObject_SetAttr(work.ptr(), names().at, at.ptr()) != 0 ||
+        PyDict_SetItem(open_.ptr(), nb::int_(begun.token).ptr(), work.ptr()) != 0)
+        throw nb::python_error();
+    if (!watched) {
+        watched = true;
+        self().attr("_watch_open")();
+    }
+    if (timed) follow_aside(*nb::inst_ptr<StreamWork>(at), started);
+    return work;
+}
+
+// The end of a call on torch's stream, as an event on a stream of ours that waits for it. torch lets go of the tensors at
+// the first wait, whoever waits: until the program has waited, the open call holds them.
+void StreamFastPath::follow_aside(StreamWork& work, Mark started) {
+    auto known = aside_.find(work.device);
+    if (known == aside_.end()) {
+        const nb::tuple made = nb::cast<nb::tuple>(self().attr("_make_stream")(work.device));
+        known = aside_.emplace(work.device, std::make_pair(nb::object(made[0]), nb::cast<uintptr_t>(made[1]))).first;
+    }
+    const nb::tuple before = nb::cast<nb::tuple>(call_with(stream_of_, nb::int_(work.device)));
+    const nb::tuple aside = nb::cast<nb::tuple>(known->second.first);
+    work.followed = true;
+    call_with(set_stream_, aside[0], aside[1], aside[2]);
+    PyObject* const waited = PyObject_CallMethodNoArgs(work.torchs.ptr(), names().wait);
+    if (waited == nullptr) PyErr_Clear();  // the program's own wait raises it
+    Py_XDECREF(waited);
+    call_with(set_stream_, before[0], before[1], before[2]);
+    follow(work.kind, work.sequence, work.token, work.outputs, work.device, known->second.second, started);
+}
+
+void StreamFastPath::follow(int kind, uint64_t sequence, uint64_t token, nb::handle outputs, int device, uintptr_t stream,
+                            Mark started) {
+    try {
+        const uint64_t note = sequence * kNoteKinds + static_cast<uint64_t>(kind);
+        if (!calls_.follow(token, note, device, stream, started))
+            record().end(token, State::Completed);  // the graph runs it at each replay
+    } catch (const std::runtime_error& error) {
+        record().end(token, State::Failed);
+        const nb::object raised = self().attr("_not_followed")(kind, sequence, outputs, error.what());
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+        throw nb::python_error();
+    }
+}
+
+bool StreamFastPath::wait(StreamWork& work) {
+    if (calls_->failed()) return false;
+    checked(PyObject_CallMethodNoArgs(work.torchs.ptr(), names().wait));
+    const nb::int_ token(work.token);
+    const int open = PyDict_Contains(open_.ptr(), token.ptr());
+    if (open == 1 && PyDict_DelItem(open_.ptr(), token.ptr()) == 0 && !work.followed)
+        follow(work.kind, work.sequence, work.token, work.outputs, work.device, current_stream(work.device), {});
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    return true;
+}
+
+}  // namespace ringway::device

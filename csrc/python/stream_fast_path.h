@@ -1,0 +1,83 @@
+// The fast path of a group on CUDA streams: one native step reads, records and compares a call, has torch start it, and
+// follows it on the device. torch's methods are called through Python objects, because the core has no torch headers.
+#pragma once
+
+#include <unordered_map>
+
+#include "python/fast_path.h"
+#include "python/stream_calls.h"
+
+namespace ringway::device {
+
+// An asynchronous call on the fast path. Its Python Work holds it.
+struct StreamWork {
+    nb::object path;
+    int kind;  // of the call, by the number that Python gave it
+    uint64_t sequence;
+    uint64_t token;
+    nb::object torchs;   // torch's work
+    nb::object outputs;  // None if it has none
+    nb::object inputs;   // only if torch may have let go of them
+    int device;
+    int64_t began_ns;
+    bool followed;  // the device watch reports its end
+};
+
+class StreamFastPath : public FastPath {
+  public:
+    // `averaged` has a bit for each dtype that can be averaged. `open` gets the Work of each asynchronous call that
+    // nobody has waited for, by its token; `work` is the type of a Work. The `streams` are functions of torch: the raw
+    // handle of the current stream of a device, its description, and one that makes a described stream the current one.
+    // `reductions` are the codes of those that torch does as they are, by the hashes of torch's objects.
+    StreamFastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint64_t averaged,
+                   uint32_t ops, Calls& calls, nb::dict open, nb::object work, nb::tuple streams,
+                   std::unordered_map<int64_t, int> reductions);
+
+    // A synchronous sum or move.
+    bool run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait);
+    // The Work of an asynchronous call, or None: then nothing has happened.
+    nb::object start(int op, nb::handle outputs, nb::handle inputs, int peer, int reduce, int tag);
+    // A call with torch's options, which torch gets as they are. If they have a timeout, torch keeps it. Its Work, or None if it is synchronous. NotImplemented: nothing has happened.
+    nb::object issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options);
+
+    // Orders the current stream behind an asynchronous call. False if the group has failed: then nothing has happened.
+    bool wait(StreamWork& work);
+
+    int variant = 0;       // of the options that torch gets; each has kinds of its own
+    bool watched = false;  // somebody looks after the open calls
+
+  private:
+    // Calls that differ in their tensors only.
+    struct Kind {
+        int number;
+        nb::object method;   // torch's
+        nb::object options;  // None for messages
+    };
+    struct Given {
+        nb::handle outputs, inputs;
+        nb::handle options;  // the caller's own; null for the kind's
+        int tag = 0;
+        bool async = false;
+    };
+
+    bool read_call(int op, nb::handle outputs, nb::handle inputs, int peer, Reduce reduce, PlainCall& call) const;
+    const Kind& kind_of(const PlainCall& call, bool async);
+    uintptr_t current_stream(int device) const;
+    nb::object call_torch(const PlainCall& call, const Kind& kind, const Given& given) const;
+    nb::object begin_and_start(PlainCall& call, const Given& given);
+    nb::object opened(const Kind& kind, const PlainCall& call, const Given& given, const GroupRecord::Begun& begun,
+                      nb::object torchs, int64_t began_ns, Mark started);
+    void follow_aside(StreamWork& work, Mark started);
+    void follow(int kind, uint64_t sequence, uint64_t token, nb::handle outputs, int device, uintptr_t stream, Mark started);
+    nb::object self() { return nb::find(this); }
+
+    Calls& calls_;
+    const uint64_t averaged_;
+    const nb::dict open_;
+    const nb::object work_type_, raw_stream_, stream_of_, set_stream_;
+    const std::unordered_map<int64_t, int> reductions_;
+    std::unordered_map<uint64_t, Kind> kinds_;
+    std::unordered_map<int, std::pair<nb::object, uintptr_t>> aside_;  // by device: a stream of ours
+};
+
+}  // namespace ringway::device
