@@ -221,7 +221,7 @@ class Check(NamedTuple):
 def _rounds(rounds: int, check: Check, until: float) -> list[Row]:
     rows: list[Row] = []
     with RankPool(2) as pool:
-        while len(rows) < rounds and (not rows or time.monotonic() < until):
+        while len(rows) < rounds and time.monotonic() < until:
             rows.append(_run(pool, check))
     return rows
 

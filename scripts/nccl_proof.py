@@ -76,7 +76,7 @@ def completion_from_the_device(context: RankContext) -> Checked:
     torch.cuda.synchronize()
     said, fine = [], True
     watcher = Watcher()
-    for who, lateness in (("recorder", 0.02), ("logger", 0.005), ("listener", 0.005)):
+    for who, lateness in (("recorder", 0.02), ("logger", 0.005), ("listener", 0.025)):
         if who == "logger":
             dist.configure(enabled=True)
         elif who == "listener":
@@ -91,8 +91,11 @@ def completion_from_the_device(context: RankContext) -> Checked:
         deadline = time.monotonic() + 5
         while dist.recent_calls(1)[0].duration is None and time.monotonic() < deadline:
             time.sleep(0.001)
-        recorded = dist.recent_calls(1)[0].duration or 0.0
+        call = dist.recent_calls(1)[0]
+        recorded = (call.completed_ns - call.issued_ns) / 1e9
         fine &= issued_in < busy / 2 and abs(recorded - busy) < lateness
+        if who == "logger":  # the device's own: it started when the work before it had ended
+            fine &= 0 < (call.duration or 0.0) < 0.005
         times = f"issued in {1e3 * issued_in:.2f} ms, device {1e3 * busy:.1f} ms, recorded {1e3 * recorded:.1f} ms"
         said.append(f"{who}: {times}")
     world.unlisten(watcher)
@@ -279,6 +282,22 @@ class Row(NamedTuple):
     said: str
 
 
+class Found:
+    """The rows of this process so far, and who is told of each new one."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.told: Callable[[list[Row]], Any] = lambda rows: None
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(row, flush=True)
+        self.told(self.rows)
+
+
+FOUND = Found()
+
+
 class Section(NamedTuple):
     """What ranks do together, and whether the answers are fine."""
 
@@ -399,7 +418,7 @@ def run_sections(sections: Sequence[Section], size: int, where: str = "", missin
             else:
                 holds, said = False, "; ".join(str(outcome)[-600:] for outcome in expected if not outcome.ok)
             rows.append(Row(section.title + where, holds, said))
-            print(rows[-1], flush=True)
+            FOUND.add(rows[-1])
             if not holds:
                 print(*(outcome.output[-4000:] for outcome in outcomes), sep="\n", flush=True)
     return rows
@@ -439,12 +458,8 @@ def conformance(setting: Setting, title: str, seconds: float = 200.0) -> Row:
         f", {left} did not run" if left else ""
     )
     row = Row(title, not broken and not left, said)
-    print(
-        row,
-        sorted(broken),
-        sorted(((round(s, 1), c[1]) for c, s in report.seconds.items()), reverse=True)[:5],
-        flush=True,
-    )
+    FOUND.add(row)
+    print(sorted(broken), flush=True)
     return row
 
 
@@ -503,17 +518,22 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
 """The first runs by itself."""
 
 
-def run_parts(parts: Sequence[str], folder: Path) -> list[Row]:
-    """Each in a process of its own."""
-    program = [sys.executable, __file__, "--rows", str(folder)]
+def run_parts(parts: Sequence[str], folder: Path, seconds: float) -> list[Row]:
+    """Each in a process of its own. What takes longer than `seconds` in all is broken off."""
+    program, until = [sys.executable, __file__, "--rows", str(folder)], time.monotonic() + seconds
     for group in (parts[:1], parts[1:]):
         for process in [subprocess.Popen([*program, "--parts", part]) for part in group]:
-            process.wait()
+            try:
+                process.wait(max(until - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.terminate()
     rows = []
     for part in parts:
         written = folder / f"{part}.json"
-        given = json.loads(written.read_text()) if written.exists() else [[f"the part '{part}'", False, "it broke off"]]
-        rows += [Row(*each) for each in given]
+        given = json.loads(written.read_text()) if written.exists() else {"rows": [], "whole": False}
+        rows += [Row(*each) for each in given["rows"]]
+        if not given["whole"]:
+            rows.append(Row(f"the part '{part}'", False, "broke off after the rows above"))
     return rows
 
 
@@ -523,15 +543,18 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--mpi", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=1800.0, help="for all parts; the page says what broke off")
     parser.add_argument("--rows", type=Path, help="run one part, and write its rows into this folder")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if arguments.rows is not None:
+        written = arguments.rows / f"{parts[0]}.json"
+        FOUND.told = lambda rows: written.write_text(json.dumps({"rows": rows, "whole": False}))
         rows = PARTS[parts[0]]()
-        (arguments.rows / f"{parts[0]}.json").write_text(json.dumps(rows))
+        written.write_text(json.dumps({"rows": rows, "whole": True}))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_parts(parts, Path(folder))
+        rows = run_parts(parts, Path(folder), arguments.seconds)
     if arguments.mpi is not None:
         rows += mpi_on_cuda(arguments.mpi)
     lines = [
