@@ -243,7 +243,7 @@ def deepspeed_checkpoints_load(context: RankContext) -> None:
 def arguments_of_deepspeed(context: RankContext) -> None:
     context.start("shm")
     parameter = nn.Parameter(torch.ones(4))
-    common: dict[str, Any] = {"deepspeed": object(), "cuda_aware": True, "comm_backend_name": "mpi", "amsgrad": False}
+    common: dict[str, Any] = {"deepspeed": None, "cuda_aware": True, "comm_backend_name": "mpi", "amsgrad": False}
     ZeroOneAdam(
         [parameter], var_freeze_step=4, var_update_scaler=2, local_step_scaler=3, local_step_clipper=2, **common
     )
@@ -251,6 +251,8 @@ def arguments_of_deepspeed(context: RankContext) -> None:
         [parameter], freeze_step=4, coeff_beta=0.9, factor_max=4.0, factor_min=0.5, factor_threshold=0.1, **common
     )
     for optimizer in (ZeroOneAdam, OneBitLamb):
+        with pytest.raises(UsageError, match="take an engine"):
+            optimizer([parameter], deepspeed=object())
         with pytest.raises(UsageError, match="amsgrad"):
             optimizer([parameter], amsgrad=True)
         with pytest.raises(UsageError, match=r"max_grad_norm=1\.0 would have no effect"):

@@ -94,8 +94,9 @@ class Training(Process):
         return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 2))
 
     def loss(self, model: nn.Module, step: int, job: ElasticJob) -> Tensor:
-        while job.rank == 0 and 1 < job.size < RANKS and step < STEPS - 3 and not job._saw_newcomers:
-            time.sleep(0.005)  # a process takes longer to start than a step
+        # A process takes longer to start than a step. The last two that are killed are not replaced.
+        while job.rank == 0 and 1 < job.size < RANKS and step < STEPS - 4 and not job._saw_newcomers:
+            time.sleep(0.005)
         inputs, labels = (each[job.rank :: job.size] for each in _samples(step))
         # The hooks take the mean over the ranks.
         return functional.cross_entropy(model(inputs), labels, reduction="sum") * job.size / BATCH
