@@ -151,7 +151,7 @@ def _started_again(context: RankContext) -> list[float]:
     found = []
     for start in range(2):
         torch.distributed.init_process_group(
-            "ringway_gloo", store=context.store, rank=context.rank, world_size=2, timeout=timedelta(seconds=TIMEOUT)
+            "shm", store=context.store, rank=context.rank, world_size=2, timeout=timedelta(seconds=TIMEOUT)
         )
         group, watch = dist.communicator(), world.listener(StallWatch)
         one = torch.ones(1)

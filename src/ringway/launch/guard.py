@@ -30,10 +30,11 @@ def end_processes(mark: str, sessions: Collection[int], grace: float = _GRACE) -
     kernel does not end then either: give up after another `grace` seconds."""
     deadline = time.monotonic() + grace
     asked: set[int] = set()
+    known = set(sessions)
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline + grace:  # one may have started another behind the first look
         late = time.monotonic() >= deadline
-        found = _processes(mark, sessions)
+        found = _processes(mark, known)
         for pid in found:
             if late or pid not in asked:
                 with suppress(OSError):
@@ -44,9 +45,11 @@ def end_processes(mark: str, sessions: Collection[int], grace: float = _GRACE) -
             time.sleep(_POLL)
 
 
-def _processes(mark: str, sessions: Collection[int]) -> set[int]:
+def _processes(mark: str, sessions: set[int]) -> set[int]:
+    """The launcher's processes. Adds the sessions of those that have its mark: it may have been killed before it told
+    of a rank."""
     marked = f"{MARK}={mark}".encode()
-    found = set()
+    found, others = set(), {}
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with suppress(OSError):  # it has just ended, or belongs to another user
@@ -54,13 +57,12 @@ def _processes(mark: str, sessions: Collection[int]) -> set[int]:
                     facts = stat.read().rpartition(b") ")[2].split()
                 if facts[0] in b"ZX":
                     continue
-                if int(facts[_SESSION]) in sessions:
-                    found.add(int(name))
-                    continue
+                others[int(name)] = int(facts[_SESSION])
                 with open(f"/proc/{name}/environ", "rb") as environ:
                     if marked in environ.read().split(b"\0"):
                         found.add(int(name))
-    return found
+                        sessions.add(int(facts[_SESSION]))
+    return found | {pid for pid, session in others.items() if session in sessions}
 
 
 class Guard:
