@@ -198,7 +198,7 @@ def _too_few(context: RankContext, port: int) -> tuple[float, list[int]]:
 
 def test_the_timeout_that_was_set_is_the_one_that_ends_the_wait(pool: RankPool) -> None:
     reported = pool.run(_too_few, free_port(), world_size=2, timeout=100)
-    assert [missing for _, missing in reported] == [[2], [2]]
+    assert all(2 in missing for _, missing in reported)  # a rank that was slow to start may be missing to the other
     assert 4.9 < max(waited for waited, _ in reported) < 60  # a rank that arrived later gets the error at the same time
 
 
