@@ -3,7 +3,8 @@
 # make test       lint, types and all tests (what CI runs); says which proofs are older than the code they prove
 # make soak       hours: more seeds, kills and training steps, the conformance suite on more worlds and sub-groups, also
 #                 under both MPIs, messages of more than 2 GB, tests that depend on time ten times, the suite on busy CPUs
-# make sanitizers, make browser, make attack, make kills, make random_programs, make timing, make busy, make torch-versions
+# make sanitizers, make browser, make attack, make kills, make random_programs, make elastic_programs, make timing,
+# make busy, make torch-versions
 #                 what make test leaves out, written to docs/proofs
 # make door-cost  what a job's secret costs, written to docs/proofs: needs a quiet machine
 PYTHON ?= python3
@@ -74,9 +75,9 @@ soak: build
 	@$(PY) scripts/suite_proof.py timing
 	@$(PY) scripts/suite_proof.py busy
 
-.PHONY: sanitizers browser attack kills random_programs timing busy torch-versions
+.PHONY: sanitizers browser attack kills random_programs elastic_programs timing busy torch-versions
 
-sanitizers browser attack kills random_programs timing busy: build
+sanitizers browser attack kills random_programs elastic_programs timing busy: build
 	@$(PY) scripts/suite_proof.py $@
 
 .PHONY: door-cost
@@ -108,6 +109,30 @@ ccl-proof: build $(ONECCL)
 proofs:
 	@$(PYTHON) scripts/proofs.py
 
+# make wheels     wheels for manylinux_2_28 and the source distribution, in dist/ (about 2 minutes of two cores each)
+# make wheel-test [SECCOMP=default.json]   the wheels that this machine can run, in a sandbox (root), compared with the
+#                 native build
+.PHONY: wheels wheel-test
+
+wheels:
+	@$(PYTHON) scripts/wheels.py
+
+wheel-test: build
+	@$(PY) scripts/wheel_test.py $(if $(SECCOMP),--seccomp $(SECCOMP))
+
+# make docs       the documentation as a site, in build/site
+.PHONY: docs
+
+DOCS := .cache/docs
+
+$(DOCS)/.ready: constraints.txt
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
+
+docs: $(DOCS)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict && echo "wrote build/site/index.html"
+
 # make torch-suite  torch's own suite for backends, on gloo and on shm, compared (minutes)
 .PHONY: torch-suite
 
@@ -120,6 +145,12 @@ torch-suite: build
 
 frameworks: build
 	@$(PY) scripts/frameworks.py
+
+# make vllm         vLLM on two CPU ranks, on its own shared memory and on ringway, compared, in docs/proofs (minutes)
+.PHONY: vllm
+
+vllm: build
+	@$(PY) scripts/vllm_proof.py
 
 # make deepspeed-tests CHECKOUT=path   DeepSpeed's own tests of its communication on ringway.compat; path is a checkout
 #                 of DeepSpeed 0.19.6 (about an hour on two cores, 20 GB of memory)

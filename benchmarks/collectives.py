@@ -8,7 +8,8 @@ install --target .cache/deepspeed --no-build-isolation deepspeed`; oneCCL throug
 `libccl.so.2` is found. They take turns, sample by sample, and the others sleep; oneCCL's threads, which never sleep,
 are stopped by a signal. fp32; the recorder and the mismatch check are on, as always. A sample's time is that of its
 slowest rank. The table shows medians in microseconds, how many times longer than ours the best peer takes, and our rate
-next to that of one core's `copy_`, measured in the same rounds.
+next to that of one core's `copy_`, measured in the same rounds. `send_recv` is an exchange: every rank sends to its
+right and receives from its left at the same time. `round_trip` is a message to a neighbor and one back.
 
 Exits with 0 if the goals hold: all_reduce ahead of every peer at every size and, with two ranks, at least 0.45 of the
 copy rate at 64 MiB; every other op ahead of gloo. Exits with 1 if one does not hold, with 2 if a peer that was named
@@ -40,7 +41,8 @@ OURS, COPY = "ringway", "copy"
 PEERS = (OURS, "gloo", "mpich", "openmpi", "deepspeed", "ccl")
 MPIS = ("mpich", "openmpi")
 OPS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier")
-MORE_OPS = ("reduce", "gather", "scatter", "all_gather", "reduce_scatter", "send_recv")
+MORE_OPS = ("reduce", "gather", "scatter", "all_gather", "reduce_scatter", "send_recv", "round_trip")
+COPIED = ("all_reduce", "send_recv", "round_trip")  # shown next to the rate of a copy
 SIZES = (8, 64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 FEWER_SIZES = (8, 1 << 10, 64 << 10, 4 << 20, 64 << 20, 256 << 20)  # for the other ops
 FEWEST_SIZES = (8, 64 << 10, 4 << 20, 64 << 20)  # for those in MORE_OPS
@@ -64,7 +66,9 @@ class Team:
         self._last: dict[tuple[str, int], float] = {}
 
     def takes_part(self, op: str) -> bool:
-        return op == "all_reduce" or self.peer not in (COPY, "deepspeed")
+        if self.peer == COPY:
+            return op in COPIED
+        return op == "all_reduce" or self.peer != "deepspeed"
 
     def sample(self, op: str, nbytes: int) -> float:
         """Seconds per call. The first sample of a size determines the number of calls per sample, and warms up."""

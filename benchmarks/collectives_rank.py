@@ -63,7 +63,7 @@ def _torch_calls(dist: Any, size: int) -> Prepare:
             return (lambda: dist.all_reduce(whole)) if op == "all_reduce" else (lambda: dist.broadcast(whole, 0))
         if op in ("all_reduce_max", "all_reduce_async"):
             return _general_path(dist, op, torch.zeros(count))
-        if op in ("reduce", "send_recv"):
+        if op in ("reduce", "send_recv", "round_trip"):
             return _reduce_or_send(dist, op, torch.zeros(count), torch.zeros(count), size)
         own, fitting = torch.zeros(part), torch.zeros(part * size)
         if op == "all_gather_into_tensor":
@@ -88,7 +88,10 @@ def _general_path(dist: Any, op: str, whole: Any) -> Action:
 def _reduce_or_send(dist: Any, op: str, whole: Any, other: Any, size: int) -> Action:
     if op == "reduce":
         return lambda: dist.reduce(whole, 0)
-    left, right = (dist.get_rank() - 1) % size, (dist.get_rank() + 1) % size
+    rank = dist.get_rank()
+    left, right = (rank - 1) % size, (rank + 1) % size
+    if op == "round_trip":
+        return _round_trip(rank, size, lambda peer: dist.send(whole, peer), lambda peer: dist.recv(other, peer))
 
     def pass_on() -> None:
         sent = dist.isend(whole, right)
@@ -96,6 +99,20 @@ def _reduce_or_send(dist: Any, op: str, whole: Any, other: Any, size: int) -> Ac
         sent.wait()
 
     return pass_on
+
+
+def _round_trip(rank: int, size: int, send: Callable[[int], object], recv: Callable[[int], object]) -> Action:
+    """An even rank sends to the next one, which answers. The last one of an odd number of ranks has no partner."""
+    partner = rank ^ 1
+    if partner >= size:
+        return lambda: None
+    first, second = (send, recv) if rank % 2 == 0 else (recv, send)
+
+    def there_and_back() -> None:
+        first(partner)
+        second(partner)
+
+    return there_and_back
 
 
 def _with_lists(dist: Any, op: str, own: Any, parts: list[Any]) -> Action:
@@ -172,6 +189,7 @@ def _mpi(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
             "gather": lambda: world.Gather(own, at_root, 0),
             "scatter": lambda: world.Scatter(at_root, own, 0),
             "reduce": lambda: world.Reduce(sent, received if rank == 0 else None, MPI.SUM, 0),
+            "round_trip": _round_trip(rank, size, lambda to: world.Send(sent, to), lambda of: world.Recv(received, of)),
             "send_recv": lambda: world.Sendrecv(sent, (rank + 1) % size, 0, received, (rank - 1) % size, 0),
         }[op]
 

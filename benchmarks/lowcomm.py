@@ -2,6 +2,7 @@
 
     python benchmarks/lowcomm.py bytes
     python benchmarks/lowcomm.py loss --plot docs/proofs/lowcomm.svg
+    python benchmarks/lowcomm.py loss --task gpt --device cuda --backend cpu:shm,cuda:shm --pairs 3
     sudo python benchmarks/lowcomm.py links
 
 - `bytes`: the bytes that a rank sends in a step, and how many times fewer they are than DDP's in fp32, for 10 M
@@ -11,24 +12,21 @@
   (`examples/train_two_sites.py` makes it), 10 M parameters, and a step of 0.5 s. The step is a sleep, so that other
   processes of the machine matter less. Utilization is the time of the steps divided by all time. Exits with 1 unless
   that of Streaming DiLoCo is at least 0.95 at 1000 and 100 Mbit/s and 0.85 at 10. Takes about 3 minutes.
-- `loss`: the small causal transformer of `benchmarks/convergence.py`, which says why its task is what it is, on 2 ranks
-  over shm, three seeds, the same tokens for every method. The loss is that of the population, the mean of the last
-  three evaluations. Exits with 1 unless DiLoCo and SparseLoCo end at most 1 % above DDP, and ZeroOneAdam and OneBitLamb
-  at most 0.5 % above Adam and LAMB.
+- `loss`: a small transformer (`--task transformer`) or a GPT (`--task gpt`) on 2 ranks, three seeds, the same tokens
+  for every method; `lowcomm_loss.py` describes both. Exits with 1 unless DiLoCo and SparseLoCo end at most 1 % above
+  DDP, and ZeroOneAdam and OneBitLamb at most 0.5 % above Adam and LAMB. `--pairs 3` trains three seeds at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from convergence import BATCH, TASK_SEED, Transformer, final, plot, rate
+from lowcomm_loss import TASKS, show_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -38,18 +36,6 @@ NUMEL = 10_000_000
 STEP_SECONDS, DELAY_MS, EVERY, DELAY_STEPS = 0.5, 50, 40, 6
 LEAST_UTILIZATION = {1000: 0.95, 100: 0.95, 10: 0.85}
 """Of Streaming DiLoCo, by Mbit/s."""
-STEPS = 800
-EVALUATIONS = 20
-RATE = 3e-3
-LIMITS = {
-    "ZeroOneAdam": ("DDP, AdamW", 0.005),
-    "DiLoCo, int8, every 20": ("DDP, AdamW", 0.01),
-    "DiLoCo, int8, every 10": ("DDP, AdamW", 0.01),
-    "SparseLoCo, 1 %, every 15": ("DDP, AdamW", 0.01),
-    "SparseLoCo, 3 %, every 10": ("DDP, AdamW", 0.01),
-    "Streaming DiLoCo, int4, every 20": ("DDP, AdamW", 0.01),
-    "OneBitLamb": ("LAMB", 0.005),
-}
 
 
 # Bytes
@@ -131,101 +117,15 @@ def show_links(steps: int) -> bool:
     return fine
 
 
-# Loss
-
-
-def optimizer_of(method: str, model: torch.nn.Module, steps: int) -> torch.optim.Optimizer:
-    from ringway.compress import OneBitLamb, ZeroOneAdam
-    from ringway.lowcomm import DiLoCo, SparseLoCo
-
-    options: dict[str, Any] = {"lr": RATE, "betas": (0.9, 0.98)}
-    parameters = model.parameters()
-    if method == "ZeroOneAdam":
-        return ZeroOneAdam(
-            parameters, var_freeze_step=steps // 4, local_step_scaler=steps // 8, local_step_clipper=16, **options
-        )
-    if method in ("LAMB", "OneBitLamb"):
-        options["lr"] = 3 * RATE
-        return OneBitLamb(parameters, freeze_step=steps // 4 if method == "OneBitLamb" else steps, **options)
-    inner = torch.optim.AdamW(parameters, weight_decay=0.0, **options)
-    if method.startswith("DiLoCo"):
-        return DiLoCo(model, inner, every=int(method.split()[-1]), codec="int8")
-    if method.startswith("Streaming"):
-        return DiLoCo(model, inner, every=20, codec="int4", fragments=4, delay=2)
-    if method.startswith("SparseLoCo"):
-        share = float(method.split()[1]) / 100
-        return SparseLoCo(model, inner, every=int(method.split()[-1]), codec=f"topk:{share}:2")
-    return inner
-
-
-def train(context: Any, dist: Any, method: str, seed: int, steps: int) -> list[float]:
-    torch.manual_seed(seed)
-    model = Transformer()
-    optimizer = optimizer_of(method, model, steps)
-    inner = optimizer.inner_optimizers[0] if hasattr(optimizer, "inner_optimizers") else optimizer
-    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: rate(step, steps))
-    generator = torch.Generator().manual_seed(1000 * seed + context.rank)
-    held_out = model.draw(torch.Generator().manual_seed(TASK_SEED), model.evaluated)
-    curve = []
-    for step in range(steps):
-        loss = model.loss(model.draw(generator, BATCH["transformer"] // context.world_size))
-        optimizer.zero_grad()
-        loss.backward()
-        if method == "DDP, AdamW":
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, dist.ReduceOp.AVG)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view(gradient.shape))
-        optimizer.step()
-        schedule.step()
-        if context.rank == 0 and (step + 1) % (steps // EVALUATIONS) == 0:
-            model.eval()
-            with torch.no_grad():
-                curve.append(model.loss(held_out).item())
-            model.train()
-    for one in (optimizer, getattr(optimizer, "feedback", None)):
-        if hasattr(one, "close"):
-            one.close()
-    return curve
-
-
-def train_seeds(context: Any, method: str, seeds: int, steps: int) -> list[list[float]]:
-    torch.set_num_threads(1)
-    dist = context.start("shm")
-    return [train(context, dist, method, seed, steps) for seed in range(seeds)]
-
-
-def show_loss(seeds: int, steps: int, path: Path | None) -> bool:
-    from ringway.testing import RankPool
-
-    methods = ["DDP, AdamW", *LIMITS]
-    methods.insert(methods.index("OneBitLamb"), "LAMB")
-    trained: dict[str, list[list[float]]] = {}
-    fine = True
-    with RankPool(2) as pool:
-        for method in methods:
-            trained[method] = curves = pool.run(train_seeds, method, seeds, steps, world_size=2, timeout=3600)[0]
-            ends = " ".join(f"{statistics.mean(curve[-3:]):.4f}" for curve in curves)
-            line = f"{method:34} {final(curves):.4f}   seeds {ends}"
-            if method in LIMITS:
-                baseline, most = LIMITS[method]
-                apart = final(curves) / final(trained[baseline]) - 1
-                fine &= apart <= most
-                line += f"   {apart:+.2%} of {baseline} (at most {most:.1%}){'' if apart <= most else '   NO'}"
-            print(line, flush=True)
-    if path is not None:
-        groups = {"AdamW": [m for m in methods if "amb" not in m.lower()], "LAMB": ["LAMB", "OneBitLamb"]}
-        panels = {f"transformer, {name}, 2 ranks": {m: trained[m][0] for m in some} for name, some in groups.items()}
-        plot(panels, path)
-    return fine
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["bytes", "links", "loss"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help=f"{STEPS} for loss, {3 * EVERY // 2} for links")
+    parser.add_argument("--steps", type=int, help=f"800 or 2000 for loss, {3 * EVERY // 2} for links")
+    parser.add_argument("--task", choices=list(TASKS), default="transformer")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", default="shm", help="for loss: of its ranks")
+    parser.add_argument("--pairs", type=int, default=1, help="for loss: how many seeds train at the same time")
     parser.add_argument("--mbit", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--site", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plot", type=Path, help="write the curves of the first seed to this SVG file")
@@ -239,7 +139,15 @@ def main() -> int:
     elif options.what == "links":
         fine = show_links(options.steps or 3 * EVERY // 2)
     else:
-        fine = show_loss(options.seeds, options.steps or STEPS, options.plot)
+        fine = show_loss(
+            options.task,
+            device=options.device,
+            backend=options.backend,
+            pairs=options.pairs,
+            seeds=options.seeds,
+            steps=options.steps,
+            path=options.plot,
+        )
     print(f"{'all within their limits' if fine else 'a limit was passed'}, {time.perf_counter() - began:.0f} s")
     return 0 if fine else 1
 

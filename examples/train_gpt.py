@@ -4,6 +4,7 @@
     ringway run -n 2 examples/train_gpt.py                                  # gradients averaged over two ranks
     ringway run -n 2 examples/train_gpt.py --model-parallel 2               # layers split over two ranks
     ringway run -n 4 examples/train_gpt.py --model-parallel 2 --sequence    # both, and norms split along the sequence
+    ringway run -n 2 examples/train_gpt.py --model-parallel 2 --compile     # the split model in one graph
     ringway run -n 2 examples/train_gpt.py --codec int8                     # gradients in a quarter of the bytes
 
 All of them print the same losses, except for rounding (and for the codec), because they divide the same batches.
@@ -140,12 +141,13 @@ def _train(model: nn.Module, runtime: Any, options: argparse.Namespace) -> list[
     if options.batch % data_ranks:
         raise SystemExit(f"--batch {options.batch} cannot be divided evenly over {data_ranks} ranks")
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
+    called = torch.compile(model, fullgraph=True) if options.compile else model
     text = torch.tensor([LETTERS.index(letter) for letter in made_up_text(2000, options.seed)])
     losses = []
     begun = time.perf_counter()
     for step, batch in enumerate(batches(text, options.steps, options.batch, options.context, options.seed)):
         own = batch.chunk(data_ranks)[place]
-        logits = model(own[:, :-1])
+        logits = called(own[:, :-1])
         loss = vocabulary_parallel_cross_entropy(logits, own[:, 1:], group=runtime.model_group, vocabulary=len(LETTERS))
         optimizer.zero_grad()
         loss.backward()
@@ -163,6 +165,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-parallel", type=int, default=1, help="ranks over which layers are split")
     parser.add_argument("--sequence", action="store_true", help="with --model-parallel: split norms along the sequence")
+    parser.add_argument("--compile", action="store_true", help="compile the model, in one graph")
     parser.add_argument("--codec", help="compress gradients: int8, fp8, int4, onebit, auto")
     parser.add_argument("--backend", help="shm, gloo, mpi, nccl; by default ringway chooses")
     parser.add_argument("--steps", type=int, default=100)

@@ -5,14 +5,18 @@ python scripts/busy.py 2 make unit        two processes that only compute, while
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+_COMPUTE = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100_000))"  # and end with this process
 
 
 def main() -> int:
     if len(sys.argv) < 3:
         sys.exit(f"usage: {sys.argv[0]} PROCESSES COMMAND...")
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(sys.argv[1]))]
+    compute = [sys.executable, "-c", _COMPUTE, str(os.getpid())]
+    busy = [subprocess.Popen(compute) for _ in range(int(sys.argv[1]))]
     try:
         return subprocess.run(sys.argv[2:], check=False).returncode
     finally:

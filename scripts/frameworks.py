@@ -45,6 +45,7 @@ PROVES = (
 NO_CHANGE = "RINGWAY_REPLACE=gloo:shm"
 REPLACED = f"ringway: {NO_CHANGE}: gloo is replaced by shm"
 HUNG = "not done"
+RINGWAY_RUN = ("-m", "ringway", "run", "-n", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 VARIABLES = {
     "ACCELERATE_NUM_PROCESSES": "2",
@@ -88,6 +89,7 @@ ALL = (
         (*TORCHRUN, str(PROGRAMS / "with_transformers.py")),
         {'dist.init_process_group("shm")': "shm"},
     ),
+    Program("transformers, started by ringway run", (*RINGWAY_RUN, str(PROGRAMS / "with_tp_plan.py"))),
     Program(
         "lightning",
         (*TORCHRUN, str(PROGRAMS / "with_lightning.py")),

@@ -6,12 +6,14 @@ import gc
 import os
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as c10d
@@ -21,6 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringway.errors import PeerLost, RingwayError
+from ringway.observe.report import figures
+from ringway.observe.report.events import read as read_trace
 from ringway.testing import RankContext
 
 Checked = tuple[bool, str]
@@ -113,51 +117,73 @@ def same_bits(context: RankContext, how: str) -> Checked:
     return all(equal), f"{sum(equal)} of {len(equal)} parameters have the same bits after 5 steps"
 
 
-def step_times(context: RankContext, how: str, logged: bool, rounds: int) -> tuple[float, float, float, float]:
-    """The median time of a step on ringway's group divided by that on torch's, its interval (95 %), and torch's
-    milliseconds. The two take turns, step by step."""
+class Ratio(NamedTuple):
+    """Of two medians, with its interval (95 %)."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def ratio(ours: list[float], own: list[float]) -> Ratio:
+    low, high = interval(ours, own)
+    return Ratio(statistics.median(ours) / statistics.median(own), low, high)
+
+
+def step_times(context: RankContext, how: str, logged: bool, seconds: float) -> tuple[Ratio, Ratio, float, int]:
+    """The time of a step on ringway's group divided by that on torch's; the same for two groups of torch's, which shows
+    what else tells models apart; torch's milliseconds; and the number of steps of each. They take turns, step by step,
+    in random order."""
     dist = join(context)
-    sides = {"ringway": wrapped(how, c10d.group.WORLD), "torch": wrapped(how, torchs_group())}
+    groups = {"torch": torchs_group(), "ringway": c10d.group.WORLD, "torch again": torchs_group()}
+    sides = {name: wrapped(how, group) for name, group in groups.items()}
     batch = torch.randn(2, 16, 256, device="cuda")
-    if logged:
-        dist.configure(enabled=True)
-    ours, own = [], []
-    gc.collect()
-    gc.disable()
-    with dist.trace(os.devnull) if logged else nullcontext():
-        for turn in range(rounds + 20):
-            took = {}
-            for name in sorted(sides, reverse=turn % 2 == 1):
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order = Random(7)  # the same on every rank
+
+    def take_turns(count: int) -> None:
+        for _ in range(count):
+            for name in order.sample(list(sides), len(sides)):
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 step(*sides[name], batch)
                 torch.cuda.synchronize()
-                took[name] = time.perf_counter() - began
-            if turn >= 20:
-                ours.append(took["ringway"])
-                own.append(took["torch"])
+                times[name].append(time.perf_counter() - began)
+
+    gc.collect()
+    gc.disable()
+    with dist.trace(os.devnull) if logged else nullcontext():
+        if logged:
+            dist.configure(enabled=True)
+        take_turns(20)
+        fitting = torch.tensor([int(seconds / sum(taken[-1] for taken in times.values()))], device="cuda")
+        c10d.broadcast(fitting, 0)  # the ranks must make the same number of steps
+        for taken in times.values():
+            taken.clear()
+        take_turns(min(max(int(fitting.item()), 50), 4000))
     gc.enable()
-    low, high = interval(ours, own)
-    return statistics.median(ours) / statistics.median(own), low, high, 1e3 * statistics.median(own)
+    own, again = times["torch"], times["torch again"]
+    both = [(a + b) / 2 for a, b in zip(own, again, strict=True)]
+    return ratio(times["ringway"], both), ratio(again, own), 1e3 * statistics.median(both), len(own)
 
 
 def interval(ours: list[float], own: list[float]) -> tuple[float, float]:
     """Of the ratio of the medians, 95 %, by drawing the rounds again."""
     random, rounds = Random(1), range(len(own))
     ratios = []
-    for _ in range(500):
+    for _ in range(200):
         drawn = random.choices(rounds, k=len(own))
-        ratios.append(statistics.median(ours[i] for i in drawn) / statistics.median(own[i] for i in drawn))
+        ratios.append(statistics.median([ours[i] for i in drawn]) / statistics.median([own[i] for i in drawn]))
     ratios.sort()
-    return ratios[12], ratios[487]
+    return ratios[5], ratios[194]
 
 
 # Costs of a call
 
 
-def costs(context: RankContext) -> dict[str, dict[str, float]]:
-    """Microseconds that a call of 4 KiB holds its caller: torch's own group, ringway, and torch's function on ringway's
-    group, in turns."""
+def costs(context: RankContext, rounds: int = 60) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """How long a call of 4 KiB holds its caller, in turns: microseconds on torch's own group, and the ratios of
+    ringway's function and of torch's function on ringway's group, each with its interval (95 %)."""
     dist = join(context)
     own = torchs_group()
     size, other = context.world_size, 1 - context.rank
@@ -192,18 +218,28 @@ def costs(context: RankContext) -> dict[str, dict[str, float]]:
     for kind in times:
         run(*kind)
         torch.cuda.synchronize()
-    for _ in range(30):
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
         for kind, measured in times.items():
+            block = []
             for _ in range(10):
                 began = time.perf_counter()
                 run(*kind)
-                measured.append(time.perf_counter() - began)
+                block.append(time.perf_counter() - began)
             torch.cuda.synchronize()
+            measured.append(statistics.median(block))
+    gc.enable()
     found = {}
     for name in calls:
         for later in (False, True):
-            title = name + (", asynchronous" if later else "")
-            found[title] = {side: 1e6 * statistics.median(times[name, side, later]) for side in sides}
+            own_times = times[name, "torch", later]
+            middle = statistics.median(own_times)
+            row = {"torch": (1e6 * middle, 0.0, 0.0)}
+            for side in ("ringway", "bridge"):
+                ours = times[name, side, later]
+                row[side] = ratio(ours, own_times)
+            found[name + (", asynchronous" if later else "")] = row
     return found
 
 
@@ -228,6 +264,56 @@ def settling(context: RankContext) -> tuple[float, float, float]:
         return both
 
     return median(dist.settled), median(then(dist.settled)), median(then(torch.cuda.synchronize))
+
+
+def device_times(context: RankContext) -> Checked:
+    """The times of logger, recorder and trace are the device's: those of events around the call, although the host was
+    done long before. The trace names the stream, and so does the report."""
+    dist = join(context)
+    dist.configure(enabled=True)
+    source = torch.ones(64 << 20, device="cuda")
+    whole = torch.empty(context.world_size * source.numel(), device="cuda")
+    said, fine = [], True
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(context.store.get("trace").decode() if context.rank else folder) / "trace.json"
+        if context.rank == 0:
+            context.store.set("trace", folder)
+        with dist.trace(path):
+            for later in (False, True):
+                for _ in range(3):
+                    torch.cuda.synchronize()
+                    c10d.barrier()
+                    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    torch.cuda._sleep(100_000_000)
+                    began = time.monotonic_ns()
+                    first.record()
+                    work = dist.all_gather_into_tensor(whole, source, async_op=later)
+                    if work is not None:
+                        work.wait()
+                    last.record()
+                    issued = time.monotonic_ns() - began
+                    torch.cuda.synchronize()
+                    time.sleep(0.05)
+                events = first.elapsed_time(last)
+                call = next(one for one in reversed(dist.recent_calls(8)) if one.op == "all_gather_into_tensor")
+                recorded = 1e3 * (call.duration or 0.0)
+                fine &= abs(recorded - events) < 0.1 * events + 0.1 and issued < 20e6
+                how = "asynchronous" if later else "synchronous"
+                said.append(
+                    f"{how}: events {events:.3f} ms, recorded {recorded:.3f} ms, host done after {issued / 1e6:.2f} ms"
+                )
+        if context.rank == 0:
+            events_of = read_trace(path).calls
+            gathered = [one for one in events_of if one.op == "all_gather_into_tensor" and one.rank == 0]
+            table = figures.streams(events_of)
+            besides = sorted({one.beside for one in gathered})
+            fine &= besides == [False, True] and all(one.stream for one in gathered)
+            fine &= {row[4] for row in table} == {False, True}
+            said.append(
+                f"trace: {len(gathered)} gathers on {len({one.stream for one in gathered})} streams; report {table}"
+            )
+    dist.configure(enabled=False)
+    return fine, "; ".join(said)
 
 
 # Graphs, compilation, faults

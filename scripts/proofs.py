@@ -23,6 +23,8 @@ MADE_BY = {
     "ccl": "make ccl-proof",
     "deepspeed_tests": "make deepspeed-tests CHECKOUT=...",
     "door_cost": "make door-cost",
+    "elastic": "python benchmarks/elastic.py --chaos",
+    "elastic_programs": "make elastic_programs",
     "frameworks": "make frameworks",
     "kills": "make kills",
     "nccl": "python scripts/nccl_proof.py",
@@ -32,10 +34,13 @@ MADE_BY = {
     "random_programs": "make random_programs",
     "sanitizers": "make sanitizers",
     "suite_gpu": "python scripts/suite_proof.py suite_gpu",
+    "shm_cuda": "python scripts/shm_cuda_proof.py",
     "shm_x86": "python benchmarks/collectives.py",
     "timing": "make timing",
     "torch_2_11": "make torch-versions",
     "torch_2_15": "make torch-versions",
+    "vllm": "make vllm",
+    "wheels": "make wheels wheel-test",
 }
 """The expected pages, and the command that makes each."""
 ELSEWHERE = {"frameworks": ROOT / "docs" / "frameworks.md"}

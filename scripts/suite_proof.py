@@ -5,6 +5,7 @@
     python scripts/suite_proof.py attack            the attackers of tests/security, 10,000 times
     python scripts/suite_proof.py kills             10,000 ranks killed at random moments
     python scripts/suite_proof.py random_programs   random programs over compression for 10 minutes
+    python scripts/suite_proof.py elastic_programs  10,000 random programs of elastic jobs
     python scripts/suite_proof.py timing            the tests that depend on time, ten times
     python scripts/suite_proof.py busy              the suite while two other processes keep two cores busy
     python scripts/suite_proof.py suite_gpu         the suite, on a machine with a GPU
@@ -103,6 +104,13 @@ PARTS = {
         "Random programs over compression, 10 minutes, against float64",
         ("src/ringway/compress", "src/ringway/parallel", "tests/compress/random_programs.py"),
         ("tests/compress/test_random_programs.py",),
+        {"RINGWAY_SOAK": "1"},
+        shows_output=True,
+    ),
+    "elastic_programs": Part(
+        "10,000 random programs of elastic jobs: ranks join, leave, are killed and are cut off",
+        ("src/ringway/job/elastic", "tests/elastic_processes.py", "tests/job/test_elastic_programs.py"),
+        ("tests/job/test_elastic_programs.py", "-k", "random_programs"),
         {"RINGWAY_SOAK": "1"},
         shows_output=True,
     ),

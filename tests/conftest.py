@@ -31,6 +31,7 @@ TIMING = (
     "backends/test_call_order.py",
     "backends/test_mixed.py",
     "backends/test_queue.py",
+    "backends/test_shm_cuda.py",
     "backends/test_shm_faults.py",
     "backends/test_shm_kills.py",
     "backends/test_shm_signals.py",

@@ -14,17 +14,25 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor, nn
 
 from elastic_model import SECONDS, Sum, contents_of, optimizer_of, values_of
+from ringway.errors import PeerLost, RendezvousError
+from ringway.groups.world import world
 from ringway.job.elastic import state as elastic_state
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
+from ringway.keys import Key
 from ringway.launch.run import store_of_a_run
+from ringway.launch.run_store import RunStore
 from ringway.testing.forkserver import die_with_parent
 
 MOMENTS = ("start", "backward", "before commit", "commit", "after commit", "after step", "change", "copy", "leave")
+SPLIT = "split"
+"""The process is cut off from the others and from the store, stops, and joins again once it reaches them."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,15 @@ class Fate:
 class Process:
     """One process of an elastic job. It trains until its fate, and writes its steps and its end to `output`."""
 
-    def __init__(self, fate: Fate, steps: int, progress: mmap.mmap, output: int) -> None:
+    def __init__(self, fate: Fate, steps: int, progress: mmap.mmap, output: int, grace: float) -> None:
         self._fate = fate
+        self._grace = grace
         self._steps = steps
         self._progress = progress
         self._output = output
         self._step = -1
         self._left = False
+        self._is_cut_off = False
 
     def model(self) -> nn.Module:
         return Sum()
@@ -68,14 +78,37 @@ class Process:
         os.write(self._output, (json.dumps([kind, content]) + "\n").encode())
 
     def run(self) -> None:
-        while struct.unpack_from("q", self._progress)[0] < self._fate.joins:
-            time.sleep(0.001)
+        try:
+            self._train()
+        except RendezvousError as error:
+            if not self._is_cut_off or "the job's store is out of reach" not in str(error):
+                raise
+            self._is_cut_off, self._fate = False, Fate()
+            self._train()
+
+    def _cut_off(self) -> None:
+        """The network is cut: no request reaches the store, and the connections to the other ranks break."""
+        self._is_cut_off = True
+        ask = RunStore._ask
+
+        def cut(store: RunStore, *arguments: Any, **options: Any) -> list[bytes]:
+            if self._is_cut_off:
+                raise c10d.DistNetworkError("the network is cut")
+            return ask(store, *arguments, **options)
+
+        RunStore._ask = cut  # type: ignore[method-assign]
+        fault = PeerLost("the network is cut", rank=None)
+        world.communicator(None).health.end(fault)
+        raise fault
+
+    def _train(self) -> None:
+        self._wait_for_its_step()
         model = self.model()
         next(model.parameters()).register_hook(lambda _: self._end("backward"))
         optimizer = optimizer_of(model)
         copied = elastic_state._send_piece
         elastic_state._send_piece = lambda *arguments: (copied(*arguments), self._end("copy"))[0]  # type: ignore[assignment]
-        with ElasticJob() as job:
+        with ElasticJob(grace=self._grace) as job:
             job.data_parallel(model)
             job.on_change(self._changed)
             state = {"model": model, "optimizer": optimizer}
@@ -87,6 +120,15 @@ class Process:
         if state["step"] == self._steps and not self._left:  # else it came too late
             self._say("end", self.contents(model, optimizer))
 
+    def _wait_for_its_step(self) -> None:
+        while struct.unpack_from("q", self._progress)[0] < self._fate.joins:
+            time.sleep(0.001)
+
+    def _made(self, step: int, job: ElasticJob) -> None:
+        self._say("step", [step, job.generation, job.size])
+        if step + 1 > struct.unpack_from("q", self._progress)[0]:
+            struct.pack_into("q", self._progress, 0, step + 1)
+
     def _changed(self, change: Change) -> None:
         self._end("change")
 
@@ -95,6 +137,8 @@ class Process:
         done = False
         with attempt:
             self._end("start")
+            if self._fate.moment == SPLIT and attempt.step == self._fate.ends:
+                self._cut_off()
             self.loss(model, attempt.step, job).backward()
             self._end("before commit")
             if self._fate.moment == "commit" and self._fate.ends == attempt.step:
@@ -105,9 +149,7 @@ class Process:
             self._end("after step")
             done = True
         if done:
-            self._say("step", [attempt.step, job.generation, job.size])
-            if attempt.step + 1 > struct.unpack_from("q", self._progress)[0]:
-                struct.pack_into("q", self._progress, 0, attempt.step + 1)
+            self._made(attempt.step, job)
 
 
 @dataclass(frozen=True)
@@ -124,11 +166,14 @@ def run_job(fates: list[Fate], steps: int, kind: type[Process] = Process) -> Out
     """Runs a job with one process for each fate. Fails unless every step was made, and all that are left agree."""
     progress = mmap.mmap(-1, 8)
     reader, writer = os.pipe()
+    Key(b"").hash_key()  # so OpenSSL knows the algorithm: to find it, a child takes a lock that the store may hold now
     size = sum(fate.joins == 0 for fate in fates)
+    # A process that was cut off lives on, so the others wait for it unless an error names it.
+    grace = 5.0 if any(fate.moment == SPLIT for fate in fates) else 30.0
     with store_of_a_run() as variables, open(reader, "rb", buffering=0) as lines:
         shared = {**variables, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         children = [
-            _fork(kind(fate, steps, progress, writer), shared | {"RANK": str(min(rank, size - 1))})
+            _fork(kind(fate, steps, progress, writer, grace), shared | {"RANK": str(min(rank, size - 1))})
             for rank, fate in enumerate(fates)
         ]
         os.close(writer)

@@ -29,6 +29,7 @@ MORE_PAGES = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 NOT_RUN = {
     "from ringway.testing import check_backend": "the suite takes minutes, and the module is the reader's",
+    "# ringway run -n 2 on_one_gpu.py": "it needs a GPU",
 }
 """The first line of each block marked `notest`, and why it cannot run in the tests."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "ringway"
 
 LAYERS = (
-    ("tools", {"cli", "bench", "testing", "__main__"}),
+    ("tools", {"cli", "bench", "doctor", "notebook", "testing", "__main__"}),
     ("compatibility", {"compat"}),
     ("package", {"__init__"}),
     ("job", {"job"}),

@@ -8,13 +8,9 @@ namespace ringway::device {
 
 Driver::Driver(const std::string& library) {
     // Never closed: the driver's threads outlive everything here.
-    void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (loaded == nullptr) throw std::runtime_error(dlerror());
-    const auto find = [loaded, &library](auto& function, const char* name) {
-        void* const found = dlsym(loaded, name);
-        if (found == nullptr) throw std::runtime_error(library + " has no " + name);
-        function = reinterpret_cast<std::decay_t<decltype(function)>>(found);
-    };
+    library_ = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library_ == nullptr) throw std::runtime_error(dlerror());
+    name_ = library;
     find(init, "cuInit");
     find(device_get, "cuDeviceGet");
     find(primary_context, "cuDevicePrimaryCtxRetain");
@@ -37,6 +33,50 @@ std::string Driver::name_of(Status status) const {
     const char* name = nullptr;
     error_name(status, &name);
     return name == nullptr ? "CUDA error " + std::to_string(status) : name;
+}
+
+void* Driver::found(const char* name) const {
+    void* const function = dlsym(library_, name);
+    if (function == nullptr) throw std::runtime_error(name_ + " has no " + name);
+    return function;
+}
+
+void Driver::require(Status status, const char* what) const {
+    if (status != kSuccess) throw std::runtime_error(std::string(what) + ": " + name_of(status));
+}
+
+Entered::Entered(const Driver& driver, Context context) : driver_(driver) {
+    if (driver_.get_current(&before_) != kSuccess) before_ = nullptr;
+    if (before_ == context) return;
+    changed_ = true;
+    driver_.set_current(context);
+}
+
+Entered::~Entered() {
+    if (changed_) driver_.set_current(before_);
+}
+
+MemoryDriver::MemoryDriver(const std::string& library) : Driver(library) {
+    find(allocate, "cuMemAlloc_v2");
+    find(free, "cuMemFree_v2");
+    find(address_range, "cuMemGetAddressRange_v2");
+    find(pointer_attribute, "cuPointerGetAttribute");
+    find(device_attribute, "cuDeviceGetAttribute");
+    find(device_uuid, "cuDeviceGetUuid_v2");
+    find(ipc_get, "cuIpcGetMemHandle");
+    find(ipc_open, "cuIpcOpenMemHandle_v2");
+    find(ipc_close, "cuIpcCloseMemHandle");
+    find(copy_async, "cuMemcpyDtoDAsync_v2");
+    find(download_async, "cuMemcpyDtoHAsync_v2");
+    find(upload_async, "cuMemcpyHtoDAsync_v2");
+    find(synchronize_stream, "cuStreamSynchronize");
+    find(synchronize_event, "cuEventSynchronize");
+    find(allocate_host, "cuMemHostAlloc");
+    find(free_host, "cuMemFreeHost");
+    find(register_host, "cuMemHostRegister_v2");
+    find(unregister_host, "cuMemHostUnregister");
+    find(device_pointer, "cuMemHostGetDevicePointer_v2");
+    find(operate_on_words, "cuStreamBatchMemOp_v2");
 }
 
 }  // namespace ringway::device

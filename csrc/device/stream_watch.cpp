@@ -13,7 +13,6 @@ namespace {
 constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING: such events are cheaper
 constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr int kThreadLocalMode = 1;     // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-constexpr int64_t kLateNs = 100'000'000;
 constexpr int64_t kReportNs = 100'000'000;
 // The device counts milliseconds in single precision from the event of its clock: a young one keeps microseconds exact.
 constexpr int64_t kClockNs = 1'000'000'000;
@@ -24,28 +23,10 @@ constexpr double kLongestLimit = 1e9;  // seconds; more would not fit into a dea
 constexpr auto kLookNow = std::chrono::microseconds(10);
 constexpr int kEagerLooks = 500;
 constexpr auto kLook = std::chrono::milliseconds(1);
+// If no event is followed: nobody waits for what there is to find.
+constexpr auto kLookLater = std::chrono::milliseconds(10);
 // Looks with nothing to follow before the thread sleeps: to wake it costs its waker more than all the rest.
 constexpr int kLinger = 100;
-
-// Makes a context current on this thread for a while.
-class Entered {
-  public:
-    Entered(const Driver& driver, Context context) : driver_(driver) {
-        driver_.get_current(&before_);
-        changed_ = before_ != context;
-        if (changed_) driver_.set_current(context);
-    }
-    ~Entered() {
-        if (changed_) driver_.set_current(before_);
-    }
-    Entered(const Entered&) = delete;
-    Entered& operator=(const Entered&) = delete;
-
-  private:
-    const Driver& driver_;
-    Context before_ = nullptr;
-    bool changed_ = false;
-};
 
 }  // namespace
 
@@ -220,14 +201,47 @@ bool StreamWatch::follow(const std::shared_ptr<StreamCalls>& calls, uint64_t tok
         if (timed) known.spare_timed.push_back(started.event);
         return false;
     }
-    if (!started_) {
-        std::thread([self = shared_from_this()] { self->serve(); }).detach();
-        started_ = true;
-    }
+    start_thread();
     calls->pending_.fetch_add(1, std::memory_order_relaxed);
     new_.push_back(std::move(followed));
     if (asleep_) wake_.notify_one();
     return true;
+}
+
+void StreamWatch::start_thread() {
+    if (started_) return;
+    std::thread([self = shared_from_this()] { self->serve(); }).detach();
+    started_ = true;
+}
+
+void StreamWatch::add_open(const std::shared_ptr<StreamCalls>& calls) {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (calls->looked_after_.exchange(true)) return;
+    start_thread();
+    calls->idle_looks_ = 0;
+    open_.push_back(calls);
+    if (asleep_) wake_.notify_one();
+}
+
+// Which groups have calls that have been open for long. A group without open calls is dropped after a while.
+void StreamWatch::look_at_open(std::map<StreamCalls*, Told>& told) {
+    std::lock_guard<std::mutex> guard(lock_);
+    const auto is_idle = [](const std::shared_ptr<StreamCalls>& calls) {
+        if (calls->look_at_ns.load() != 0 && !calls->failed()) calls->idle_looks_ = 0;
+        if (++calls->idle_looks_ <= kLinger) return false;
+        calls->looked_after_.store(false);
+        if (calls->look_at_ns.load() == 0 || calls->failed()) return true;
+        calls->looked_after_.store(true);  // a call was opened just now
+        return false;
+    };
+    open_.erase(std::remove_if(open_.begin(), open_.end(), is_idle), open_.end());
+    for (const std::shared_ptr<StreamCalls>& calls : open_) {
+        const int64_t due = calls->look_at_ns.load();
+        if (due == 0 || calls->failed() || monotonic_ns() < due) continue;
+        Told& about = told[calls.get()];
+        about.calls = calls;
+        about.news.open = true;
+    }
 }
 
 void StreamWatch::settle(const StreamCalls& calls, double seconds) {
@@ -375,10 +389,10 @@ void StreamWatch::serve() {
     while (true) {
         {
             std::unique_lock<std::mutex> guard(lock_);
-            idle = lines.empty() && new_.empty() ? idle + 1 : 0;
+            idle = lines.empty() && new_.empty() && open_.empty() ? idle + 1 : 0;
             if (idle > kLinger) {
                 asleep_ = true;
-                wake_.wait(guard, [this] { return !new_.empty() || stop_; });
+                wake_.wait(guard, [this] { return !new_.empty() || !open_.empty() || stop_; });
                 asleep_ = false;
                 idle = 0;
             }
@@ -391,6 +405,7 @@ void StreamWatch::serve() {
             look(line->second, told);
             line = line->second.empty() ? lines.erase(line) : std::next(line);
         }
+        look_at_open(told);
         for (auto& [calls, about] : told) {
             const int64_t now = monotonic_ns();
             if (about.news.ended.empty() && now - calls->reported_ns_ < kReportNs) continue;
@@ -406,7 +421,8 @@ void StreamWatch::serve() {
         std::unique_lock<std::mutex> guard(lock_);
         if (settling_ == 0) {
             eager = 0;
-            wake_.wait_for(guard, kLook, [this] { return settling_ > 0; });
+            wake_.wait_for(guard, lines.empty() && new_.empty() && !open_.empty() ? kLookLater : kLook,
+                           [this] { return settling_ > 0; });
             continue;
         }
         looked_.notify_all();

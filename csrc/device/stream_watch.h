@@ -21,6 +21,9 @@
 
 namespace ringway::device {
 
+// Calls that take longer may have failed.
+inline constexpr int64_t kLateNs = 100'000'000;
+
 // A call that took long, or whose end the device could not tell.
 struct LateCall {
     uint64_t token;
@@ -43,6 +46,7 @@ class StreamCalls {
         std::vector<LateCall> ended;  // late
         LateCall waiting{0, 0};       // has waited for long: the first that is overdue, or the first; a token of 0 is none
         bool overdue = false;
+        bool open = false;    // calls that no stream has waited for are open for long
         std::string failure;  // what the device said if it could not be asked
     };
     using Report = std::function<void(const News& news)>;
@@ -53,6 +57,10 @@ class StreamCalls {
 
     // Seconds until a call is overdue; none by default.
     std::atomic<double> limit{0.0};
+
+    // When to look after calls that no stream has waited for: their owner knows them, and only Python can ask about their
+    // ends. 0 if there are none. Set it, then call StreamWatch::look_after.
+    std::atomic<int64_t> look_at_ns{0};
 
     // How many calls the device has not passed yet, as far as the watch knows.
     size_t pending() const { return pending_.load(std::memory_order_acquire); }
@@ -72,6 +80,8 @@ class StreamCalls {
     std::atomic<bool> failed_{false};
     // The watch's
     int64_t reported_ns_ = 0;
+    int idle_looks_ = 0;
+    std::atomic<bool> looked_after_{false};  // it is among the watch's open groups
     std::map<uint32_t, int64_t> ended_ns_;  // by stream: when the device passed the last call whose times are known
 };
 
@@ -85,6 +95,11 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     // With a mark, from before the call, the record gets the device's times.
     bool follow(const std::shared_ptr<StreamCalls>& calls, uint64_t token, uint64_t note, int device, uintptr_t stream,
                 Mark started = {});
+
+    // Reports to the calls' owner once `look_at_ns` is past.
+    void look_after(const std::shared_ptr<StreamCalls>& calls) {
+        if (!calls->looked_after_.load()) add_open(calls);
+    }
 
     // Marks where a stream is now. An empty mark if it captures a graph, or if the device refuses.
     Mark mark(int device, uintptr_t stream);
@@ -131,6 +146,9 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     };
     struct Told;
 
+    void start_thread();
+    void add_open(const std::shared_ptr<StreamCalls>& calls);
+    void look_at_open(std::map<StreamCalls*, Told>& told);
     Context context_of(int device);
     Event take_event(Device& device, bool timed);
     Clock read_clock(Stream idle);
@@ -151,6 +169,7 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     std::map<int, Device> devices_;
     std::map<Place, uint32_t> streams_;  // numbers of streams on which calls were timed
     std::vector<Followed> new_;
+    std::vector<std::shared_ptr<StreamCalls>> open_;  // groups that may have calls to look after
     std::condition_variable looked_;
     int settling_ = 0;  // callers of settle
     bool started_ = false;

@@ -1,10 +1,12 @@
 #include "pack/pack.h"
 
+#include "vectors.h"
+
 namespace ringway::pack {
 
 const Steps& steps() {
 #if defined(__x86_64__)
-    static const bool wide = __builtin_cpu_supports("avx2");
+    static const bool wide = Vectors().avx2;
     if (wide) return avx2::steps;
 #endif
     return base::steps;

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unordered_map.h>
 
+#include "python/bridge_method.h"
 #include "python/fast_method.h"
 #include "python/stream_calls.h"
 #include "python/stream_fast_path.h"
@@ -43,13 +44,14 @@ PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     });
 }
 
-PyObject* issue(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    if (!count_is(count, 4, "issue takes op, outputs, inputs, options")) return nullptr;
-    return or_raise([&] { return path_of(self).issue(integer(given[0]), given[1], given[2], given[3]).release().ptr(); });
+PyMethodDef fast_methods[] = {fast_method("run", &run), fast_method("start", &start), {}};
+PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
+
+PyObject* call_method(PyObject* self, PyObject* arguments, PyObject* named) {
+    return (*nb::inst_ptr<BridgeMethod>(self))(arguments, named);
 }
 
-PyMethodDef fast_methods[] = {fast_method("run", &run), fast_method("start", &start), fast_method("issue", &issue), {}};
-PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
+PyType_Slot method_slots[] = {{Py_tp_call, reinterpret_cast<void*>(call_method)}, {0, nullptr}};
 
 }  // namespace
 
@@ -89,6 +91,10 @@ void bind_device(nb::module_& m) {
              nb::arg("record"), nb::arg("rank"), nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"),
              nb::arg("averaged"), nb::arg("ops"), nb::arg("calls"), nb::arg("open"), nb::arg("work"), nb::arg("streams"),
              nb::arg("reductions"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 10>())
-        .def_rw("variant", &StreamFastPath::variant)
-        .def_rw("watched", &StreamFastPath::watched);
+        .def("note_open", &StreamFastPath::note_open)
+        .def_rw("variant", &StreamFastPath::variant);
+
+    nb::class_<BridgeMethod>(m, "BridgeMethod", nb::type_slots(method_slots))
+        .def(nb::init<int, nb::object, nb::object, nb::object>(), nb::arg("op"), nb::arg("path"), nb::arg("otherwise"),
+             nb::arg("failure"));
 }

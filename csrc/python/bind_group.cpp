@@ -115,7 +115,6 @@ void bind_group(nb::module_& m) {
             nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"),
             nb::arg("reduce") = static_cast<int>(Reduce::Sum))
         .def("start", [](FastPath&, nb::args) { return nb::none(); })
-        .def("issue", [](FastPath&, nb::args) { return nb::borrow(Py_NotImplemented); })
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
         .def("hold", &FastPath::hold, nb::arg("change"))
         .def("has", &FastPath::has, nb::arg("op"));

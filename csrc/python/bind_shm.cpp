@@ -32,7 +32,23 @@ PyObject* run_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count)
     });
 }
 
-PyMethodDef fast_methods[] = {fast_method("run", &run_fast), {}};
+// ShmFastPath.start, likewise.
+PyObject* start_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "start takes op, outputs, inputs, peer, reduce, tag");
+        return nullptr;
+    }
+    const long op = PyLong_AsLong(arguments[0]), peer = PyLong_AsLong(arguments[3]), tag = PyLong_AsLong(arguments[5]);
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    return or_raise([&] {
+        return nb::inst_ptr<ShmFastPath>(self)
+            ->start(static_cast<int>(op), arguments[1], arguments[2], static_cast<int>(peer), static_cast<int>(tag))
+            .release()
+            .ptr();
+    });
+}
+
+PyMethodDef fast_methods[] = {fast_method("run", &run_fast), fast_method("start", &start_fast), {}};
 PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 }  // namespace
@@ -61,6 +77,14 @@ void bind_shm(nb::module_& m) {
         .def("done", [](const PyTask& self) { return self.task().done(); })
         .def("outcome", [](const PyTask& self) { return static_cast<int>(self.task().outcome()); })
         .def("fault", [](const PyTask& self) { return described(self.engine->members.fault()); })
+        .def("seen", [](const PyTask& self) {
+            const std::vector<std::byte>& seen = self.collective->seen;
+            return nb::bytes(seen.data(), seen.size());
+        })
+        .def("message", [](const PyTask& self) {
+            const Message& message = *self.message;
+            return nb::make_tuple(message.sends, message.peer, message.tag, message.facts.number);
+        })
         .def("source", [](const PyTask& self) { return self.message ? self.message->source : -1; })
         .def("when_done", [](const PyTask& self, nb::object callback) {
             self.attachment().when_done(std::move(callback));
@@ -77,7 +101,10 @@ void bind_shm(nb::module_& m) {
         .def(nb::init<int, int, const std::vector<PyPeer>&, int, double, nb::object>(), nb::arg("fd"), nb::arg("rank"),
              nb::arg("peers"), nb::arg("cpus"), nb::arg("timeout"), nb::arg("raise_outcome"))
         .def("collective", &collective, nb::arg("call"), nb::arg("timeout"))
+        .def("show", &show, nb::arg("call"), nb::arg("timeout"), nb::arg("count"), nb::arg("shown"), nb::arg("manner"))
         .def("message", &message, nb::arg("call"), nb::arg("timeout"))
+        .def("differ", &differ, nb::arg("call"), nb::arg("count"), nb::arg("source"), nb::arg("target"), nb::arg("sent"),
+             nb::arg("expected"))
         .def("interrupted", [](PyGroup& self) { self.engine().members.report_interrupted(); })
         .def("fail", &PyGroup::fail)
         .def("set_timeout", &PyGroup::set_timeout, nb::arg("timeout"))
@@ -86,6 +113,6 @@ void bind_shm(nb::module_& m) {
         .def("abort", &PyGroup::abort, Release());
 
     nb::class_<ShmFastPath, FastPath>(m, "ShmFastPath", nb::type_slots(fast_slots))
-        .def(nb::init<PyGroup&, GroupRecord&, nb::dict>(), nb::arg("group"), nb::arg("record"), nb::arg("profiler"),
-             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
+        .def(nb::init<PyGroup&, GroupRecord&, nb::dict, nb::object, nb::object>(), nb::arg("group"), nb::arg("record"),
+             nb::arg("profiler"), nb::arg("work"), nb::arg("failed"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
 }

@@ -9,6 +9,7 @@ void bind_pack(nb::module_& m);
 void bind_recorder(nb::module_& m);
 void bind_responder(nb::module_& m);
 void bind_shm(nb::module_& m);
+void bind_shm_device(nb::module_& m);
 
 NB_MODULE(_core, m) {
     m.doc() = "ringway's native core";
@@ -19,4 +20,5 @@ NB_MODULE(_core, m) {
     bind_device(m);
     bind_responder(m);
     bind_shm(m);
+    bind_shm_device(m);
 }

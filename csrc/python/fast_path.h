@@ -40,7 +40,10 @@ class FastPath {
     GroupRecord::Begun begin(const PlainCall& call, uint32_t site);
 
     // The path takes calls of an op only if their bytes lie in one of these ranges; the rest go to another backend.
-    void serve(int op, const std::vector<std::pair<int64_t, int64_t>>& ranges) { served_.at(static_cast<size_t>(op)) = ranges; }
+    void serve(int op, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+        served_.at(static_cast<size_t>(op)) = ranges;
+        shares_group_ = true;
+    }
     // While the sum of all changes is not zero, the path takes no calls: an earlier call runs on another backend.
     void hold(int change) { held_ += change; }
     bool has(int op) const { return op >= 0 && op < kOps && (ops_ >> op & 1) != 0; }
@@ -49,6 +52,8 @@ class FastPath {
 
   protected:
     int rank() const { return rank_; }
+    // Whether other backends do some of the group's calls. Then one order must know which calls are in flight.
+    bool shares_group() const { return shares_group_; }
 
   private:
     static constexpr int kOps = 14;  // all up to Recv; coalesced calls have no fast path
@@ -67,6 +72,7 @@ class FastPath {
     const uint32_t ops_;
     std::array<std::vector<std::pair<int64_t, int64_t>>, kOps> served_;  // by op: least and most bytes
     int held_ = 0;
+    bool shares_group_ = false;
 };
 
 }  // namespace ringway

@@ -6,19 +6,38 @@
 #pragma once
 
 #include <Python.h>
-#include <cxxabi.h>
+
+#include <exception>
+#include <type_traits>
 
 #include "python/interpreter_exit.h"
 
 namespace ringway {
 
+// Ends in sleep if its scope is left by pthread_exit, which is neither a return nor a C++ exception. A destructor, because
+// libc++ has no type to catch that by.
+class SleepIfEnded {
+  public:
+    ~SleepIfEnded() {
+        if (!returned && std::uncaught_exceptions() == uncaught_) sleep_forever();
+    }
+    bool returned = false;
+
+  private:
+    const int uncaught_ = std::uncaught_exceptions();
+};
+
 // Runs `work`, which asks for the GIL or calls Python.
 template <class Work>
 auto or_sleep(const Work& work) -> decltype(work()) {
-    try {
-        return work();
-    } catch (const abi::__forced_unwind&) {
-        sleep_forever();
+    SleepIfEnded guard;
+    if constexpr (std::is_void_v<decltype(work())>) {
+        work();
+        guard.returned = true;
+    } else {
+        auto result = work();
+        guard.returned = true;
+        return result;
     }
 }
 

@@ -1,5 +1,6 @@
 #include "python/interpreter_exit.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -16,14 +17,25 @@ namespace {
 
 std::atomic<bool> exits{false};
 pthread_t exiting_thread;
-std::atomic<std::terminate_handler> handler_before{nullptr};
+
+// The C++ runtimes whose std::terminate may be reached: the one that ringway is linked with, and libstdc++, which torch
+// uses. In wheels they differ.
+enum Runtime { kOwn, kTorchs };
+std::atomic<std::terminate_handler> handlers_before[2];
 
 bool left_behind() { return interpreter_exits() && !this_thread_exits(); }
 
 // CPython's forced end of a thread arrives here from the first frame that lets no exception pass.
+template <Runtime runtime>
 void terminated() {
     if (left_behind()) sleep_forever();
-    handler_before.load()();
+    handlers_before[runtime].load()();
+}
+
+template <Runtime runtime, class SetTerminate>
+void handle_terminate_of(SetTerminate set) {
+    const std::terminate_handler before = set(terminated<runtime>);
+    if (before != terminated<kOwn> && before != terminated<kTorchs>) handlers_before[runtime].store(before);
 }
 
 constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGABRT};
@@ -50,8 +62,13 @@ void end_now(int status, void*) {
 // An exception keeps the handler of the moment at which it is thrown, and a library that is loaded later may bring its
 // own handler. So this is called early, and again where it matters.
 void handle_terminate() {
-    const std::terminate_handler before = std::set_terminate(terminated);
-    if (before != terminated) handler_before.store(before);
+    handle_terminate_of<kOwn>(std::set_terminate);
+#ifdef _LIBCPP_VERSION
+    void* library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);  // never closed: the handler stays
+    void* set = library == nullptr ? nullptr : dlsym(library, "_ZSt13set_terminatePFvvE");
+    using SetTerminate = std::terminate_handler (*)(std::terminate_handler);
+    if (set != nullptr) handle_terminate_of<kTorchs>(reinterpret_cast<SetTerminate>(set));
+#endif
 }
 
 bool interpreter_exits() { return exits.load(std::memory_order_acquire); }

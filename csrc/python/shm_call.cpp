@@ -1,6 +1,7 @@
 #include "python/shm_call.h"
 
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 
@@ -126,6 +127,56 @@ nb::object collective(PyGroup& group, nb::handle call, double timeout_s) {
     return nb::none();
 }
 
+nb::object show(PyGroup& group, nb::handle call, double timeout_s, int64_t count, nb::bytes shown, uint64_t manner) {
+    const CallView view(call);
+    auto task = std::make_shared<PythonCollective>();
+    Request& r = task->request;
+    read_facts(view, timeout_s, r);
+    r.reduce = view.reduce();
+    r.count = count;
+    r.manner = manner;
+    const auto* from = static_cast<const std::byte*>(shown.data());
+    const size_t bytes = shown.size();
+    if (bytes == 0 || bytes > group.engine().members.segment().payload_capacity())
+        throw std::invalid_argument("these bytes do not fit into an entry");
+    task->shown.assign(from, from + bytes);
+    task->seen.resize(bytes * static_cast<size_t>(group.engine().members.size()));
+    r.shown = task->shown.data();
+    r.shown_bytes = static_cast<int64_t>(bytes);
+    r.seen = task->seen.data();
+    const bool async = view.async_op();
+    if (async) group.engine().progress.sweep();
+    starts(view);
+    if (async) return nb::cast(group.submit(std::move(task)));
+    GilHost host;
+    group.run(r, host);
+    return nb::bytes(task->seen.data(), task->seen.size());
+}
+
+CallFacts facts_of(nb::handle call, int64_t count) {
+    const CallView view(call);
+    Request r;
+    read_facts(view, 0, r);
+    r.reduce = view.reduce();
+    r.count = count;
+    CallFacts facts{};
+    fill_facts(r, facts);
+    std::strncpy(facts.place, r.place, kTextBytes - 1);
+    return facts;
+}
+
+void differ(PyGroup& group, nb::handle call, int64_t count, int source, int target, int64_t sent, int64_t expected) {
+    Membership& members = group.engine().members;
+    const int rank = members.rank();
+    const int peer = source == rank ? target : source;
+    const CallFacts own = facts_of(call, count);
+    members.report(FaultKind::Mismatch, peer, own, [&](Fault& fault) {
+        fault.theirs = group.engine().collectives.facts_of(peer);
+        fault.pair = {source, target, sent, expected};
+    });
+    group.check(Outcome::Faulted);
+}
+
 void describe(Message& message, const Request& call, int64_t bytes, int tag) {
     message.sends = call.op == Op::Send;
     message.peer = call.root < 0 ? kAnyone : call.root;
@@ -134,6 +185,7 @@ void describe(Message& message, const Request& call, int64_t bytes, int tag) {
     message.bytes = bytes;
     message.timeout_s = call.timeout_s;
     fill_facts(call, message.facts);
+    message.facts.site = call.site;
     std::strncpy(message.facts.place, call.place, kTextBytes - 1);
 }
 

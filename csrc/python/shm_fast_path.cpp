@@ -16,13 +16,20 @@ uint64_t summed_dtypes() {
     return bits;
 }
 
+struct Names {
+    nb::str path = name("_path"), task = name("_task"), tensor = name("_tensor");
+    static nb::str name(const char* text) { return nb::steal<nb::str>(PyUnicode_InternFromString(text)); }
+};
+
 }  // namespace
 
-ShmFastPath::ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler)
+ShmFastPath::ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler, nb::object work, nb::object failed)
     : FastPath(record, group.engine().members.rank(), group.engine().members.size(), kCpu, kEveryDtype,
                summed_dtypes(), kEveryOp),
       group_(group),
-      profiler_(std::move(profiler)) {}
+      profiler_(std::move(profiler)),
+      work_(std::move(work)),
+      failed_(std::move(failed)) {}
 
 // Profilers only see calls on the general path, which creates an event for each.
 bool ShmFastPath::profiled() const {
@@ -30,16 +37,52 @@ bool ShmFastPath::profiled() const {
     return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
 }
 
-bool ShmFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait) {
-    PlainCall call;
-    if (profiled() || !read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
+// Fills a call that this path takes. A message must name another rank.
+bool ShmFastPath::read_here(int op, nb::handle outputs, nb::handle inputs, int peer, PlainCall& call) const {
+    const auto kind = static_cast<Op>(op);
+    if (is_point_to_point(kind) && (peer < 0 || peer == rank())) return false;
+    if (profiled() || !read(kind, outputs, inputs, peer, call)) return false;
     call.timeout_s = group_.timeout_s();
     call.site = current_site();
     call.place = text_of_site(call.site);
-    if (is_point_to_point(call.op))
-        return peer >= 0 && peer != rank() && run_message(call, call.op == Op::Send ? inputs : outputs, tag, wait);
+    return true;
+}
+
+bool ShmFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait) {
+    PlainCall call;
+    if (!read_here(op, outputs, inputs, peer, call)) return false;
+    if (is_point_to_point(call.op)) return run_message(call, call.op == Op::Send ? inputs : outputs, tag, wait);
     run_collective(call);
     return true;
+}
+
+// What may run Python, and so other calls, comes before the call gets its number.
+nb::object ShmFastPath::start(int op, nb::handle outputs, nb::handle inputs, int peer, int tag) {
+    static const Names names;
+    PlainCall call;
+    if (shares_group() || !is_point_to_point(static_cast<Op>(op)) || !read_here(op, outputs, inputs, peer, call))
+        return nb::none();
+    const nb::handle tensor = call.op == Op::Send ? inputs : outputs;
+    auto message = std::make_shared<RecordedMessage>(record(), failed_);
+    message->attachment.keep(tensor);
+    message->attachment.keep(failed_);
+    message->attachment.keep(nb::find(record()));
+    describe(*message, call, call.bytes, tag);
+    group_.engine().messages.sweep();
+    nb::object work = work_();
+    nb::setattr(work, names.path, nb::find(*this));
+    nb::setattr(work, names.tensor, tensor);
+    nb::setattr(work, names.task, nb::cast(PyTask{group_.shared_engine(), nullptr, message}));
+    const GroupRecord::Begun begun = begin(call, call.site);
+    message->token = begun.token;
+    message->facts.number = begun.sequence;
+    {
+        GilHost host;
+        if (call.bytes >= kLarge) host.block();
+        group_.engine().messages.start(message, true);
+    }
+    if (message->done()) group_.engine().messages.sweep();
+    return work;
 }
 
 template <class Run>
@@ -66,24 +109,29 @@ void ShmFastPath::run_collective(PlainCall& call) {
 
 bool ShmFastPath::run_message(PlainCall& call, nb::handle tensor, int tag, bool wait) {
     call.number = record().messages();
-    if (call.op == Op::Send) {
-        Message message;
-        describe(message, call, call.bytes, tag);
-        GilHost host;
-        if (call.bytes >= kLarge) host.block();
-        const bool sent = group_.engine().messages.send_now(message);
-        host.resume();
-        if (sent) {
-            record().end(begin(call, call.site).token, State::Completed);
-            return true;
-        }
-        if (!wait) return false;
+    Message message;
+    describe(message, call, call.bytes, tag);
+    if (message.sends && run_at_once(message)) {
+        record().end(begin(call, call.site).token, State::Completed);
+        return true;
     }
-    auto message = std::make_shared<PythonMessage>();
-    message->attachment.keep(tensor);
-    describe(*message, call, call.bytes, tag);
-    run_recorded(begin(call, call.site).token, [&] { group_.run(message); });
+    if (message.sends && !wait) return false;
+    const uint64_t token = begin(call, call.site).token;
+    run_recorded(token, [&] {
+        if (!message.sends && run_at_once(message)) return;
+        auto pending = std::make_shared<PythonMessage>();
+        pending->attachment.keep(tensor);
+        describe(*pending, call, call.bytes, tag);
+        group_.run(pending);
+    });
     return true;
+}
+
+bool ShmFastPath::run_at_once(const Message& message) {
+    GilHost host;
+    if (message.bytes >= kLarge) host.block();
+    PointToPoint& messages = group_.engine().messages;
+    return message.sends ? messages.send_now(message) : messages.receive_now(message);
 }
 
 }  // namespace ringway::shm

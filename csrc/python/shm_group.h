@@ -48,6 +48,7 @@ class PyGroup {
 
     nb::object fault() const;
     Engine& engine() { return *engine_; }
+    const std::shared_ptr<Engine>& shared_engine() const { return engine_; }
     double timeout_s() const { return timeout_s_; }
     void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
 
@@ -60,8 +61,10 @@ class PyGroup {
     PyTask submit(std::shared_ptr<PythonCollective> task);
     PyTask start(std::shared_ptr<PythonMessage> message, bool in_background);
 
-  private:
+    // Raises the error for an outcome, unless that is Done.
     void check(Outcome outcome) const;
+
+  private:
     Outcome run_in_turn(const Request& request, GilHost& host);
 
     std::shared_ptr<Engine> engine_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "python/gil.h"
+#include "record/group_record.h"
 #include "shm/engine.h"
 
 namespace ringway::shm {
@@ -76,11 +77,40 @@ class Attached : public Base {
 
 using PythonMessage = Attached<Message>;
 
+// An asynchronous message of the fast path. It records its own end, and reports a failure even if nobody waits for it.
+class RecordedMessage final : public PythonMessage {
+  public:
+    // `failed` is called with the outcome. The caller keeps it and the record attached.
+    RecordedMessage(GroupRecord& record, nb::handle failed) : record_(record), failed_(failed) {}
+    uint64_t token = 0;
+
+  protected:
+    void finished() override {
+        const bool done = outcome() == Outcome::Done;
+        record_.end(token, done ? State::Completed : State::Failed);
+        if (!done) with_gil([this] { report(); });
+        PythonMessage::finished();
+    }
+
+  private:
+    void report() const {
+        PyObject* const code = PyLong_FromLong(static_cast<long>(outcome()));
+        PyObject* const result = code == nullptr ? nullptr : PyObject_CallOneArg(failed_.ptr(), code);
+        if (result == nullptr) PyErr_WriteUnraisable(failed_.ptr());
+        Py_XDECREF(result);
+        Py_XDECREF(code);
+    }
+
+    GroupRecord& record_;
+    const nb::handle failed_;
+};
+
 // A collective with the lists that its request points to.
 class PythonCollective final : public Attached<Collective> {
   public:
     std::vector<std::byte*> in, out;
     std::vector<int64_t> send_bytes, recv_bytes;
+    std::vector<std::byte> shown, seen;
 };
 
 }  // namespace ringway::shm

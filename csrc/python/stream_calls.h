@@ -36,7 +36,7 @@ class Callback {
                                                                call.times.stream, call.times.beside)));
                 const nb::object waiting =
                     news.waiting.token == 0 ? nb::object(nb::none()) : nb::object(nb::int_(news.waiting.note));
-                nb::borrow(function_)(calls, waiting, news.overdue, news.failure);
+                nb::borrow(function_)(calls, waiting, news.overdue, news.open, news.failure);
             } catch (nb::python_error& error) {
                 error.restore();
                 PyErr_WriteUnraisable(function_);
@@ -63,6 +63,11 @@ class Calls {
 
     bool follow(uint64_t token, uint64_t note, int device, uintptr_t stream, Mark started = {}) {
         return watch_->follow(calls_, token, note, device, stream, started);
+    }
+    // `since`: when the first call began that no stream has waited for; 0 if there is none.
+    void open_since(int64_t since) {
+        calls_->look_at_ns.store(since == 0 ? 0 : since + kLateNs);
+        if (since != 0) watch_->look_after(calls_);
     }
     void settle(double seconds) {
         const GilRelease released;

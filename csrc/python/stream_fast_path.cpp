@@ -5,13 +5,14 @@
 namespace ringway::device {
 namespace {
 
+constexpr int kMostEnded = 2;  // per call: as many as usually come in the meantime, and a lead
 constexpr uint64_t kNoteKinds = 1 << 16;  // a note is a call's number times this, plus the number of its kind
 
 // Interned once: a lookup by a C string would make a Python string each time. Never destroyed: the interpreter may have
 // ended by then.
 struct Names {
     PyObject *async_op = text("asyncOp"), *reduce = text("reduceOp"),
-             *root = text("rootRank"), *wait = text("wait"), *at = text("_at");
+             *root = text("rootRank"), *wait = text("wait"), *at = text("_at"), *is_completed = text("is_completed");
     static PyObject* text(const char* name) { return PyUnicode_InternFromString(name); }
 };
 const Names& names() {
@@ -124,7 +125,17 @@ nb::object StreamFastPath::issue(int op, nb::handle outputs, nb::handle inputs, 
     PlainCall call;
     const nb::handle output = only_tensor(outputs), input = only_tensor(inputs);
     if (!read_call(op, output, input, root, reduce, call)) return not_done;
-    return begin_and_start(call, {output, input, options, 0, async.ptr() == Py_True});
+    return begin_and_start(call, {output, input, options, 0, async.ptr() == Py_True, true});
+}
+
+nb::object StreamFastPath::issue_message(int op, nb::handle tensor, int peer, int tag) {
+    PlainCall call;
+    const nb::tuple nothing;
+    const bool sends = static_cast<Op>(op) == Op::Send;
+    const nb::handle message = only_tensor(tensor);
+    const Given given{sends ? nb::handle(nothing) : message, sends ? message : nb::handle(nothing), nb::handle(), tag, true, true};
+    if (!read_call(op, given.outputs, given.inputs, peer, Reduce::Sum, call)) return nb::borrow(Py_NotImplemented);
+    return begin_and_start(call, given);
 }
 
 nb::object StreamFastPath::call_torch(const PlainCall& call, const Kind& kind, const Given& given) const {
@@ -176,21 +187,46 @@ nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) 
 nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const Given& given,
                                   const GroupRecord::Begun& begun, nb::object torchs, int64_t began_ns, Mark started) {
     const bool timed = started.event != nullptr;
+    end_passed();
+    // A thread without a frame is one of torch's, such as the autograd engine's, in which DDP makes its calls.
+    const bool by_cpp = given.by_torch && PyEval_GetFrame() == nullptr;
+    nb::object work = by_cpp ? torchs : checked(PyObject_CallNoArgs(work_type_.ptr()));
     const nb::object outputs = call.op == Op::Send ? nb::none() : nb::borrow(given.outputs);
     const nb::object at = nb::cast(new StreamWork{self(), kind.number, begun.sequence, begun.token, std::move(torchs), outputs,
                                                   timed ? nb::borrow(given.inputs) : nb::none(), call.device_index,
                                                   began_ns, false},
                                    nb::rv_policy::take_ownership);
-    nb::object work = checked(PyObject_CallNoArgs(work_type_.ptr()));
-    if (PyObject_SetAttr(work.ptr(), names().at, at.ptr()) != 0 ||
-        PyDict_SetItem(open_.ptr(), nb::int_(begun.token).ptr(), work.ptr()) != 0)
+    if ((!by_cpp && PyObject_SetAttr(work.ptr(), names().at, at.ptr()) != 0) ||
+        PyDict_SetItem(open_.ptr(), nb::int_(begun.token).ptr(), at.ptr()) != 0)
         throw nb::python_error();
-    if (!watched) {
-        watched = true;
-        self().attr("_watch_open")();
-    }
+    note_open();
     if (timed) follow_aside(*nb::inst_ptr<StreamWork>(at), started);
     return work;
+}
+
+// Ends the first open calls that the device has passed: this thread has the GIL, so nobody else needs it for them. Calls
+// that took long may have failed, and are left to Python.
+void StreamFastPath::end_passed() {
+    for (int ended = 0; ended < kMostEnded; ++ended) {
+        PyObject *token, *first;
+        Py_ssize_t at = 0;
+        if (PyDict_Next(open_.ptr(), &at, &token, &first) == 0) return;
+        const nb::object held = nb::borrow(first), key = nb::borrow(token);
+        const StreamWork& work = *nb::inst_ptr<StreamWork>(held);
+        if (calls_->failed() || monotonic_ns() - work.began_ns > kLateNs) return;
+        const nb::object passed = nb::steal(PyObject_CallMethodNoArgs(work.torchs.ptr(), names().is_completed));
+        if (!passed.is_valid()) PyErr_Clear();  // Python asks again, and reports it
+        if (passed.ptr() != Py_True || PyDict_Contains(open_.ptr(), token) != 1) return;
+        if (PyDict_DelItem(open_.ptr(), token) != 0) throw nb::python_error();
+        if (!work.followed) record().end(work.token, State::Completed);
+    }
+}
+
+void StreamFastPath::note_open() {
+    PyObject *token, *first;
+    Py_ssize_t at = 0;
+    const bool any = PyDict_Next(open_.ptr(), &at, &token, &first) != 0;
+    calls_.open_since(any ? nb::inst_ptr<StreamWork>(nb::handle(first))->began_ns : 0);
 }
 
 // The end of a call on torch's stream, as an event on a stream of ours that waits for it. torch lets go of the tensors at
@@ -234,6 +270,7 @@ bool StreamFastPath::wait(StreamWork& work) {
     if (open == 1 && PyDict_DelItem(open_.ptr(), token.ptr()) == 0 && !work.followed)
         follow(work.kind, work.sequence, work.token, work.outputs, work.device, current_stream(work.device), {});
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    note_open();
     return true;
 }
 

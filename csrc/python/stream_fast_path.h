@@ -9,7 +9,7 @@
 
 namespace ringway::device {
 
-// An asynchronous call on the fast path. Its Python Work holds it.
+// An asynchronous call on the fast path. Its Python Work holds it, if it has one.
 struct StreamWork {
     nb::object path;
     int kind;  // of the call, by the number that Python gave it
@@ -25,8 +25,8 @@ struct StreamWork {
 
 class StreamFastPath : public FastPath {
   public:
-    // `averaged` has a bit for each dtype that can be averaged. `open` gets the Work of each asynchronous call that
-    // nobody has waited for, by its token; `work` is the type of a Work. The `streams` are functions of torch: the raw
+    // `averaged` has a bit for each dtype that can be averaged. `open` gets each asynchronous call that nobody has waited
+    // for, a StreamWork, by its token; `work` is the type of a Work. The `streams` are functions of torch: the raw
     // handle of the current stream of a device, its description, and one that makes a described stream the current one.
     // `reductions` are the codes of those that torch does as they are, by the hashes of torch's objects.
     StreamFastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint64_t averaged,
@@ -37,14 +37,20 @@ class StreamFastPath : public FastPath {
     bool run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait);
     // The Work of an asynchronous call, or None: then nothing has happened.
     nb::object start(int op, nb::handle outputs, nb::handle inputs, int peer, int reduce, int tag);
-    // A call with torch's options, which torch gets as they are. If they have a timeout, torch keeps it. Its Work, or None if it is synchronous. NotImplemented: nothing has happened.
+    // A call with torch's options, which torch gets as they are. If they have a timeout, torch keeps it. Its Work, or None
+    // if it is synchronous. NotImplemented: nothing has happened. If C++ made the call, the Work is torch's own: nobody
+    // can ask it for what ringway's has besides, and DDP's calls need no Python object.
     nb::object issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options);
+    // A message, likewise.
+    nb::object issue_message(int op, nb::handle tensor, int peer, int tag);
 
     // Orders the current stream behind an asynchronous call. False if the group has failed: then nothing has happened.
     bool wait(StreamWork& work);
 
-    int variant = 0;       // of the options that torch gets; each has kinds of its own
-    bool watched = false;  // somebody looks after the open calls
+    // Python has changed the open calls: when to look after them again.
+    void note_open();
+
+    int variant = 0;  // of the options that torch gets; each has kinds of its own
 
   private:
     // Calls that differ in their tensors only.
@@ -58,6 +64,7 @@ class StreamFastPath : public FastPath {
         nb::handle options;  // the caller's own; null for the kind's
         int tag = 0;
         bool async = false;
+        bool by_torch = false;  // torch gets the Work first
     };
 
     bool read_call(int op, nb::handle outputs, nb::handle inputs, int peer, Reduce reduce, PlainCall& call) const;
@@ -67,6 +74,7 @@ class StreamFastPath : public FastPath {
     nb::object begin_and_start(PlainCall& call, const Given& given);
     nb::object opened(const Kind& kind, const PlainCall& call, const Given& given, const GroupRecord::Begun& begun,
                       nb::object torchs, int64_t began_ns, Mark started);
+    void end_passed();
     void follow_aside(StreamWork& work, Mark started);
     void follow(int kind, uint64_t sequence, uint64_t token, nb::handle outputs, int device, uintptr_t stream, Mark started);
     nb::object self() { return nb::find(this); }

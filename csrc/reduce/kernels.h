@@ -9,6 +9,13 @@
 
 #include "reduce/reduce.h"
 
+// The iterations of the loop that follows do not depend on each other.
+#ifdef __clang__
+#define RINGWAY_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define RINGWAY_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace ringway::shm::RINGWAY_ISA {
 namespace {
 
@@ -168,11 +175,11 @@ void pair(const T* a, const T* b, T* result, T* copy, int64_t n) {
     int64_t start = 0;
     if constexpr (std::is_floating_point_v<T> && std::is_same_v<F, Add>) start = sum_lines(a, b, result, copy, n);
     if (copy == nullptr) {
-#pragma GCC ivdep
+        RINGWAY_INDEPENDENT
         for (int64_t i = start; i < n; ++i) narrow(f(widen(a[i]), widen(b[i])), result[i]);
         return;
     }
-#pragma GCC ivdep
+    RINGWAY_INDEPENDENT
     for (int64_t i = start; i < n; ++i) {
         T value;
         narrow(f(widen(a[i]), widen(b[i])), value);

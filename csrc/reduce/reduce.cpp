@@ -1,5 +1,7 @@
 #include "reduce/reduce.h"
 
+#include "vectors.h"
+
 namespace ringway::shm {
 namespace {
 
@@ -10,10 +12,8 @@ struct Isa {
 
 Isa detect() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (__builtin_cpu_supports("avx2")) return wide ? Isa{"avx512", avx512::find} : Isa{"avx2", avx2::find};
+    const Vectors has;
+    if (has.avx2) return has.avx512 ? Isa{"avx512", avx512::find} : Isa{"avx2", avx2::find};
 #elif defined(__aarch64__)
     return {"neon", plain::find};
 #endif

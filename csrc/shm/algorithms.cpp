@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "agreement.h"
 #include "shm/stream.h"
 
 namespace ringway::shm {
@@ -25,6 +26,7 @@ bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64
 
 void Collectives::dispatch(const Request& r) {
     if (size_ == 1) return alone(r);
+    if (r.shown != nullptr) return show(r);
     switch (r.op) {
         case Op::Barrier:
             announce();
@@ -62,6 +64,14 @@ void Collectives::alone(const Request& r) {
         // The sum, mean, extreme or bitwise combination of one rank's values is that rank's values.
         std::memmove(r.out.at(0), r.in.at(0), static_cast<size_t>(bytes));
     }
+}
+
+void Collectives::show(const Request& r) {
+    signature_ = signature(r.op, r.count, r.dtype, r.reduce, r.root) ^ r.manner;
+    announce_with(r.shown, r.shown_bytes);
+    meet_everybody();
+    for (int rank = 0; rank < size_; ++rank)
+        move_bytes(r.seen + r.shown_bytes * rank, payload(rank), r.shown_bytes);
 }
 
 void Collectives::announce_with(const void* data, int64_t bytes) {

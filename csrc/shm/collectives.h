@@ -57,6 +57,11 @@ struct Request {
     uint64_t number = 0;
     uint32_t site = 0;
     const char* place = "";
+    // For a call whose data moves elsewhere: the ranks compare the call, and each shows the others these bytes.
+    const std::byte* shown = nullptr;
+    int64_t shown_bytes = 0;
+    std::byte* seen = nullptr;  // what each rank showed, one after the other
+    uint64_t manner = 0;        // how the data moves, which must be the same on every rank
 
     // all_to_all's blocks.
     int64_t bytes_to(int rank) const { return send_bytes != nullptr ? send_bytes[rank] : count * element; }
@@ -85,6 +90,9 @@ class Collectives final : public Guard {
         frame_->since_ns = patience_->since_ns;
         return go_on(*frame_, host);
     }
+
+    // What a rank posted about the latest call.
+    const CallFacts& facts_of(int peer) const { return segment_.control(peer).facts[sequence_ % kEntrySlots]; }
 
     bool stop(int peer, bool look_for_dead, const Look& ready) override {
         return members_.stop(peer, look_for_dead, *facts_, ready);
@@ -130,6 +138,7 @@ class Collectives final : public Guard {
     Outcome go_on(Frame& frame, Host& host);
     void begin(const Request& request);
     void dispatch(const Request& r);
+    void show(const Request& r);
     void alone(const Request& r);
     void broadcast(const Request& r);
     void reduce(const Request& r);

@@ -111,7 +111,7 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, 
     segment_.header().joined[rank_].store(1, std::memory_order_seq_cst);
 }
 
-bool Membership::dead(int peer) {
+bool Membership::has_ended(int peer) {
     const Peer& other = *peers_[static_cast<size_t>(peer)];
     if (other.pidfd >= 0) {
         pollfd probe{other.pidfd, POLLIN, 0};
@@ -125,8 +125,8 @@ bool Membership::dead(int peer) {
 
 bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {
     const Peer& other = *peers_[static_cast<size_t>(peer)];
-    const bool left = segment_.header().left[peer].load(std::memory_order_seq_cst) != 0;
-    if ((!left && (!look_for_dead || !dead(peer))) || ready()) return false;
+    const bool left = has_left(peer);
+    if ((!left && (!look_for_dead || !has_ended(peer))) || ready()) return false;
     const int signal = left ? 0 : signal_that_ended(other);
     report(left ? FaultKind::PeerLeft : FaultKind::PeerLost, peer, own, [&](Fault& fault) {
         fault.pid = other.pid;
@@ -144,9 +144,9 @@ bool Membership::stop(int peer, bool look_for_dead, const CallFacts& own, const 
     for (int other = 0; other < size_; ++other) {
         if (other == rank_) continue;
         last = other;
-        const bool has_left = segment_.header().left[other].load(std::memory_order_seq_cst) != 0;
-        if (!has_left && gone(other, look_for_dead, own, ready)) return true;
-        there += has_left ? 0 : 1;
+        const bool absent = has_left(other);
+        if (!absent && gone(other, look_for_dead, own, ready)) return true;
+        there += absent ? 0 : 1;
     }
     return there == 0 && size_ > 1 && gone(last, look_for_dead, own, ready);
 }

@@ -73,13 +73,15 @@ class Membership {
     // Ends this rank's waits, and tells the others that it makes no more calls.
     void leave();
     bool left() const { return leaving_.load(std::memory_order_seq_cst); }
+    bool has_left(int peer) const { return segment_.header().left[peer].load(std::memory_order_seq_cst) != 0; }
+    // Whether the peer's process has ended.
+    bool has_ended(int peer);
 
     // Whether a wait for `peer` (or kAnyone) can no longer succeed: there is a fault, this rank has closed, or the peer is
     // gone and what it had to do is not `ready`. That last case is then reported. `own` is the call that waits.
     bool stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
 
   private:
-    bool dead(int peer);
     bool gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
     void wake_everybody();
 

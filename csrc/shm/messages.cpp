@@ -32,7 +32,7 @@ PointToPoint::PointToPoint(Shared& owner, Membership& members)
       ring_bytes_(segment_.geometry().ring_bytes),
       waiter_(segment_.header().waiting_p2p, rank_, size_, members.ranks_fit_cpus(), *this),
       outbox_(static_cast<size_t>(size_)),
-      ring_reserved_(static_cast<size_t>(size_)),
+      outlets_(static_cast<size_t>(size_)),
       inbox_(static_cast<size_t>(size_)),
       seen_(2 * static_cast<size_t>(size_)),
       worker_(owner) {}
@@ -58,18 +58,20 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
             members_.report_memory(message->facts, error.bytes, error.what());
             end(message, Outcome::Faulted, finished);
         }
+        tended_ns_ = now_ns();
         const bool needs_thread = in_background && !idle() && !stopping_;
         if (needs_thread && !worker_.started()) start_thread(*message, finished);
-        if (needs_thread) wanted_.notify_one();
+        if (needs_thread) rouse();
     }
     tell(finished);
     look_again();
 }
 
 void PointToPoint::reserve(int to) {
-    if (ring_reserved_[static_cast<size_t>(to)]) return;
+    Outlet& outlet = outlets_[static_cast<size_t>(to)];
+    if (outlet.reserved) return;
     segment_.reserve_ring(to);
-    ring_reserved_[static_cast<size_t>(to)] = true;
+    outlet.reserved = true;
 }
 
 // Ends the finished messages, without the lock.
@@ -109,6 +111,7 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     waiters_ += 1;
     awaited_sends_ += message.sends ? 1 : 0;
     bool in_time = true;
+    const bool moves = !message.done();
     while (!message.done() && in_time) {
         const double left = timeout_s - static_cast<double>(now_ns() - start) / 1e9;
         in_time = left > 0 && step(guard, &message, left, host);
@@ -116,12 +119,11 @@ bool PointToPoint::wait(const Message& message, double timeout_s, Host& host) {
     }
     waiters_ -= 1;
     awaited_sends_ -= message.sends ? 1 : 0;
+    if (moves) tended_ns_ = now_ns();
     const bool rest = !idle();
+    if (rest) rouse();
     guard.unlock();
-    if (rest) {  // another thread has to go on with the rest
-        changed_.notify_all();
-        wanted_.notify_one();
-    }
+    if (rest) changed_.notify_all();  // another waiting thread has to go on with the rest
     return message.done();
 }
 
@@ -133,6 +135,8 @@ bool PointToPoint::Waiting::go_on(Host&) {
     {
         std::lock_guard<std::mutex> guard(messages_.lock_);
         messages_.waiters_ -= 1;
+        messages_.tended_ns_ = 0;
+        messages_.asleep_ = false;
         if (!messages_.stopping_ && !messages_.worker_.started()) messages_.start_thread(message_, finished);
     }
     messages_.tell(finished);
@@ -204,14 +208,35 @@ bool PointToPoint::give_way(std::unique_lock<std::mutex>& guard, Host& host) {
     return go_on;
 }
 
+// Moves the messages that no thread of the program moves.
 void PointToPoint::work() {
     Host host;
+    int idle_looks = 0;
     std::unique_lock<std::mutex> guard(lock_);
-    for (;;) {
-        wanted_.wait(guard, [this] { return stopping_ || (!idle() && !driving_ && waiters_ == 0); });
-        if (stopping_) return;
-        step(guard, nullptr, full_ ? kStuck / 1e9 : 1e9, host);
+    while (!stopping_) {
+        const bool untended = !idle() && !driving_ && waiters_ == 0;
+        idle_looks = untended ? 0 : idle_looks + 1;
+        if (untended && now_ns() - tended_ns_ >= kAway) {
+            step(guard, nullptr, full_ ? kStuck / 1e9 : 1e9, host);
+        } else if (idle_looks < kIdleLooks) {
+            wanted_.wait_for(guard, std::chrono::nanoseconds(kAway));
+        } else if (!spent_.empty()) {  // the program may make no message for long, and wants its tensors back
+            Messages spent;
+            spent.swap(spent_);
+            guard.unlock();
+            spent.clear();  // may need the GIL
+            guard.lock();
+        } else {
+            asleep_ = true;
+            wanted_.wait(guard, [this] { return stopping_ || !asleep_; });
+            idle_looks = 0;
+        }
     }
+}
+
+// There are messages that the background thread may have to move. Unless it sleeps, it looks by itself.
+void PointToPoint::rouse() {
+    if (std::exchange(asleep_, false)) wanted_.notify_one();
 }
 
 void PointToPoint::end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished) {

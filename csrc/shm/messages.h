@@ -1,12 +1,13 @@
 // Point-to-point messages of one group: a byte ring for each ordered pair of ranks.
 //
-// A message is a frame (what was sent, its length, its tag) and its bytes. They go through the ring in pieces, so that a
-// large message is copied out at one end while it is still copied in at the other. A receive takes the oldest message with
+// A message is a frame (its length, its tag, what was sent) and its bytes. Those of a very small message travel in the
+// frame's cache line; others follow it in pieces, so that a large message is copied out at one end while it is still copied
+// in at the other. A receive takes the oldest message with
 // its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
 // while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
-// A thread that waits moves all messages of the rank. While messages are in flight and nobody waits, a background thread
-// does.
+// A thread that waits moves all messages of the rank. A program usually waits for a message soon after it started it, so a
+// background thread moves messages only if no thread of the program has come back to them for a while.
 #pragma once
 
 #include <condition_variable>
@@ -51,6 +52,9 @@ class PointToPoint final : public Guard {
     // Sends the message if all of it can leave now: none waits before it, and the ring has room. Otherwise sends nothing
     // and returns false. Never blocks.
     bool send_now(const Message& message);
+    // Receives the message if all of it is there, or arrives within a microsecond or so. Otherwise does nothing and returns
+    // false.
+    bool receive_now(const Message& message);
     // Queues the message and moves what can be moved now. Never blocks. If `in_background`, a thread goes on with it; else
     // the caller is about to wait for it.
     void start(const std::shared_ptr<Message>& message, bool in_background);
@@ -68,15 +72,39 @@ class PointToPoint final : public Guard {
     bool stop(int peer, bool look_for_dead, const Look& ready) override;
 
   private:
+    // The background thread leaves messages alone for this many nanoseconds after a thread of the program last moved them.
+    static constexpr int64_t kAway = 500'000;
+    // With nothing to do it still looks this many times, so that the next message need not wake it.
+    static constexpr int kIdleLooks = 20;
     // A send that has not moved for this many nanoseconds is stuck, even if nobody waits for it.
     static constexpr int64_t kStuck = 20'000'000;
 
     using Messages = std::vector<std::shared_ptr<Message>>;
 
+    // The beginning of a message in its ring.
+    struct alignas(kLine) Line {
+        static constexpr int64_t kInside = 32;
+
+        int64_t bytes;
+        uint64_t number;
+        int64_t count;
+        int32_t tag;
+        DType dtype;
+        uint8_t has_place;  // the line of the program that sent it follows; else it is the same as that of the message before
+        std::byte inside[kInside];  // the data, if it is no more than this
+    };
+    static_assert(sizeof(Line) == kLine);
     struct Frame {
         CallFacts facts;
         int64_t bytes;
         int32_t tag;
+    };
+    // What this rank knows about a ring that it sends to.
+    struct Outlet {
+        bool reserved = false;
+        bool has_place = false;  // some message had a place: that of `site`
+        uint32_t site = 0;
+        uint64_t tail = 0;  // as it was last seen: looking at it costs a cache miss
     };
     // A message that has no receive yet.
     struct Aside {
@@ -92,6 +120,15 @@ class PointToPoint final : public Guard {
         Frame frame{};
         int64_t left = 0;
         std::list<Aside> waiting;
+
+        // Where its next bytes go.
+        std::byte* target() const {
+            return (into != nullptr ? into->data : aside->data.get()) + (frame.bytes - left);
+        }
+        void took(int64_t bytes) {
+            left -= bytes;
+            if (aside != nullptr) aside->arrived += bytes;
+        }
     };
 
     // A thread in `wait`.
@@ -117,6 +154,9 @@ class PointToPoint final : public Guard {
     bool match_aside(int peer, Messages& finished);
     bool sets_aside(int peer) const;
     std::shared_ptr<Message> match(int source, int tag);
+    static bool fits(const Message& receive, const Frame& frame) {
+        return receive.bytes == frame.bytes && receive.facts.dtype == frame.facts.dtype;
+    }
     void check_fits(const std::shared_ptr<Message>& receive, int source, const Frame& frame, Messages& finished);
 
     void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
@@ -134,9 +174,14 @@ class PointToPoint final : public Guard {
     bool step(std::unique_lock<std::mutex>& guard, const Message* awaited, double limit_s, Host& host);
     bool give_way(std::unique_lock<std::mutex>& guard, Host& host);
     void work();
+    void rouse();
     void start_thread(const Message& message, Messages& finished);
 
     void reserve(int to);
+    uint64_t room(const Message& message, uint64_t head, uint64_t needed);
+    uint64_t head_bytes(const Message& message) const;
+    void write_head(const Message& message, uint64_t at);
+    uint64_t read_head(int from, uint64_t at, Line& line);
     void write_ring(int to, uint64_t at, const void* from, int64_t bytes);
     void read_ring(int from, uint64_t at, void* to, int64_t bytes) const;
 
@@ -150,7 +195,7 @@ class PointToPoint final : public Guard {
     std::condition_variable changed_;  // for threads that wait while another moves all messages
     std::condition_variable wanted_;   // for the background thread
     std::vector<std::list<std::shared_ptr<Message>>> outbox_;  // by destination
-    std::vector<bool> ring_reserved_;
+    std::vector<Outlet> outlets_;                              // likewise
     std::list<std::shared_ptr<Message>> receives_;  // not yet matched, oldest first
     std::vector<std::unique_ptr<Inbox>> inbox_;     // by source; null until it sends something
     Messages spent_;
@@ -162,6 +207,8 @@ class PointToPoint final : public Guard {
     bool driving_ = false;  // a thread sleeps for all of this rank's messages
     bool thread_drives_ = false;
     int waiters_ = 0;
+    bool asleep_ = false;     // the background thread, until it is woken
+    int64_t tended_ns_ = 0;  // when a thread of the program last moved messages; 0 if it cannot come back soon
     bool stopping_ = false;
     Worker worker_;
 };

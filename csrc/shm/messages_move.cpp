@@ -10,7 +10,9 @@ namespace {
 constexpr uint64_t kGrain = 64;       // frames begin at multiples of this
 constexpr int64_t kPiece = 64 << 10;  // bytes that are copied before the other side sees them
 
-constexpr uint64_t padded(uint64_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
+constexpr int kQuickLooks = 64;
+
+constexpr uint64_t padded(int64_t bytes) { return (static_cast<uint64_t>(bytes) + kGrain - 1) / kGrain * kGrain; }
 
 }  // namespace
 
@@ -39,17 +41,18 @@ bool PointToPoint::send_now(const Message& message) {
         reserve(message.peer);
         RingControl& ring = segment_.ring(rank_, message.peer);
         uint64_t head = ring.head.load(std::memory_order_relaxed);
-        const uint64_t room = ring_bytes_ - under_way(message.peer, head - ring.tail.load(kObserve), message.facts);
-        if (room < padded(sizeof(Frame)) + padded(static_cast<uint64_t>(message.bytes))) return false;
-        const Frame frame{message.facts, message.bytes, message.tag};
-        write_ring(message.peer, head, &frame, sizeof frame);
-        head += padded(sizeof frame);
-        int64_t moved = 0;
+        const bool inside = message.bytes <= Line::kInside;
+        const uint64_t needed = head_bytes(message) + (inside ? 0 : padded(message.bytes));
+        if (room(message, head, needed) < needed) return false;
+        const uint64_t data_at = head + head_bytes(message);
+        write_head(message, head);
+        head = data_at;
+        int64_t moved = inside ? message.bytes : 0;
         do {
             const int64_t piece = std::min(message.bytes - moved, kPiece);
             write_ring(message.peer, head, message.data + moved, piece);
             moved += piece;
-            head += padded(static_cast<uint64_t>(piece));
+            head += padded(piece);
             ring.head.store(head, kPublish);
             waiter_.tell(message.peer);
         } while (moved < message.bytes);
@@ -61,6 +64,86 @@ bool PointToPoint::send_now(const Message& message) {
     return true;
 }
 
+bool PointToPoint::receive_now(const Message& message) {
+    if (members_.forked()) return false;
+    RingControl& ring = segment_.ring(message.peer, rank_);
+    uint64_t tail = ring.tail.load(std::memory_order_relaxed);
+    for (int i = 0; i < kQuickLooks && ring.head.load(kObserve) == tail; ++i) relax();
+    std::lock_guard<std::mutex> guard(lock_);
+    const Inbox* known = inbox_[static_cast<size_t>(message.peer)].get();
+    const bool arriving = known != nullptr && (known->into != nullptr || known->aside != nullptr || !known->waiting.empty());
+    if (stopping_ || arriving || !receives_.empty()) return false;
+    try {
+        members_.check();
+        tail = ring.tail.load(std::memory_order_relaxed);
+        const uint64_t there = under_way(message.peer, ring.head.load(kObserve) - tail, message.facts);
+        if (there == 0) return false;
+        Line line;
+        const uint64_t data_at = tail + read_head(message.peer, tail, line);
+        if (line.tag != message.tag || line.bytes != message.bytes || line.dtype != message.facts.dtype) return false;
+        const bool inside = message.bytes <= Line::kInside;
+        const uint64_t end = data_at + (inside ? 0 : padded(message.bytes));
+        if (there < end - tail) return false;
+        if (!inside)
+            read_ring(message.peer, data_at, message.data, message.bytes);
+        else if (message.bytes > 0)
+            std::memcpy(message.data, line.inside, static_cast<size_t>(message.bytes));
+        ring.tail.store(end, kPublish);
+        waiter_.tell(message.peer);
+    } catch (const Unfinished&) {
+        return false;  // the general path finds the same, and reports it
+    }
+    return true;
+}
+
+// The free bytes of the ring to the message's peer: at least `needed`, or all that there are.
+uint64_t PointToPoint::room(const Message& message, uint64_t head, uint64_t needed) {
+    Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
+    under_way(message.peer, head - outlet.tail, message.facts);
+    if (ring_bytes_ - (head - outlet.tail) < needed) {
+        const uint64_t tail = segment_.ring(rank_, message.peer).tail.load(kObserve);
+        under_way(message.peer, head - tail, message.facts);
+        outlet.tail = tail;
+    }
+    return ring_bytes_ - (head - outlet.tail);
+}
+
+uint64_t PointToPoint::head_bytes(const Message& message) const {
+    const Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
+    return sizeof(Line) + (outlet.has_place && outlet.site == message.facts.site ? 0 : kTextBytes);
+}
+
+// Writes a frame and, if the whole message fits it, the data.
+void PointToPoint::write_head(const Message& message, uint64_t at) {
+    Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
+    const CallFacts& facts = message.facts;
+    Line line{message.bytes, facts.number, facts.count, message.tag, facts.dtype, head_bytes(message) > sizeof(Line), {}};
+    if (message.bytes > 0 && message.bytes <= Line::kInside)
+        std::memcpy(line.inside, message.data, static_cast<size_t>(message.bytes));
+    write_ring(message.peer, at, &line, sizeof line);
+    if (!line.has_place) return;
+    write_ring(message.peer, at + sizeof line, facts.place, kTextBytes);
+    outlet.has_place = true;
+    outlet.site = facts.site;
+}
+
+// Reads the frame of the next message into the inbox, and returns its length. It may be read more than once.
+uint64_t PointToPoint::read_head(int from, uint64_t at, Line& line) {
+    auto& box = inbox_[static_cast<size_t>(from)];
+    if (box == nullptr) box = std::make_unique<Inbox>();
+    read_ring(from, at, &line, sizeof line);
+    Frame& frame = box->frame;
+    frame.bytes = line.bytes;
+    frame.tag = line.tag;
+    frame.facts.number = line.number;
+    frame.facts.count = line.count;
+    frame.facts.root = rank_;
+    frame.facts.op = Op::Send;
+    frame.facts.dtype = line.dtype;
+    if (line.has_place) read_ring(from, at + sizeof line, frame.facts.place, kTextBytes);
+    return sizeof line + (line.has_place ? kTextBytes : 0);
+}
+
 // Copies the oldest messages for `peer` into the ring as far as there is room, at most a ring's worth at a time.
 bool PointToPoint::push(int peer, Messages& finished) {
     auto& box = outbox_[static_cast<size_t>(peer)];
@@ -69,20 +152,22 @@ bool PointToPoint::push(int peer, Messages& finished) {
     uint64_t head = start;
     while (!box.empty() && head - start < ring_bytes_) {
         Message& message = *box.front();
-        const uint64_t room = ring_bytes_ - under_way(peer, head - ring.tail.load(kObserve), message.facts);
         if (!message.framed) {
-            if (room < padded(sizeof(Frame))) break;
-            const Frame frame{message.facts, message.bytes, message.tag};
-            write_ring(peer, head, &frame, sizeof frame);
-            head += padded(sizeof frame);
+            const uint64_t needed = head_bytes(message);
+            if (room(message, head, needed) < needed) break;
+            write_head(message, head);
+            head += needed;
             message.framed = true;
+            if (message.bytes <= Line::kInside) message.moved = message.bytes;
         } else {
             // Positions are multiples of the grain, so room is too; only the end of a message is padded.
-            const auto piece = std::min({message.bytes - message.moved, static_cast<int64_t>(room), kPiece});
+            const int64_t left = std::min(message.bytes - message.moved, kPiece);
+            const auto free = static_cast<int64_t>(room(message, head, padded(left)));
+            const int64_t piece = std::min(left, free);
             if (piece == 0) break;
             write_ring(peer, head, message.data + message.moved, piece);
             message.moved += piece;
-            head += padded(static_cast<uint64_t>(piece));
+            head += padded(piece);
         }
         ring.head.store(head, kPublish);
         waiter_.tell(peer);
@@ -123,19 +208,22 @@ bool PointToPoint::pull(int peer, Messages& finished) {
         if (box.into == nullptr && box.aside == nullptr) {
             matched = match_aside(peer, finished) || matched;
             if (there == 0) break;
-            read_ring(peer, tail, &box.frame, sizeof(Frame));
-            if (box.frame.bytes < 0) corrupt(peer, box.frame.facts);
+            Line line;
+            const uint64_t length = read_head(peer, tail, line);
+            if (line.bytes < 0 || static_cast<uint64_t>(there) < length) corrupt(peer, box.frame.facts);
             if (!open_frame(peer, finished)) break;
-            tail += padded(sizeof(Frame));
-            box.left = box.frame.bytes;
+            tail += length;
+            box.left = line.bytes;
+            if (line.bytes > 0 && line.bytes <= Line::kInside) {
+                std::memcpy(box.target(), line.inside, static_cast<size_t>(line.bytes));
+                box.took(line.bytes);
+            }
         } else {
             const int64_t piece = std::min({there, box.left, kPiece});
             if (piece == 0) break;
-            std::byte* to = box.into != nullptr ? box.into->data : box.aside->data.get();
-            read_ring(peer, tail, to + (box.frame.bytes - box.left), piece);
-            tail += padded(static_cast<uint64_t>(piece));
-            box.left -= piece;
-            if (box.aside != nullptr) box.aside->arrived += piece;
+            read_ring(peer, tail, box.target(), piece);
+            tail += padded(piece);
+            box.took(piece);
         }
         if (box.left == 0) {
             if (box.into != nullptr) end(std::move(box.into), Outcome::Done, finished);
@@ -209,7 +297,7 @@ bool PointToPoint::sets_aside(int peer) const {
 
 void PointToPoint::check_fits(const std::shared_ptr<Message>& receive, int source, const Frame& frame,
                               Messages& finished) {
-    if (receive->bytes == frame.bytes && receive->facts.dtype == frame.facts.dtype) return;
+    if (fits(*receive, frame)) return;
     members_.report(FaultKind::Mismatch, source, receive->facts, [&](Fault& fault) {
         fault.theirs = frame.facts;
         fault.pair = {source, rank_, frame.bytes, receive->bytes};

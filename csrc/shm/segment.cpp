@@ -66,7 +66,8 @@ Geometry::Geometry(int size) {
     rings_at = round_up(sizeof(Header), kPage);
     fronts_at = round_up(rings_at + ranks * ranks * sizeof(RingControl), kPage);
     front_bytes = Segment::kEntriesAt + kEntrySlots * entry_bytes;
-    cells_at = fronts_at + ranks * front_bytes;
+    words_at = fronts_at + ranks * front_bytes;
+    cells_at = words_at + kStreamWordBytes;
     cells_bytes = round_up(kCells * (cell_bytes + out_bytes), kPage);
     ring_data_at = cells_at + ranks * cells_bytes;
     total = ring_data_at + ranks * ranks * ring_bytes;

@@ -3,11 +3,12 @@
 //   header          identity, the fault record, one waiting word per rank and channel
 //   ring controls   one per ordered pair
 //   fronts          one per rank: its counters, the facts of its latest calls, its entries
+//   stream words    one page, on which the ranks' CUDA streams wait for each other (shm/device_link.h)
 //   cells           one set per rank: large calls stream through them
 //   ring data       one per ordered pair: point-to-point bytes in flight
 //
 // A rank writes to its own front and cells and to the rings it sends on. All others only read them, except that a ring's
-// receiver moves the ring's tail. Pages are reserved before they are touched (fallocate): the first three parts when the
+// receiver moves the ring's tail. Pages are reserved before they are touched (fallocate): the first four parts when the
 // segment is created, cells and ring data by their writer at first use. So running out of memory is an error that can be
 // reported, never a SIGBUS.
 //
@@ -32,6 +33,7 @@ inline constexpr size_t kLine = 64;
 inline constexpr int kEntrySlots = 2;  // a rank is at most one call ahead of another
 inline constexpr int kCells = 4;       // depth of the pipeline of a large call
 inline constexpr size_t kTextBytes = 128;
+inline constexpr size_t kStreamWordBytes = 4096;
 
 inline constexpr std::memory_order kPublish = std::memory_order_seq_cst;
 inline constexpr std::memory_order kObserve = std::memory_order_seq_cst;
@@ -137,6 +139,7 @@ struct Geometry {
     size_t rings_at;     // the offset of each part
     size_t fronts_at;
     size_t front_bytes;
+    size_t words_at;
     size_t cells_at;
     size_t cells_bytes;
     size_t ring_data_at;
@@ -192,6 +195,7 @@ class Segment {
     std::byte* ring_data(int from, int to) const {
         return base_ + geometry_.ring_data_at + geometry_.ring_bytes * pair(from, to);
     }
+    uint32_t* stream_words() const { return reinterpret_cast<uint32_t*>(base_ + geometry_.words_at); }
     int fd() const { return mapping_->fd; }
     size_t payload_capacity() const { return geometry_.entry_bytes - offsetof(Entry, payload); }
 

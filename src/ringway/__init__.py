@@ -9,6 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
+from ringway.version import OLDEST_TORCH, release
+
+if release(torch.__version__) < release(OLDEST_TORCH):
+    raise ImportError(
+        f"ringway needs torch {OLDEST_TORCH} or newer, and torch {torch.__version__} is installed: "
+        "pip install --upgrade torch"
+    )
+
 import torch.distributed as _torch_distributed
 
 from ringway import errors

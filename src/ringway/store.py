@@ -135,7 +135,7 @@ class KeyedStore(Store):
             wanted = change(found.value)
             if wanted is None:
                 if found.value is None:
-                    self._look_around()
+                    self.look_around()
                 return found.value
             if self._replaced(key, found, wanted):
                 return wanted
@@ -150,7 +150,7 @@ class KeyedStore(Store):
         self._known.look_soon()
         return True
 
-    def _look_around(self) -> None:
+    def look_around(self) -> None:
         """Called where this process waits. Raises if a stranger deleted or put back what this process knows."""
         if not self._known.look_is_due():
             return
@@ -181,7 +181,7 @@ class KeyedStore(Store):
         """A value that a stranger wrote is no answer: it raises."""
         if self.inner.check(keys) and all(self._look(key).value is not None for key in keys):
             return True
-        self._look_around()
+        self.look_around()
         return False
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringway.torch_patches import enabled, patch
 
 T = TypeVar("T")
+Called = TypeVar("Called", bound=Callable[..., Any])
 
 _BEYOND_ANY_COUNT = 1 << 40
 """More groups than torch will ever count."""
@@ -146,6 +147,18 @@ def untraced(kind: type[T]) -> type[T]:
         if isinstance(method, FunctionType):
             mark(method.__code__)
     return kind
+
+
+def constant_in_graphs(function: Called) -> Called:
+    """Function decorator: `torch.compile` calls the function while it traces, and the graph uses what it returned. All
+    versions: `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def actual_group(group: T) -> T:
+    """The group that a function of `constant_in_graphs` was given. From 2.13 on, it gets torch's stand-in for it."""
+    return getattr(group, "real_obj", group)
 
 
 def batch_messages(kind: type[c10d.ProcessGroup], batch: Callable[[Any], Any]) -> None:

@@ -1,4 +1,5 @@
-"""Lets `torch.distributed.init_process_group("shm")` work without `import ringway`.
+"""What other packages call to find ringway: torch, and vLLM. It lets `torch.distributed.init_process_group("shm")` work
+without `import ringway`.
 
 torch calls `register` at the end of `import torch`, through the entry point group `torch.backends`, in every process
 that imports torch. So this module imports nothing of ringway, takes microseconds, and never raises. ringway itself is
@@ -30,6 +31,18 @@ def register() -> None:
             _register(c10d.Backend)
     except Exception:  # a program that does not use ringway must not fail because of it
         pass
+
+
+def vllm_plugin() -> None:
+    """vLLM calls this in each of its processes (entry point group `vllm.general_plugins`)."""
+    asked = os.environ.get("RINGWAY_VLLM", "").strip()
+    if asked in ("", "0"):
+        return
+    if asked != "1":
+        raise ValueError(f"RINGWAY_VLLM is {asked!r}; use 1, or 0")
+    from ringway.compat.vllm import install
+
+    install()
 
 
 def _import_ringway() -> None:

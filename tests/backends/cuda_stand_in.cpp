@@ -6,6 +6,13 @@
 #include <mutex>
 #include <thread>
 
+// Python's, which has loaded this
+extern "C" {
+int PyGILState_Ensure();
+void PyGILState_Release(int);
+void* PyObject_CallObject(void* callable, void* arguments);
+}
+
 namespace {
 
 constexpr int kNotReady = 600;
@@ -40,6 +47,16 @@ void stand_in_reset() {
 void stand_in_capture(int on) { capturing = on; }
 void stand_in_fail(int status) { failure = status; }
 int stand_in_events() { return events; }
+// Calls a Python object on a thread that has no Python frame, like those of torch. Null if it raises.
+void* stand_in_call(void* callable, void* arguments) {
+    void* result = nullptr;
+    std::thread([&] {
+        const int state = PyGILState_Ensure();
+        result = PyObject_CallObject(callable, arguments);
+        PyGILState_Release(state);
+    }).join();
+    return result;
+}
 // While held, nobody gets a context.
 void stand_in_hold(int on) { hold = on; }
 int stand_in_held() { return held; }

@@ -100,6 +100,14 @@ class StandInDriver:
     def fail(self, status: int) -> None:
         self._library.stand_in_fail(status)
 
+    def call_from_cpp(self, function: Any, *arguments: Any) -> Any:
+        """What `function` returns on a thread of C++, on which no Python function runs."""
+        call = self._library.stand_in_call
+        call.restype, call.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.py_object]
+        result = ctypes.cast(call(function, arguments), ctypes.py_object)
+        ctypes.pythonapi.Py_DecRef(result)
+        return result.value
+
     @property
     def events(self) -> int:
         """How many events were made."""

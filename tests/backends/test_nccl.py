@@ -24,12 +24,18 @@ from scripted_cuda import (
 )
 
 import ringway as dist
+from ringway.backends import registry
+from ringway.backends.base import GroupInfo
 from ringway.backends.nccl import backend as nccl
 from ringway.backends.nccl import handles as nccl_work
+from ringway.backends.nccl.backend import NcclBackend
+from ringway.backends.torch.adopt import adopt
 from ringway.call import ALL_REDUCE, Call, Reduce, reduces
 from ringway.errors import CommTimeout, PeerLost, RingwayError
+from ringway.groups import factory
 from ringway.groups.adoption import torch_backends
 from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
 from ringway.work import Work
 
 
@@ -308,3 +314,56 @@ def _ends_behind_our_back(context: RankContext, held: bool) -> list[int]:
 def test_a_group_that_torch_has_destroyed_is_not_aborted(pool: RankPool, held: bool) -> None:
     """NCCL would free its communicator twice and corrupt the heap."""
     assert pool.run(_ends_behind_our_back, held, world_size=1) == [[1, 0]]
+
+
+def _reconfigured(context: RankContext) -> dict[str, Any]:
+    """A call hangs on the device when the members are replaced."""
+    leave(dist)
+    made: list[tuple[str, int, ScriptedGroup]] = []
+
+    def make(info: GroupInfo) -> ScriptedGroup:
+        made.append((info.name, info.size, ScriptedGroup(ScriptedWork())))
+        return made[-1][2]
+
+    nccl.make_nccl = make
+    factory.obstacle = lambda name: None  # this torch has no nccl
+    dist.init_process_group("nccl", store=c10d.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
+    handle = dist._get_reconfigure_handle()
+    dist._reconfigure(1, [handle]).wait()
+    first = dist.communicator()
+    pending = first.devices.made()[0].all_reduce(_call())
+    began = time.monotonic()
+    dist._reconfigure(2, [handle]).wait()
+    took = time.monotonic() - began
+    second = dist.communicator()
+    assert second is not first
+    assert first.closed
+    assert not second.closed
+    return {
+        "made": [(name, size) for name, size, _ in made],
+        "aborted": [group.aborted for *_, group in made],
+        "shut down": [group.shut_down for *_, group in made],
+        "took": took,
+        "pending": pending is not None,
+    }
+
+
+def test_members_are_replaced_by_abort_and_reconnect(pool: RankPool) -> None:
+    (seen,) = pool.run(_reconfigured, world_size=1)
+    pool.replace()
+    assert seen["aborted"] == [1, 0]
+    assert seen["shut down"] == [0, 0]
+    assert [size for _, size in seen["made"]] == [1, 1]
+    assert seen["made"][0] != seen["made"][1], "the second group would read what the first left in the store"
+    assert seen["took"] < 5, "it waited for the call that hangs"
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
+def test_every_nccl_of_torch_is_taken_like_nccl(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The others exist from torch 2.15 on. Here a test says that they do."""
+    monkeypatch.setattr(c10d.Backend, "backend_list", [*c10d.Backend.backend_list, name])
+    assert registry.parse(f"cpu:gloo,cuda:{name}") == {"cpu": "gloo", "cuda": name}
+    assert registry.parse(name) == {"": name}
+    adopted = adopt(scripted_info(), ScriptedGroup(ScriptedWork()), name)
+    assert isinstance(adopted, NcclBackend)
+    assert adopted.devices == ("cuda",)

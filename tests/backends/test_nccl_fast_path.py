@@ -28,6 +28,7 @@ from ringway.backends.process import Process
 from ringway.backends.torch.adopt import adopt
 from ringway.call import ALL_REDUCE, BARRIER, OPS, Reduce, ReduceOp
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
+from ringway.groups.bridge import Bridge
 from ringway.groups.communicator import Communicator
 from ringway.groups.listener import Listener
 from ringway.observe.recorder import recorded
@@ -70,7 +71,12 @@ class Setting:
         self.recorder = _core.Recorder(64)
         info = replace(scripted_info(size=2), timeout=0.3, process=Process())
         backend = NcclBackend(info, self.group) if ours else adopt(info, self.group, "nccl")
-        self.communicator = Communicator(info, {"cpu": backend}, self.recorder, [])
+        self.listeners: list[Listener] = []
+        self.communicator = Communicator(info, {"cpu": backend}, self.recorder, self.listeners)
+
+    def bridge(self) -> Bridge:
+        """A group of torch's that shows the communicator."""
+        return Bridge("ringway", self.communicator, {}, lambda *given, **named: None)
 
     def records(self) -> list[tuple[str, str, int]]:
         return [(one.op, one.state, one.nbytes) for one in map(recorded, self.recorder.recent(64))]
@@ -254,6 +260,29 @@ def test_a_device_that_fails_ends_its_calls_but_not_the_watch(setting: Setting) 
     until(lambda: setting.records()[-1] == ("all_reduce", "completed", 12))
 
 
+def test_a_rank_whose_device_failed_leaves_by_name(own: Setting) -> None:
+    """A CUDA error such as an illegal access or one of the memory stays: nothing is tried again."""
+    told: list[BaseException] = []
+
+    class Hears(Listener):
+        def failed(self, group: Any, error: BaseException) -> BaseException:
+            told.append(error)
+            return error
+
+    own.listeners.append(Hears())
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3))
+    own.driver.fail(700)
+    until(lambda: own.communicator.fault is not None)
+    own.driver.fail(0)
+    assert [(type(error), getattr(error, "rank", None)) for error in told] == [(PeerLost, 0)]
+    assert "rank 0 has lost its device: CUDA error: " in str(told[0])
+    with pytest.raises(RingwayError, match="cannot use its GPU any more") as raised:
+        own.communicator.all_reduce(torch.zeros(3))
+    assert not isinstance(raised.value, PeerLost), "the program must not go on as a survivor"
+    until(lambda: own.records() == [("all_reduce", "failed", 12)])
+
+
 def test_an_asynchronous_call_ends_with_the_stream_that_waits_for_it(setting: Setting) -> None:
     tensor = torch.zeros(3)
     work: Any = setting.communicator.all_reduce(tensor, async_op=True)
@@ -343,7 +372,7 @@ def test_open_calls_of_a_logged_group_are_dropped_when_they_end(setting: Setting
     setting.driver.reach(stream=ASIDE)
     setting.group.works.pop().finished.set()
     setting.group.asked.clear()
-    until(lambda: not path.open.works and kept() is None)
+    until(lambda: not path.open.calls and kept() is None)
     assert [state for _, state, _ in setting.records()] == ["completed"]
 
 
@@ -369,23 +398,86 @@ def test_messages_take_the_fast_path(setting: Setting) -> None:
 
 def test_torchs_options_reach_torch_as_they_are(setting: Setting) -> None:
     """As a bridge passes them on: no Call is made, and no option is copied."""
-    calls, tensor = setting.communicator.calls, torch.zeros(4)
-    assert calls.takes_options
+    bridge, tensor = setting.bridge(), torch.zeros(4)
     options = torch.distributed.AllreduceOptions()
     options.asyncOp = False
     for reduce in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
         options.reduceOp = reduce
-        assert calls.issue_fast(ALL_REDUCE.code, [tensor], [tensor], options) is None
+        assert bridge.allreduce([tensor], options) is None
         assert setting.group.asked[-1][-1] is options
     options.asyncOp = True
-    assert isinstance(calls.issue_fast(ALL_REDUCE.code, [tensor], [tensor], options), FastWork)
+    assert isinstance(bridge.allreduce([tensor], options), FastWork)
     assert [recorded(row).reduce for row in setting.recorder.recent(9)] == ["SUM", "AVG", "MAX", "MAX"]
-    options.reduceOp = ReduceOp.BOR
-    assert calls.issue_fast(ALL_REDUCE.code, [tensor], [tensor], options) is NotImplemented
-    options.reduceOp = ReduceOp.SUM
-    assert calls.issue_fast(ALL_REDUCE.code, [tensor], [tensor], None) is NotImplemented
-    assert calls.issue_fast(ALL_REDUCE.code, [tensor] * 2, [tensor] * 2, options) is NotImplemented
-    assert len(setting.records()) == 4
+    setting.group.works[-1].finished.set()
+    # The fast path takes none of these: the Python method does.
+    options.asyncOp = False
+    setting.cuda.reached.add(DEVICE)
+    for given in (([tensor], None), ([tensor] * 2, options), ([torch.zeros(4, 4).t()[1:]], options)):
+        seen = len(setting.group.asked)
+        bridge.allreduce(*given)
+        assert setting.group.asked[seen][-1] is not options
+    bridge.allreduce(tensors=[tensor], opts=options)
+    assert len(setting.records()) == 8
+
+
+def test_cpp_gets_torchs_own_work(setting: Setting) -> None:
+    """DDP calls from a thread of the autograd engine, and asks the Work for nothing but its future."""
+    bridge, tensor = setting.bridge(), torch.zeros(4)
+    works = [
+        setting.driver.call_from_cpp(bridge.allreduce, [tensor], torch.distributed.AllreduceOptions()),
+        setting.driver.call_from_cpp(bridge.send, [tensor], 1, 0),
+    ]
+    assert works == setting.group.works
+    assert not any(work.waits for work in works)
+    assert setting.records() == [("all_reduce", "issued", 16), ("send", "issued", 16)]
+    for work in works:
+        work.finished.set()
+    until(lambda: setting.records() == [("all_reduce", "completed", 16), ("send", "completed", 16)])
+
+
+def test_a_call_ends_those_before_it(setting: Setting) -> None:
+    """It has the interpreter's lock. Nobody else takes the lock for them, unless they have been open for long."""
+    path: Any = setting.communicator.devices.first._fast_path  # type: ignore[attr-defined]
+    sweep, looks = path.open.sweep, []
+    path.open.sweep = lambda: (looks.append(time.monotonic()), sweep())
+    began = time.monotonic()
+
+    def call(*ended: int) -> None:
+        for number in ended:
+            setting.group.works[number].finished.set()
+        setting.communicator.all_reduce(torch.zeros(3), async_op=True)
+
+    call()
+    call()
+    call(0)
+    until(lambda: [state for _, state, _ in setting.records()] == ["completed", "issued", "issued"])
+    call(1, 2)
+    until(lambda: [state for _, state, _ in setting.records()] == ["completed"] * 3 + ["issued"])
+    assert not looks or looks[0] - began > 0.05
+
+
+def test_a_bridges_methods_are_native_while_the_fast_path_is_open(setting: Setting) -> None:
+    class Sees(Listener):
+        sees_calls = True
+
+    bridge, tensor = setting.bridge(), torch.zeros(1000)
+    assert isinstance(bridge.allreduce, _core.BridgeMethod)
+    torch._C._distributed_c10d._broadcast_coalesced(bridge, [tensor], 1 << 20, 0)  # type: ignore[attr-defined]
+    assert [name for name, *_ in setting.group.asked] == ["broadcast"], "C++ calls them"
+    listener = Sees()
+    setting.listeners.append(listener)
+    setting.communicator.calls.refresh()
+    assert not isinstance(bridge.allreduce, _core.BridgeMethod)
+    setting.listeners.remove(listener)
+    setting.communicator.calls.refresh()
+    assert isinstance(bridge.allreduce, _core.BridgeMethod)
+    setting.group.error = RuntimeError("NCCL error: ncclRemoteError")
+    options = torch.distributed.AllreduceOptions()
+    options.asyncOp = False
+    for _ in range(2):  # the second is refused
+        with pytest.raises(PeerLost):
+            bridge.allreduce([tensor], options)
+    assert not isinstance(bridge.allreduce, _core.BridgeMethod)
 
 
 @pytest.mark.parametrize("how", ["synchronous", "waited for", "not waited for"])
@@ -432,7 +524,6 @@ def test_calls_end_while_another_thread_holds_the_interpreters_lock(setting: Set
 def test_settling_asks_torchs_works_that_nobody_waited_for(own: Setting) -> None:
     """DDP waits for futures only. The device watch looks rarely."""
     own.communicator.set_timeout(60)
-    own.communicator.devices.first._works.watch.add = lambda *arguments, **more: None  # type: ignore[attr-defined]
     works = [own.communicator.all_reduce(torch.zeros(3), async_op=True) for _ in range(2)]
     for work in own.group.works:
         work.finished.set()
@@ -532,11 +623,10 @@ def test_a_failed_groups_calls_end_behind_another_groups_call(own: Setting) -> N
 def test_a_work_that_is_asked_late_knows_its_error(own: Setting) -> None:
     """torch is asked for errors of calls that took long. This one did, although nobody asked before."""
     own.communicator.set_timeout(60)
-    own.communicator.devices.first._works.watch.add = lambda *arguments, **more: None  # type: ignore[attr-defined]
     work: Any = own.communicator.all_reduce(torch.zeros(3), async_op=True)
     time.sleep(0.15)
-    own.group.works[-1].error = RuntimeError("NCCL error: ncclRemoteError")
-    own.group.works[-1].finished.set()
+    own.group.works[0].error = RuntimeError("NCCL error: ncclRemoteError")
+    own.group.works[0].finished.set()
     assert work.is_completed()
     assert not work.is_success()
     assert isinstance(work.exception(), PeerLost)
@@ -557,6 +647,7 @@ def test_an_adopted_group_that_torchs_watchdog_cleaned_up_has_failed(setting: Se
     time.sleep(0.15)
     setting.driver.reach()
     until(lambda: setting.records() == [("broadcast", "failed", 12)])
+    until(lambda: setting.communicator.fault is not None)  # just after: a thread explains the error first
     assert isinstance(setting.communicator.fault, PeerLost)
 
 

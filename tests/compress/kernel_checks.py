@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,9 +179,36 @@ def main(name: str) -> None:
     soak = bool(os.environ.get("RINGWAY_SOAK"))
     for case in cases((1, 13, 777) if soak else (1, 777), specs):
         compare(case, name)
-    for number, spec in enumerate(specs):
+    largest = ("topk:0.01:2", "topk:0.1:4", "topk:0.5:8")
+    for case in cases((1, 13, 777, 9000) if soak else (1, 777), largest):
+        compare(case, name)
+    for number, spec in enumerate((*specs, *largest)):
         check_not_finite(spec, name, POISONS if soak else POISONS[number % 3 :][:1])
 
 
+def compile_largest() -> None:
+    """The kernels of `topk` compile for an H200, and nothing is fused."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ringway.compress.kernels import triton_topk
+    from ringway.compress.kernels.gpu_topk import TritonTopK
+
+    shape = TritonTopK(get_codec("topk:0.01:2"))._decoding
+    fixed: dict[str, Any] = {**shape, "SOURCES": 2, "HAS_RESIDUAL": True, "ROWS": 2}
+    pointers = {"values": "*bf16", "residual": "*fp32", "sums": "*fp32", "frames": "*u8", "factor": "fp32"}
+    for kernel in (triton_topk.encode, triton_topk.decode, triton_topk.decode_mean):
+        names: list[str] = list(kernel.arg_names)
+        signature = {
+            name: "constexpr" if name in fixed else pointers.get(name, "*i32" if name.endswith("_i32") else "i64")
+            for name in names
+        }
+        source = ASTSource(kernel, signature, {(i,): fixed[name] for i, name in enumerate(names) if name in fixed})
+        options = {name: shape[name] for name in ("num_warps", "enable_fp_fusion")}
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert "fma.rn.f32" not in code, kernel
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    compile_largest() if sys.argv[1] == "compile" else main(sys.argv[1])

@@ -1,4 +1,5 @@
-"""Ray: actors that form a group, and the TorchTrainer. This process starts the ranks; torchrun is not used."""
+"""Ray: actors that form a group, also by their placement group, and the TorchTrainer. This process starts the
+ranks; torchrun is not used."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ import ray
 import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
-from report import BACKEND, batches, network, report
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from report import BACKEND, CHANGED, batches, network, report
+
+import ringway
 
 
 def train(name: str, model: torch.nn.Module, rank: int) -> None:
@@ -31,21 +36,48 @@ class Rank:
         train("actors", torch.nn.parallel.DistributedDataParallel(network()), rank)
         torch.distributed.destroy_process_group()
 
+    def train_discovered(self, rank: int, port: int) -> None:
+        """With a change, Ray's placement group tells the rank, the size and the address."""
+        if CHANGED:
+            ringway.init_distributed(BACKEND, verbose=False)
+        else:
+            place = f"tcp://127.0.0.1:{port}"
+            torch.distributed.init_process_group(BACKEND, init_method=place, rank=rank, world_size=2)
+        assert torch.distributed.get_rank() == rank
+        model = torch.nn.parallel.DistributedDataParallel(network())
+        train("actors in a placement group", model, rank)
+        torch.distributed.destroy_process_group()
+
 
 def worker() -> None:
     rank = ray.train.get_context().get_world_rank()
     train("TorchTrainer", prepare_model(network()), rank)
 
 
-if __name__ == "__main__":
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     ranks = [Rank.remote() for _ in range(2)]
+    port = free_port()
     ray.get([rank.train.remote(index, port) for index, rank in enumerate(ranks)])
     for rank in ranks:
         ray.kill(rank)
+    bundles, port = placement_group([{"CPU": 1}] * 2), free_port()
+    ray.get(bundles.ready())
+    # Bundle 1 first: the rank is the bundle's number, not the order in which actors start.
+    ranks = {
+        index: Rank.options(scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, index)).remote()
+        for index in (1, 0)
+    }
+    ray.get([rank.train_discovered.remote(index, port) for index, rank in ranks.items()])
+    for rank in ranks.values():
+        ray.kill(rank)
+    ray.util.remove_placement_group(bundles)
     TorchTrainer(
         worker,
         torch_config=TorchConfig(backend=BACKEND),

@@ -3,12 +3,16 @@
 #include <Python.h>
 #include <pthread.h>
 
+#include <future>
 #include <thread>
 
 extern "C" void watch(PyObject* store) {
     Py_INCREF(store);
-    std::thread([store] {
+    std::promise<void> named;  // before the program goes on: it may exit at once, and threads are found by name
+    const std::future<void> is_named = named.get_future();
+    std::thread([store, named = std::move(named)]() mutable {
         pthread_setname_np(pthread_self(), "pt_nccl_heartbt");
+        named.set_value();
         for (;;) {
             try {
                 const PyGILState_STATE state = PyGILState_Ensure();
@@ -20,4 +24,5 @@ extern "C" void watch(PyObject* store) {
             }
         }
     }).detach();
+    is_named.wait();
 }

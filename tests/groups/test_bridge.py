@@ -17,6 +17,7 @@ import torch.distributed as c10d
 from torch import nn
 
 import ringway as dist
+from ringway.errors import UsageError
 from ringway.store import PASSING
 from ringway.testing import RankContext, RankPool
 
@@ -196,6 +197,15 @@ def _coalescing(context: RankContext, backend: str) -> None:
             for work in batch(ops):
                 work.wait()
             assert received[0] == (rank - 1) % size
+    part = dist.new_group()
+    for make, start in ((c10d.P2POp, c10d), (dist.P2POp, dist)):
+        ops = [
+            make(start.isend, torch.zeros(2), (rank + 1) % size),
+            make(start.irecv, received, (rank - 1) % size, group=part),
+        ]
+        with pytest.raises(UsageError, match="of one group"):
+            dist.batch_isend_irecv(ops)
+    dist.barrier(group=part)  # nothing was sent
 
 
 def _mesh(context: RankContext, backend: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringway.call import ALL_REDUCE, Call
-from ringway.errors import PeerLost
+from ringway.errors import CollectiveMismatch, PeerLost, mismatch_error
 from ringway.groups.listener import Group, Listener
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
@@ -99,3 +99,18 @@ def test_import_installs_everything_that_torchs_init_process_group_needs() -> No
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines() == ["['StallWatch', 'FailureExplainer', 'ErrorDumps']", "Bridge True"]
+
+
+def _told_of_an_abort_first(context: RankContext) -> None:
+    dist = context.start("shm")
+    health = world.communicator(None).health
+    health.poison(PeerLost("rank 1 aborted the group", rank=1))
+    mismatch = mismatch_error("0", {0: "one call", 1: "another call"})
+    assert health.fail(mismatch) is mismatch
+    with pytest.raises(CollectiveMismatch):
+        dist.barrier()
+
+
+def test_a_difference_between_calls_says_more_than_the_abort_that_follows_it(pool: RankPool) -> None:
+    pool.run(_told_of_an_abort_first, world_size=1)
+    pool.replace()

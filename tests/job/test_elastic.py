@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ringway
 import ringway.backends.ccl.backend  # here once, rather than in every process that is forked
@@ -151,6 +152,7 @@ def _misuse(context: RankContext) -> list[str]:
         raise AssertionError("accepted")
 
     refused(lambda: ElasticJob(min_ranks=0))
+    refused(ElasticJob(backend="mpi").__enter__)
     refused(lambda: next(ElasticJob().steps({})))
     with store_of_a_run() as variables:
         os.environ.update(variables, RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -173,6 +175,7 @@ def test_misuse_is_refused(pool: RankPool) -> None:
     (said,) = pool.run(_misuse, world_size=1, timeout=SECONDS)
     expected = (
         "min_ranks=0",
+        "MPI fixes its processes",
         "in a with statement",
         "in no generation",
         "state['step'] is 'one'",
@@ -237,6 +240,71 @@ def test_ddp_is_wrapped_again_in_on_change(pool: RankPool) -> None:
     assert not third.ok
     assert first.value == second.value
     torch.testing.assert_close(torch.tensor(first.value), torch.tensor(simulated([3, 3, 2, 2])), rtol=1e-12, atol=1e-12)
+
+
+def _survives(context: RankContext) -> tuple[list[float], int, int]:
+    """DDP that the job keeps, with a communication hook. Rank 2 dies in backward."""
+    _enter(context)
+    model = Sum()
+    optimizer = optimizer_of(model)
+    hooked = []
+
+    def hook(state, bucket):  # torch refuses annotations that are strings
+        hooked.append(c10d.get_world_size())
+        tensor = bucket.buffer().div_(c10d.get_world_size())
+        work = c10d.all_reduce(tensor, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    with ElasticJob() as job:
+        wrapped = job.ddp(model, gradient_as_bucket_view=True)
+        assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+        with pytest.raises(UsageError, match="before the ranks have met"):
+            wrapped(values_of(0, 0))
+        with pytest.raises(UsageError, match="cannot take process_group="):
+            job.ddp(model, process_group=1)
+        wrapped.eval()
+        for attempt in job.steps({"model": model, "optimizer": optimizer}, until=4):
+            if attempt.step == 0 and not wrapped._comm_hooks:
+                wrapped.register_comm_hook(None, hook)
+            with attempt:
+                loss = wrapped(values_of(attempt.step, job.rank))
+                if attempt.step == 2 and context.rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+                attempt.commit()
+                optimizer.step()
+        assert not wrapped.training
+    return contents_of(model, optimizer), min(hooked), max(hooked)
+
+
+def test_ddp_of_the_job_survives_a_change(pool: RankPool) -> None:
+    with store_of_a_run() as variables:
+        first, second, third = pool.try_run(_survives, world_size=3, timeout=SECONDS, environment={**variables})
+    pool.replace()
+    assert not third.ok
+    assert first.ok, first
+    assert first.value == second.value
+    contents, fewest, most = first.value
+    assert (fewest, most) == (2, 3)
+    torch.testing.assert_close(torch.tensor(contents), torch.tensor(simulated([3, 3, 2, 2])), rtol=1e-12, atol=1e-12)
+
+
+def _sharded(context: RankContext) -> str:
+    _enter(context)
+    model = nn.Linear(4, 4)
+    with ElasticJob() as job:
+        job.on_change(lambda change: fully_shard(model))
+        try:
+            next(job.steps({"model": model}))
+        except UsageError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_a_sharded_model_is_refused(pool: RankPool) -> None:
+    for said in _in_a_run(pool, _sharded, 2):
+        assert "state['model'] is sharded: weight is a DTensor" in said
+        assert "torch.distributed.checkpoint" in said
 
 
 def _copied(context: RankContext) -> dict[str, Any]:

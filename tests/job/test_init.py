@@ -307,11 +307,13 @@ def _signs(context: RankContext) -> None:
     dist.destroy_process_group()
     mpi = SimpleNamespace(Is_initialized=bool, Is_finalized=bool, COMM_WORLD=SimpleNamespace(Get_size=lambda: 4))
     mpi.Is_initialized = lambda: True
+    driver = SimpleNamespace(get_placement_group_id=lambda: None)
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: driver)
     cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({}, {}, ""),
         ({"MASTER_ADDR": "node1", "LOCAL_RANK": "1"}, {}, "LOCAL_RANK=1, MASTER_ADDR=node1 are set without RANK"),
         ({"RAY_JOB_ID": "01000000"}, {}, "it runs in a Ray job"),
-        ({}, {"ray": SimpleNamespace(is_initialized=lambda: True)}, "it runs in a Ray job"),
+        ({}, {"ray": ray}, "it runs in a Ray job"),
         ({}, {"mpi4py.MPI": mpi}, "MPI has 4 ranks"),
     ]
     for variables, modules, sign in cases:

@@ -202,6 +202,56 @@ def test_ranks_of_two_hosts_reduce_beside_a_stranger(pool: RankPool) -> None:
         assert f"[rank {rank}] SUM 10.0 [0, 1, 2, 3]" in said
 
 
+_TRAINS = """
+import os, sys, time
+import torch
+import ringway
+from ringway.launch import processes
+
+own = processes.pid_namespace()
+processes.pid_namespace = lambda: f"{own} {sys.argv[1]}"  # as on two hosts, which do not see each other's processes
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ringway.ElasticJob() as job:
+    job.data_parallel(model)
+    for attempt in job.steps({"model": model, "optimizer": optimizer}, until=8):
+        while attempt.step < 6 and job.rank == 0 and job.size < 4 and not job._saw_newcomers:
+            time.sleep(0.02)  # ranks take longer to start than these steps
+        with attempt:
+            model(torch.ones(2, 4)).sum().backward()
+            attempt.commit()
+            optimizer.step()
+    print("ENDED", job.size, ringway.get_backend(), float(model.weight.detach().sum()), flush=True)
+"""
+
+
+def _elastic_on_host(context: RankContext, hosts: list[slow_link.Host], port: int) -> int:
+    """The second host joins a run that trains already."""
+    slow_link.enter(hosts[context.rank].namespace)
+    os.environ.update(RINGWAY_JOB_SECRET=SECRET)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    place, command = f"{hosts[0].address}:{port}", [*_python(_TRAINS), hosts[context.rank].namespace]
+    if context.rank == 0:
+        plan = launcher.Elastic(1, 0)
+        return launcher.run(command, 2, elastic=plan, listen=launcher.Listen(place, 1), grace=20).code
+    _await_listener((hosts[0].address, port))
+    return launcher.join(command, 2, place, grace=20).code
+
+
+@pytest.mark.processes
+def test_ranks_of_another_host_join_an_elastic_job(pool: RankPool) -> None:
+    slow_link.needed()
+    with slow_link.two_hosts() as hosts:
+        pool.replace()
+        ended = pool.try_run(_elastic_on_host, list(hosts), 29546, world_size=2, timeout=150, grace=60)
+        pool.replace()
+    assert [outcome.value for outcome in ended] == [0, 0], "\n".join(map(str, ended))
+    said = f"{ended[0].output}\n{ended[1].output}"
+    lines = {line.partition("ENDED")[2] for line in said.splitlines() if "ENDED" in line}
+    assert said.count("ENDED 4 hierarchical") == 4, said
+    assert len(lines) == 1, lines
+
+
 # The connection
 
 

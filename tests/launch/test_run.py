@@ -198,6 +198,26 @@ def test_an_elastic_run_starts_ranks_again(pool: RankPool, tmp_path: Path) -> No
     assert "was killed by SIGKILL; 2 of 3 run; it starts again in 2 s (restart 2 of 2)" in output
 
 
+def test_a_restarted_rank_has_the_secret_of_the_job_that_lives_and_another_run_has_another(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """The other ranks go on with the secret that they have, so the restarted one needs the same."""
+    told = tmp_path / "secrets"
+    script = f"echo $RANK $(sha256sum <$RINGWAY_JOB_SECRET_FILE) >> {told}"
+    script += f"; test $RANK = 1 && test $(grep -c ^1 {told}) = 1 && exit 3"
+    script += f"; while test $(wc -l <{told}) -lt 3; do sleep 0.02; done"
+    seen = []
+    for _ in range(2):
+        told.write_text("")
+        (code, _), output = _try_elastic(pool, script, 2, 2, 1)
+        assert code == 0, output
+        lines = [line.split()[:2] for line in told.read_text().splitlines()]
+        assert sorted(rank for rank, _ in lines) == ["0", "1", "1"]
+        (secret,) = {secret for _, secret in lines}
+        seen.append(secret)
+    assert seen[0] != seen[1]
+
+
 def test_an_elastic_run_ends_with_too_few_ranks(pool: RankPool) -> None:
     (code, summary), output = _try_elastic(pool, "test $RANK = 0 && exit 4; sleep 100", 2, 2, 0)
     assert code == 4

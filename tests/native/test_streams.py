@@ -29,7 +29,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
         [*build, "-fPIC", "-shared", ROOT / "tests/backends/cuda_stand_in.cpp", "-o", library], check=True, timeout=120
     )
     sources = [ROOT / name for name in (*SOURCES, "tests/native/streams.cpp")]
-    subprocess.run([*build, *sources, "-o", program, "-ldl"], check=True, timeout=300)
+    subprocess.run([*build, "-rdynamic", *sources, "-o", program, "-ldl"], check=True, timeout=300)
     options = {"TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0", "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(
         [program, library, str(ROUNDS)],

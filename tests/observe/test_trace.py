@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 import warnings
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +21,9 @@ from ringway.errors import RingwayError, UsageError
 from ringway.groups.world import world
 from ringway.observe.log import straggler
 from ringway.observe.report import figures, report
-from ringway.observe.report.events import read
+from ringway.observe.report.events import TracedCall, read
 from ringway.observe.report.page import as_data
+from ringway.observe.report.reading import reading
 from ringway.observe.trace.writer import HEAD, Part, encoded
 from ringway.testing import RankContext, RankPool
 
@@ -181,6 +183,23 @@ def test_the_page_draws_everything_and_makes_no_request(trace_file: Path, tmp_pa
             "document.querySelector('#timeline rect.bar').dispatchEvent(new MouseEvent('mousemove', {clientX: 5}))"
         )
         assert "rank" in browser.evaluate("document.getElementById('tip').textContent")
+        # The page begins with what matters: rank 1 slept before its calls.
+        assert "Rank 1 is late at " in browser.evaluate("document.querySelector('#reading').textContent")
+        assert count("#places tr") >= 2
+        widest = (
+            "Math.max(...[...document.querySelectorAll('#timeline rect.bar')].map(bar => +bar.getAttribute('width')))"
+        )
+        before = browser.evaluate(widest)
+        timeline = "document.querySelector('#timeline svg')"
+        for first, control, zooms in (("blur", "false", False), ("blur", "true", True), ("focus", "false", True)):
+            wheel = f"new WheelEvent('wheel', {{deltaY: -100, clientX: 600, ctrlKey: {control}, cancelable: true}})"
+            browser.evaluate(f"{timeline}.{first}()")
+            # Without Ctrl and without a click before, the wheel scrolls the page.
+            assert browser.evaluate(f"{timeline}.dispatchEvent({wheel})") is not zooms
+            browser.evaluate(f"for (let i = 0; i < 4; i++) {timeline}.dispatchEvent({wheel})")
+            assert (browser.evaluate(widest) > 2 * before) is zooms
+            browser.evaluate(f"{timeline}.dispatchEvent(new MouseEvent('dblclick'))")
+            assert browser.evaluate(widest) == before
         assert browser.complaints() == []
     finally:
         browser.close()
@@ -228,6 +247,30 @@ def test_a_long_trace_with_many_names_and_sizes_is_drawn(tmp_path: Path) -> None
         assert browser.complaints() == []
     finally:
         browser.close()
+
+
+def _calls(*starts: tuple[int, float, float, str]) -> list[TracedCall]:
+    """Calls of one group, as (rank, start, took, site); those of one rank are numbered."""
+    numbers: Counter[int] = Counter()
+    calls = []
+    for rank, start, took, site in starts:
+        facts = (rank, 0, start, took, "gradients", "all_reduce", numbers[rank], "0", 4 << 20, site, "completed")
+        calls.append(TracedCall(*facts, True, 1.0, 1.0))
+        numbers[rank] += 1
+    return calls
+
+
+def test_the_reading_names_the_late_rank_its_line_and_what_failed() -> None:
+    calls = _calls((0, 0, 100e3, "train.py:41"), (1, 60e3, 40e3, "train.py:41"), (0, 100e3, 80e3, "eval.py:7"))
+    lines = reading(calls)
+    assert "Rank 1 is late at train.py:41: 60 ms of the 60 ms of waiting were for it." in lines
+    assert any("gradients of 4.0 MB at train.py:41 takes 64% of the time in calls." in line for line in lines), lines
+    failed = [calls[0], calls[1]._replace(state="failed")]
+    assert "1 calls did not complete; the first is gradients on rank 1 at train.py:41." in reading(failed)
+    assert figures.places(calls) == [
+        ["train.py:41", "0", 2, "8.0 MB", 140.0],
+        ["eval.py:7", "0", 1, "4.0 MB", 80.0],
+    ]
 
 
 def test_calls_on_a_device_are_drawn_by_its_streams_and_times(tmp_path: Path) -> None:

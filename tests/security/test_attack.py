@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 import ringway as dist
 from free_ports import free_port
 from ringway.errors import RingwayError
-from ringway.store import beneath_prefixes, read
+from ringway.store import KeyedStore, beneath_prefixes, read
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
 
@@ -128,14 +129,14 @@ class _Stranger:
         if self._action == "delete":
             store.delete_key(key)
         else:
-            store.set(key, self._random.choice(values[:-1] if self._action == "put back" else self._forged(values[-1])))
+            store.set(key, self._random.choice(values[:-1] if self._action == "put back" else self._forged(key)))
         self.changed.append(key)
 
-    def _forged(self, value: bytes) -> list[bytes]:
-        damaged = bytearray(value or b"\0")
+    def _forged(self, key: str) -> list[bytes]:
+        damaged = bytearray(self._values[key][-1] or b"\0")
         damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
-        of_another = self._random.choice([values[-1] for values in self._values.values() if values])
-        return [bytes(damaged), b"", self._random.randbytes(60), of_another, pickle.dumps(_Code())]
+        others = [values[-1] for other, values in self._values.items() if values and other != key]
+        return [bytes(damaged), b"", self._random.randbytes(60), pickle.dumps(_Code()), *others[:1]]
 
 
 def _start_under_attack(context: RankContext, port: int, seed: int) -> tuple[str, list[str]]:
@@ -204,3 +205,35 @@ def test_tampering_with_a_tcp_store_is_named_and_runs_nothing(pool: RankPool, tm
     assert not mark.exists()
     for text in told:
         print(text[:300].replace("\n", " "))
+
+
+def _connect_under_attack(context: RankContext, port: int) -> str:
+    """gloo on rank 0 waits for its own key first, then in native code for rank 1, which never sees that key."""
+    leave()
+    os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_distributed(dist_backend="gloo", verbose=False)
+    if context.rank == 1:
+        time.sleep(0.5)
+    get = KeyedStore.multi_get
+
+    def get_and_delete(store: KeyedStore, keys: list[str]) -> list[bytes]:
+        values = get(store, keys)
+        if context.rank == 0 and keys[0].endswith("//0/0"):
+            store.inner.delete_key(keys[0])
+        return values
+
+    try:
+        with patch.object(KeyedStore, "multi_get", get_and_delete):
+            dist.barrier(dist.new_group())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
+    return "fine"
+
+
+def test_a_key_deleted_while_gloo_connects_is_named(pool: RankPool) -> None:
+    environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
+    told = pool.run(_connect_under_attack, free_port(), world_size=2, timeout=60, environment=environment)
+    assert any(map(_names_tampering, told)), told
+    assert "fine" not in told

@@ -264,7 +264,7 @@ def send(
     *,
     log_name: str | None = None,
 ) -> None:
-    member = member_of(group, "send")
+    member = find(None) if group is None else member_of(group, "send")
     if member is not None:
         member.send(tensor, dst, tag, group_dst, log_name=log_name)
 
@@ -279,7 +279,7 @@ def recv(
     log_name: str | None = None,
 ) -> int:
     """Returns the global rank of the sender; -1 on a rank outside the group."""
-    member = member_of(group, "recv")
+    member = find(None) if group is None else member_of(group, "recv")
     return -1 if member is None else member.recv(tensor, src, tag, group_src, log_name=log_name)
 
 
@@ -292,7 +292,7 @@ def isend(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    member = member_of(group, "isend")
+    member = find(None) if group is None else member_of(group, "isend")
     return None if member is None else member.isend(tensor, dst, tag, group_dst, log_name=log_name)
 
 
@@ -305,7 +305,7 @@ def irecv(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    member = member_of(group, "irecv")
+    member = find(None) if group is None else member_of(group, "irecv")
     return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
 
 
@@ -338,23 +338,25 @@ def batch_isend_irecv(p2p_op_list: list[c10d.P2POp]) -> list[Work]:
     if any(entry.group is not p2p_op_list[0].group for entry in p2p_op_list):
         raise UsageError("batch_isend_irecv: all messages must be of one group")
     member = member_of(p2p_op_list[0].group, "batch_isend_irecv")
+    if member is None:
+        return []
     device = p2p_op_list[0].tensor.device
-    backend = None if member is None else member.devices.coalescing(device)
+    backend = member.devices.coalescing(device)
     if backend is None:
-        return _started(p2p_op_list)
+        return _started(member, p2p_op_list)
     backend.start_coalescing(device)
     try:
-        _started(p2p_op_list)
+        _started(member, p2p_op_list)
     finally:
         together = backend.end_coalescing(device)
     return [Work(together, (), lambda error: error)]
 
 
-def _started(entries: list[c10d.P2POp]) -> list[Work]:
+def _started(member: Communicator, entries: list[c10d.P2POp]) -> list[Work]:
     works = []
     for entry in entries:
-        start = isend if entry.op is c10d.isend else irecv
-        work = start(entry.tensor, None, entry.group, entry.tag, entry.group_peer)
+        start = member.isend if entry.op is c10d.isend else member.irecv
+        work = start(entry.tensor, None, entry.tag, entry.group_peer)
         if work is not None:
             works.append(work)
     return works

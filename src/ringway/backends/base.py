@@ -67,8 +67,17 @@ class Health(Protocol):
     def check(self) -> None:
         """Raise if the group has failed, so that its waits can no longer succeed."""
 
+    def fail(self, error: BaseException) -> BaseException:
+        """A call failed. Returns what to raise."""
+
+    def settle(self, error: BaseException) -> BaseException:
+        """A call in flight failed. Returns what to raise: what ended the group, if it was not this call."""
+
     def failed(self, error: BaseException) -> None:
         """A call failed after it had returned to its caller."""
+
+    def device_failed(self, error: BaseException) -> None:
+        """The device of this rank is of no more use to this process."""
 
     def interrupted_by(self, error: BaseException) -> bool:
         """`error` leaves a call that may not have started. Whether nothing of it was sent."""

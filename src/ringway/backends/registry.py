@@ -67,6 +67,13 @@ _OWN: dict[str, Registration] = {
     "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm.backend", "ShmBackend"), one_host=True),
 }
 
+_ELSEWHERE: dict[tuple[str, str], Registration] = {
+    ("shm", "cuda"): Registration(
+        "shm", "ringway_shm_cuda", ("cuda",), _lazily("ringway.backends.shm.cuda", "ShmCudaBackend"), one_host=True
+    ),
+}
+"""Backends that another class serves on a device, if a user names that device: 'cuda:shm'."""
+
 _COMBINED: dict[str, Registration] = {}
 """Several backends for one group, by the name that torch knows them by."""
 
@@ -137,9 +144,11 @@ def parse(backend: str) -> dict[str, str]:
 def combined(backend: str) -> Registration | None:
     """The registration of several backends that ringway runs together, one for each device; None if `backend` names
     only one, or one that torch runs."""
-    parts = {device: own(name) for device, name in parse(backend).items()}
+    parts = {device: _ELSEWHERE.get((name, device), own(name)) for device, name in parse(backend).items()}
     owned = {device: part for device, part in parts.items() if part is not None}
-    if len(owned) != len(parts) or len({part.name for part in owned.values()}) == 1:
+    if list(owned) == ["cuda"] and owned["cuda"] in _ELSEWHERE.values():
+        owned["cpu"] = _OWN[owned["cuda"].name]  # 'cuda:shm' alone: what serves one device serves the other too
+    elif len(owned) != len(parts) or len({part.torch_name for part in owned.values()}) == 1:
         return None
     # The CPU first, in whatever order the user names them: calls without tensors run there.
     owned = dict(sorted(owned.items(), key=lambda item: item[0] != "cpu"))

@@ -31,7 +31,7 @@ from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, Usa
 from ringway.launch.ask_mpi import BY_MPI4PY, mpi_failure
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
-from ringway.store import Deadline, read
+from ringway.store import Deadline, absent, read
 
 MPI_LAUNCHERS = (BY_MPI4PY, "Open MPI", "PMI (MPICH, Intel MPI)", "PMIx", "AzureML", "SageMaker")
 CONSIDERED = ("shm", "mpi", "ccl", "gloo", "nccl", "ucc")
@@ -277,7 +277,10 @@ def _tell_each_other(mine: RankFacts, info: LaunchInfo, store: Store, timeout: f
         name = _said(store, "facts/meet", 0, deadline).decode()
         mine = replace(mine, with_rank_0=info.rank == 0 or shares_host(name))
         store.set(f"facts/{info.rank}", json.dumps(asdict(mine)))
-        found = {rank: _parsed(_said(store, f"facts/{rank}", rank, deadline)) for rank in range(info.size)}
+        keys = [f"facts/{rank}" for rank in range(info.size)]
+        for rank in absent(store, keys, deadline):
+            raise _silent(rank)
+        found = {rank: _parsed(bytes(text)) for rank, text in enumerate(store.multi_get(keys))}
         store.add("facts/read", 1)
         if info.rank == 0:  # it may host the store and be about to raise an error, so it stays until all have read
             deadline.poll(lambda: store.add("facts/read", 0) >= info.size or None)
@@ -293,5 +296,9 @@ def _parsed(text: bytes) -> RankFacts:
 def _said(store: Store, key: str, rank: int, deadline: Deadline) -> bytes:
     value = deadline.poll(lambda: read(store, key))
     if value is None:
-        raise RendezvousError(f"rank {rank} arrived but did not say what it can do", missing=[rank])
+        raise _silent(rank)
     return value
+
+
+def _silent(rank: int) -> RendezvousError:
+    return RendezvousError(f"rank {rank} arrived but did not say what it can do", missing=[rank])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import platform
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringway.bench.cases import BenchCase, Place
-from ringway.bench.runner import Estimate, Measured, paired_ratio
+from ringway.bench.runner import Estimate, Measured, median_interval, paired_ratio
+from ringway.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,9 +39,25 @@ class Row:
     verified: bool
     ratio: Estimate | None = None
     """Time relative to the first candidate; None for the first itself."""
+    mode: str = "sync"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Row:
+        ratio = facts.get("ratio")
+        return cls(
+            **{**facts, "seconds": Estimate(**facts["seconds"]), "ratio": None if ratio is None else Estimate(**ratio)}
+        )
+
+    @property
+    def what(self) -> tuple[str, int, str, int, str, str]:
+        """What was measured: rows of two runs with the same are comparable."""
+        return self.op, self.nbytes, self.dtype, self.ranks, self.candidate, self.mode
 
 
-def rows(case: BenchCase, place: Place, measured: Sequence[Measured]) -> list[Row]:
+def rows(case: BenchCase, place: Place, measured: Sequence[Measured], mode: str = "sync") -> list[Row]:
     """The results of one case. The first candidate is the baseline for the others."""
     nbytes = place.whole * place.dtype.itemsize if case.op.name != "barrier" else 0
     result = []
@@ -58,9 +77,17 @@ def rows(case: BenchCase, place: Place, measured: Sequence[Measured]) -> list[Ro
                 rate * case.op.bus_factor(place.size),
                 one.verified,
                 ratio,
+                mode,
             )
         )
     return result
+
+
+def pair_row(candidate: str, first: int, second: int, nbytes: int, ranks: int, samples: Sequence[float]) -> Row:
+    """A message between two ranks, one way."""
+    seconds = median_interval(samples)
+    rate = nbytes / seconds.median
+    return Row(f"{first}-{second}", nbytes, "uint8", ranks, candidate, seconds, rate, rate, False, None, "pair")
 
 
 def print_table(table: Sequence[Row], title: str = "", console: Console | None = None) -> None:
@@ -69,7 +96,8 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
     from rich.table import Table
 
     view = Table(title=title or None)
-    for heading in ("op", "ranks", "size", "candidate"):
+    several_dtypes = len({row.dtype for row in table}) > 1
+    for heading in ("op", "ranks", "size", *(["dtype"] if several_dtypes else []), "candidate"):
         view.add_column(heading)
     for heading in ("time", "95 % interval", "bus GB/s", "against first"):
         view.add_column(heading, justify="right")
@@ -83,6 +111,7 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
             row.op,
             str(row.ranks),
             in_bytes(row.nbytes),
+            *([row.dtype] if several_dtypes else []),
             row.candidate,
             in_time(row.seconds.median),
             f"{in_time(row.seconds.low)} to {in_time(row.seconds.high)}",
@@ -96,6 +125,29 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
 def to_json(table: Sequence[Row], **facts: Any) -> str:
     """Rows as JSON, with the facts about the machine that are needed to interpret them."""
     return json.dumps({"machine": machine(), **facts, "rows": [asdict(row) for row in table]}, indent=2)
+
+
+_CSV = ("op", "nbytes", "dtype", "ranks", "candidate", "mode", "seconds", "low", "high", "bus_bandwidth", "verified")
+
+
+def to_csv(table: Sequence[Row]) -> str:
+    """Rows as CSV, one line each. Times are in seconds, bandwidths in bytes per second."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_CSV)
+    for row in table:
+        seconds = row.seconds
+        facts = (*row.what[:5], row.mode, seconds.median, seconds.low, seconds.high, row.bus_bandwidth, row.verified)
+        writer.writerow(facts)
+    return text.getvalue()
+
+
+def from_json(text: str) -> list[Row]:
+    """The rows of a file that `to_json` made."""
+    try:
+        return [Row.from_dict(entry) for entry in json.loads(text)["rows"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"this is no result of ringway bench --json: {error}") from None
 
 
 def machine() -> dict[str, Any]:

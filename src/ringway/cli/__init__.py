@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ringway.cli import bench, demo, env, run, tune
+from ringway.cli import bench, demo, doctor, env, run, tune
 from ringway.cli import observe as watching
 from ringway.errors import RingwayError
 from ringway.version import VERSION
@@ -38,6 +38,7 @@ def _options(
 
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run.run)
 app.command(name="env")(env.env)
+app.command(name="doctor")(doctor.doctor)
 app.command(name="demo")(demo.demo)
 app.command(name="bench")(bench.bench)
 app.command(name="tune")(tune.tune)

@@ -2,20 +2,91 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringway.errors import UsageError
 from ringway.launch.cpus import usable_cpus
 
 if TYPE_CHECKING:
+    from ringway.bench.plan import Plan
     from ringway.bench.table import Row
+    from ringway.launch import run as launcher
 
-OPS = ("all_reduce", "all_gather_into_tensor", "broadcast")
-SIZES = (8, 64 << 10, 4 << 20)
+_BRIEF_SECONDS = 90.0
+_MOST_DEATHS = 3
+_POLL = 0.2
+
+
+@dataclass
+class Findings:
+    """What a run has told so far."""
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    nothing: bool = False
+    """Whether no backend works here."""
+    begun: int | None = None
+    """The item that was measured last."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        from ringway.bench.table import Row
+
+        if "row" in event:
+            self.rows.append(Row.from_dict(event["row"]))
+        elif "skipped" in event:
+            self.skipped[event["skipped"]] = event["reason"]
+        elif "refused" in event:
+            self.notes.append(f"not measured: {event['refused']}: {event['reason']}")
+        elif "nothing" in event:
+            self.nothing = True
+            self.notes.append(f"nothing was measured: none of {', '.join(event['nothing'])} works here")
+        elif "begun" in event:
+            self.begun = event["number"]
+        elif "late" in event:
+            self.notes.append(f"time was up: {event['late']} measurements are missing (--seconds allows more)")
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Where the results go."""
+
+    output: Path | None
+    as_json: bool
+    csv: Path | None
+    html: Path | None
+    compare: Path | None
+
+    def check(self) -> None:
+        """Raise UsageError now, rather than after minutes of measuring."""
+        for path in filter(None, (self.output, self.csv, self.html)):
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise UsageError(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
+        self.earlier()
+
+    def earlier(self) -> list[Row]:
+        """The results to compare with."""
+        from ringway.bench.table import from_json
+
+        if self.compare is None:
+            return []
+        try:
+            return from_json(self.compare.read_text())
+        except OSError as error:
+            raise UsageError(f"--compare {self.compare}: {error.strerror or error}") from None
 
 
 def bench(
@@ -31,37 +102,97 @@ def bench(
     backends: Annotated[
         str, typer.Option(help="Backends to compare, separated by commas; by default, all that work here.")
     ] = "",
-    ops: Annotated[str, typer.Option(help="Ops, separated by commas.", show_default=", ".join(OPS))] = ",".join(OPS),
+    ops: Annotated[str, typer.Option(help="Ops, separated by commas; 'pairs' is every pair of ranks.")] = "",
     sizes: Annotated[
-        str,
-        typer.Option(help="Sizes in bytes, separated by commas.", show_default=", ".join(map(str, SIZES))),
-    ] = ",".join(map(str, SIZES)),
-    rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate.")] = 21,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the table to a file.")] = None,
+        str, typer.Option(help="Sizes: 8,64K,4M or a range, 8:256M:x4.", show_default="the telling ones")
+    ] = "",
+    dtypes: Annotated[str, typer.Option(help="Types, separated by commas.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda: where the tensors are.")] = "cpu",
+    codecs: Annotated[
+        str, typer.Option("--codec", "--codecs", help="Compressed all_reduce too, with these codecs: int8,onebit.")
+    ] = "",
+    modes: Annotated[
+        str, typer.Option(help="sync, async, overlap (all_reduce under a computation), separated by commas.")
+    ] = "sync",
+    rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate; slow ones get fewer.")] = 21,
+    seconds: Annotated[
+        float | None, typer.Option(help="Begin nothing later than this.", show_default="90 without --ops or --sizes")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the table or the JSON to a file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Also write CSV to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with curves to this file.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="A file of --json: say what changed since, beyond the noise.")
+    ] = None,
 ) -> None:
     """Measure collectives on this job's backends, in alternation, with medians and their intervals.
 
-    It starts ranks on this host, or runs as a whole job: mpiexec -n 8 ringway bench, or under Slurm or torchrun.
+    Without arguments, it measures what fits two minutes, and says in plain words what it found. It starts ranks on
+    this host, or runs as a whole job: mpiexec -n 8 ringway bench, or under Slurm or torchrun. Ctrl-C keeps what was
+    measured.
+
+    On a new machine: ringway bench --html page.html. After a change: ringway bench --json -o new.json --compare
+    old.json. For large messages: ringway bench --ops all_reduce --sizes 1M:1G:x4.
     """
+    from ringway.backends import registry
+    from ringway.bench import plan as plans
+
+    brief = not ops and not sizes
+    plan = plans.Plan(
+        plans.make_items(
+            _split(ops) or [*_brief_ops()],
+            plans.parse_sizes(sizes) if sizes else plans.BRIEF_SIZES if brief else plans.BRIEF_SIZES[:3],
+            _split(dtypes),
+            _split(modes),  # type: ignore[arg-type]  # make_items checks them
+        ),
+        tuple(_split(backends)),
+        tuple(_split(codecs)),
+        _checked_device(device),
+        rounds,
+        seconds if seconds is not None else _BRIEF_SECONDS if brief else None,
+    )
+    formats = Formats(output, as_json, csv, html, compare)
+    for name in plan.backends:
+        registry.parse(name)  # raises if there is none of that name
     if ranks is None and not _is_launched():
         ranks = min(max(usable_cpus(), 2), 8)
         print(f"ringway bench: {ranks} ranks on this host (-n chooses)", file=sys.stderr, flush=True)
     if ranks is None:
-        _bench_here(_split(backends), _split(ops), [int(size) for size in _split(sizes)], rounds, output, as_json)
+        _bench_here(plan, formats)
         return
-    from ringway.launch import run as launcher
+    formats.check()
+    findings = Findings()
+    code = _bench_apart(plan, ranks, findings)
+    shown = (not findings.rows and code != 0) or _show(findings, formats)
+    raise typer.Exit(code or (0 if shown and not findings.nothing else 1))
 
-    with tempfile.TemporaryDirectory(prefix="ringway-bench-") as folder:
-        file = output or Path(folder, "table")
-        arguments = ["--backends", backends, "--ops", ops, "--sizes", sizes, "--rounds", str(rounds)]
-        command = [sys.executable, "-m", "ringway.cli", "bench", *arguments, "--output", str(file)]
-        outcome = launcher.run([*command, "--json"] if as_json else command, ranks)
-        if outcome.code == 0 and output is None:
-            print(file.read_text(), end="")
-    if outcome.code:
-        print(f"ringway bench: {outcome.summary}", file=sys.stderr, flush=True)
-    raise typer.Exit(outcome.code)
+
+def _brief_ops() -> Iterator[str]:
+    """Every op, the most used first, and the pairs."""
+    from ringway.bench.cases import CASES
+    from ringway.bench.plan import PAIRS
+
+    first = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "send")
+    yield from first
+    yield from (op for op in CASES if op not in first)
+    yield PAIRS
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _checked_device(device: str) -> str:
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: choose cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here")
+    return device
 
 
 def _is_launched() -> bool:
@@ -73,46 +204,164 @@ def _is_launched() -> bool:
     return found.info.source != NO_LAUNCHER or found.mpi_launcher is not None
 
 
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _bench_apart(plan: Plan, ranks: int, findings: Findings) -> int:
+    """Measures in ranks of its own. If one dies, that is reported, and new ranks go on after the item it died in."""
+    began = time.monotonic()
+    whole = plan.seconds
+    for deaths in range(_MOST_DEATHS + 1):
+        outcome, begun = _run_ranks(plan, ranks, findings)
+        if outcome.code == 0:
+            return 1 if deaths else 0
+        print(f"ringway bench: {outcome.summary}", file=sys.stderr, flush=True)
+        if outcome.interrupted:
+            findings.notes.append("interrupted: this is what was measured until then")
+            return outcome.code
+        if begun is None:
+            return outcome.code
+        findings.notes.append(f"{plan.items[begun]} failed: {outcome.summary}")
+        left = None if whole is None else max(0.0, whole - (time.monotonic() - began))
+        plan = replace(plan, items=plan.items[begun + 1 :], seconds=left)
+        if not plan.items:
+            return 1
+        if deaths < _MOST_DEATHS:
+            print("ringway bench: new ranks go on with the rest", file=sys.stderr, flush=True)
+    findings.notes.append(f"ranks died {_MOST_DEATHS + 1} times: the rest was not measured")
+    return 1
 
 
-def _bench_here(
-    backends: list[str], ops: list[str], sizes: list[int], rounds: int, output: Path | None, as_json: bool
-) -> None:
+def _run_ranks(plan: Plan, ranks: int, findings: Findings) -> tuple[launcher.Outcome, int | None]:
+    """How the ranks ended, and the number of the last item that they began."""
+    from ringway.bench.ranks import EVENTS, PLAN
+    from ringway.launch import run as launcher
+
+    findings.begun = None
+    with tempfile.TemporaryDirectory(prefix="ringway-bench-") as folder:
+        Path(folder, PLAN).write_text(plan.to_json())
+        with _following(Path(folder, EVENTS), plan, findings):
+            outcome = launcher.run([sys.executable, "-m", "ringway.bench.ranks", folder], ranks)
+    return outcome, findings.begun
+
+
+@contextmanager
+def _following(events: Path, plan: Plan, findings: Findings) -> Iterator[None]:
+    """Takes in what the ranks tell, and shows how far they are."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    ended = threading.Event()
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting ranks", total=len(plan.items))
+
+        def follow() -> None:
+            place = 0
+            while True:
+                last = ended.wait(_POLL)
+                place = _take_new(events, place, findings)
+                if findings.begun is not None:
+                    progress.update(task, completed=findings.begun, description=str(plan.items[findings.begun]))
+                if last:
+                    return
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _take_new(events: Path, place: int, findings: Findings) -> int:
+    """Reads whole lines from `place` on, and returns where the next one begins."""
+    if not events.exists():
+        return place
+    with events.open("rb") as file:
+        file.seek(place)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            place += len(line)
+            findings.take(json.loads(line))
+    return place
+
+
+def _bench_here(plan: Plan, formats: Formats) -> None:
+    """Measures as one rank of a job that a launcher started."""
     import ringway
-    from ringway.bench import CASES, Place, Ranks, measure, rows
-    from ringway.bench import tune as candidates
+    from ringway.bench.session import run_plan
 
-    candidates.check_ops(ops)
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
-    rank, size = ringway.get_rank(), ringway.get_world_size()
-    groups, left_out = candidates.groups_of(backends or candidates.CANDIDATES)
-    table: list[Row] = []
-    for op in ops:
-        for nbytes in sizes if op != "barrier" else (0,):
-            places = {name: Place(rank, size, nbytes, group) for name, group in groups.items()}
-            timed = [CASES[op].candidate(name, ringway, place) for name, place in places.items()]
-            measured = measure(timed, Ranks(ringway.get_world_group()), rounds=rounds)
-            table += rows(CASES[op], next(iter(places.values())), measured)
-    if rank == 0:
-        _show(table, left_out, output, as_json)
+    if ringway.get_rank() == 0:
+        formats.check()  # the other hosts may not have these folders
+    findings = Findings()
+
+    def tell(event: dict[str, Any]) -> None:
+        findings.take(event)
+        if "begun" in event:
+            print(f"ringway bench: {event['begun']}", file=sys.stderr, flush=True)
+
+    try:
+        run_plan(plan, tell)
+    except BaseException as error:
+        if findings.rows:
+            findings.notes.append(f"ended early: {error or type(error).__name__}")
+            _show(findings, formats)
+        raise
+    shown = ringway.get_rank() != 0 or _show(findings, formats)
     ringway.barrier()
     ringway.destroy_process_group()
+    if not shown or findings.nothing:
+        raise typer.Exit(1)
 
 
-def _show(table: list[Row], left_out: dict[str, str], output: Path | None, as_json: bool) -> None:
+def _show(findings: Findings, formats: Formats) -> bool:
+    """Prints and writes the results. Returns whether all files were written."""
     from rich.console import Console
 
     from ringway.bench import print_table, to_json
+    from ringway.bench.compare import compare, in_words
+    from ringway.bench.page import page
+    from ringway.bench.reading import reading
+    from ringway.bench.table import machine, to_csv
 
-    for name, reason in left_out.items():
+    table = findings.rows
+    for name, reason in findings.skipped.items():
         print(f"ringway bench: skipped {name}: {reason}", file=sys.stderr)
-    if as_json:
-        text = to_json(table, left_out=left_out) + "\n"
-        print(text, end="") if output is None else output.write_text(text)
-    elif output is None:
-        print_table(table)
+    said = reading(table)
+    changes = [] if formats.compare is None else in_words(compare(formats.earlier(), table))
+    if formats.as_json:
+        text = to_json(table, left_out=findings.skipped, notes=findings.notes, reading=said) + "\n"
+    elif formats.output is not None:
+        drawn = io.StringIO()
+        print_table(table, console=Console(file=drawn, width=140))
+        text = drawn.getvalue()
+    written = True
+    if formats.output is not None:
+        written = _write(formats.output, text)
+    elif formats.as_json:
+        print(text, end="")
     else:
-        with output.open("w") as file:
-            print_table(table, console=Console(file=file, width=140))
+        print_table(table)
+    if not formats.as_json or formats.output is not None:
+        for line in (*said, *changes):
+            print(line)
+    for note in findings.notes:
+        print(f"ringway bench: {note}", file=sys.stderr)
+    if formats.csv is not None:
+        written &= _write(formats.csv, to_csv(table))
+    if formats.html is not None:
+        written &= _write(formats.html, page(table, machine()))
+    return written
+
+
+def _write(path: Path, text: str) -> bool:
+    """Prints the text if the file cannot be written, so that it is not lost."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(text, end="")
+        print(f"ringway bench: cannot write {path}: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True

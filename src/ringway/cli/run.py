@@ -36,6 +36,13 @@ def run(
     replace: Annotated[
         str | None, typer.Option(help="Run a program that names gloo on shared memory.", metavar="gloo=shm")
     ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(
+            help="Pin each rank to cores of its own, to the cores of its NUMA node, or to none.",
+            metavar="core|numa|none",
+        ),
+    ] = "none",
     listen: Annotated[
         str | None,
         typer.Option(help="Let other hosts join, at this address of this host. Needs a secret.", metavar="HOST[:PORT]"),
@@ -56,9 +63,12 @@ def run(
     train.py` on the first, and `ringway run -n 4 --join 10.0.0.1:29400 train.py` on the second.
     """
     from ringway.launch import run as launcher
+    from ringway.launch.binding import BINDINGS, bindings
 
     if on_death not in launcher.ON_DEATH:
         raise UsageError(f"--on-death is '{on_death}'; use stop or keep")
+    if bind not in BINDINGS:
+        raise UsageError(f"--bind is '{bind}'; use core, numa or none")
     ranks = _ranks(wanted)
     if join is not None and (elastic or listen is not None):
         raise UsageError("--join joins a run, and --elastic and --listen start one; use one of them")
@@ -72,12 +82,17 @@ def run(
         from ringway.groups import replacement
 
         os.environ[replacement.VARIABLE] = replacement.checked(replace, "--replace")  # the ranks inherit it
+    places = bindings(bind, ranks)
     if join is not None:
-        outcome = launcher.join(_command(command, module), ranks, join, on_death=on_death)
+        outcome = launcher.join(_command(command, module), ranks, join, on_death=on_death, bindings=places)
     else:
-        plan = launcher.Elastic(fewest, restarts) if elastic else None
+        from ringway.job.elastic.roster import standing
+
+        plan = launcher.Elastic(fewest, restarts, standing) if elastic else None
         where = launcher.Listen(listen, hosts) if listen is not None else None
-        outcome = launcher.run(_command(command, module), ranks, on_death=on_death, elastic=plan, listen=where)
+        outcome = launcher.run(
+            _command(command, module), ranks, on_death=on_death, elastic=plan, listen=where, bindings=places
+        )
     print(f"ringway run: {outcome.summary}", file=sys.stderr, flush=True)
     raise typer.Exit(outcome.code)
 

@@ -64,9 +64,10 @@ class Slot:
     def prepare(self, sharding: Sharding, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The residuals for a tensor with this sharding. Created as zeros; moved to the tensor's device if needed."""
         served = sharding.served(rank)
-        if self.worker is None or self.server is None:
-            dtype = self.owner.residual_dtype
+        dtype = self.owner.residual_dtype
+        if self.worker is None:
             self.worker = torch.zeros(sharding.numel, dtype=dtype, device=device)
+        if self.server is None:
             self.server = torch.zeros(served.stop - served.start, dtype=dtype, device=device)
         if self.worker.numel() != sharding.numel or self.server.numel() != served.stop - served.start:
             raise UsageError(
@@ -99,6 +100,11 @@ class Slot:
         """Discard the residuals."""
         self.settle()
         self.worker = self.server = None
+
+    def restore(self, worker: Tensor | None, server: Tensor | None) -> None:
+        """Go back to earlier residuals. Where there is none, it starts from zero."""
+        self.settle()
+        self.worker, self.server = worker, server
 
 
 class ServedModel:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+import ringway._core as _core
 from ringway import call as ops
 from ringway.backends.nccl.group import Nccl
 from ringway.backends.registry import user_spelling
@@ -45,10 +47,10 @@ class Bridge(c10d.ProcessGroup):
         `place` is the rank and the size for C++ code, if they are not the communicator's."""
         rank, size = place or (communicator.rank, communicator.size)
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.communicator = communicator
         self._name = name
         self._collecting: list[Work] | None = None
         self._split = split
+        self._connect(communicator)
         # The objects themselves: torch would return another one for gloo, which does not report timeout changes.
         self._torchs = torchs
         custom, nccl = c10d.ProcessGroup.BackendType.CUSTOM, c10d.ProcessGroup.BackendType.NCCL
@@ -58,6 +60,22 @@ class Bridge(c10d.ProcessGroup):
             if isinstance(backend, (Gloo, Nccl)):
                 backend.timeout_changed = weak_method(communicator.set_timeout)
 
+    def _connect(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        communicator.paths.changed = weak_method(self._bind_methods)
+        self._bind_methods()
+
+    def _bind_methods(self) -> None:
+        """Methods whose calls a native fast path takes are replaced by it, for as long as it is open."""
+        calls, streams = self.communicator.calls, self.communicator.paths.streams
+        for name, op in _METHODS.items():
+            path = streams.get(op.code)
+            if path is None:
+                self.__dict__.pop(name, None)
+            else:
+                otherwise = weak_method(MethodType(getattr(type(self), name), self))
+                self.__dict__[name] = _core.BridgeMethod(op.code, path, otherwise, calls.fast_failure)
+
     def __repr__(self) -> str:
         backend, own = user_spelling(self._name), self.communicator
         return f"<ringway group {own.name}: {backend}, rank {own.rank} of {own.size}>"
@@ -65,6 +83,11 @@ class Bridge(c10d.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         # Not the backend's own name: torch assumes that a group named gloo or nccl is its own class.
         return self._name
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """torch 2.15 would say yes: it asks the gloo group that it knows behind this one."""
+        return False
 
     def _issue(self, call: Call, opts: Any) -> Work | None:
         call.async_op = bool(getattr(opts, "asyncOp", True))
@@ -92,11 +115,6 @@ class Bridge(c10d.ProcessGroup):
         return (Reduce.SUM, None) if op is None else parse_reduce(op)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
-        calls = self.communicator.calls
-        if calls.takes_options:
-            work = calls.issue_fast(ALL_REDUCE.code, tensors, tensors, opts)
-            if work is not NotImplemented:
-                return work
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if len(members) > 1:
             return self.allreduce_coalesced(members, opts)
@@ -113,11 +131,6 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_REDUCE_COALESCED, members, members, reduce, factor), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work | None:  # type: ignore[override]
-        calls = self.communicator.calls
-        if calls.takes_options:
-            work = calls.issue_fast(ops.BROADCAST.code, tensors, tensors, opts)
-            if work is not NotImplemented:
-                return work
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
         if len(members) == 1 and self._fast(ops.BROADCAST, members[0], members[0], opts, root):
@@ -143,11 +156,6 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.ALL_GATHER_COALESCED, inputs, by_input), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
-        calls = self.communicator.calls
-        if calls.takes_options:
-            work = calls.issue_fast(ops.ALL_GATHER_SINGLE.code, output, input, opts)
-            if work is not NotImplemented:
-                return work
         if self._fast(ops.ALL_GATHER_SINGLE, output, input, opts):
             return None
         return self._issue(Call(ops.ALL_GATHER_SINGLE, [input], [output]), opts)
@@ -171,11 +179,6 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.REDUCE_SCATTER, list(inputs[0]), list(outputs), reduce, factor), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work | None:  # type: ignore[override]
-        calls = self.communicator.calls
-        if calls.takes_options:
-            work = calls.issue_fast(ops.REDUCE_SCATTER_SINGLE.code, output, input, opts)
-            if work is not NotImplemented:
-                return work
         reduce, factor = self._reduction(opts)
         if self._fast(ops.REDUCE_SCATTER_SINGLE, output, input, opts, reduce=reduce):
             return None
@@ -197,14 +200,8 @@ class Bridge(c10d.ProcessGroup):
         opts: Any = None,
     ) -> Work | None:
         splits = (list(input_splits) or None, list(output_splits) or None)
-        if splits == (None, None):
-            calls = self.communicator.calls
-            if calls.takes_options:
-                work = calls.issue_fast(ops.ALL_TO_ALL_SINGLE.code, output, input, opts)
-                if work is not NotImplemented:
-                    return work
-            if self._fast(ops.ALL_TO_ALL_SINGLE, output, input, opts):
-                return None
+        if splits == (None, None) and self._fast(ops.ALL_TO_ALL_SINGLE, output, input, opts):
+            return None
         call = Call(ops.ALL_TO_ALL_SINGLE, [input], [output], input_splits=splits[0], output_splits=splits[1])
         return self._issue(call, opts)
 
@@ -214,19 +211,9 @@ class Bridge(c10d.ProcessGroup):
         return self._issue(Call(ops.BARRIER, device=device if named else None), opts)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
-        calls = self.communicator.calls
-        if calls.takes_options and len(tensors) == 1 and self._collecting is None:
-            work = calls.start_fast(ops.SEND.code, (), tensors[0], peer, tag=tag)
-            if work is not None:
-                return work
         return self._issue(Call(ops.SEND, list(tensors), (), peer=peer, tag=tag), None)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work | None:  # type: ignore[override]
-        calls = self.communicator.calls
-        if calls.takes_options and len(tensors) == 1 and self._collecting is None:
-            work = calls.start_fast(ops.RECV.code, tensors[0], (), peer, tag=tag)
-            if work is not None:
-                return work
         return self._issue(Call(ops.RECV, (), list(tensors), peer=peer, tag=tag), None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work | None:  # type: ignore[override]
@@ -281,6 +268,21 @@ class Bridge(c10d.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+_METHODS = {
+    "allreduce": ops.ALL_REDUCE,
+    "broadcast": ops.BROADCAST,
+    "all_gather_single": ops.ALL_GATHER_SINGLE,
+    "_allgather_base": ops.ALL_GATHER_SINGLE,
+    "reduce_scatter_single": ops.REDUCE_SCATTER_SINGLE,
+    "_reduce_scatter_base": ops.REDUCE_SCATTER_SINGLE,
+    "all_to_all_single": ops.ALL_TO_ALL_SINGLE,
+    "alltoall_base": ops.ALL_TO_ALL_SINGLE,
+    "send": ops.SEND,
+    "recv": ops.RECV,
+}
+"""Those that a fast path may take, by name."""
 
 
 def _unchanged(error: BaseException | None) -> BaseException | None:

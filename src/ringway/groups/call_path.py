@@ -52,8 +52,6 @@ class CallPath:
         self._timeout: float | None = None
         self._across_hosts: HostComparison | None = None
         self._created: Any = None
-        self.takes_options = False
-        """Whether a fast path takes calls with torch's options."""
         self.refresh()
 
     def compare(self, board: _core.CallBoard, created: Any) -> None:
@@ -76,7 +74,6 @@ class CallPath:
             self._paths.open(self._devices.made(), self._health)
         else:
             self._paths.close()
-        self.takes_options = any(self._paths.issues)
 
     def set_timeout(self, seconds: float) -> None:
         """The deadline of calls that name none, from now on."""
@@ -107,17 +104,9 @@ class CallPath:
             raise self._health.fail(error) from None
         return None
 
-    def issue_fast(self, op: int, outputs: Any, inputs: Any, options: Any) -> Work | None:
-        """What a fast path returns for a call with torch's options: its Work, or None if it is synchronous. If
-        NotImplemented, nothing has happened."""
-        try:
-            for issue in self._paths.issues[op]:
-                work: Any = issue(op, outputs, inputs, options)
-                if work is not NotImplemented:
-                    return work
-        except _FAST_FAILURES as error:
-            raise self._health.fail(error) from None
-        return NotImplemented
+    def fast_failure(self, error: BaseException) -> BaseException:
+        """What to raise for an error of a fast path."""
+        return self._health.fail(error) if isinstance(error, _FAST_FAILURES) else error
 
     def issue(self, call: Call) -> Work | None:
         """Checks, numbers, records and starts a call. Returns a Work if the call is asynchronous."""

@@ -50,10 +50,12 @@ from ringway.groups.object_frames import Frames
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.launch.secret import given_key
 from ringway.store import key_of
-from ringway.work import Sent, Work, seconds
+from ringway.work import Work, seconds, sent
 
 _SUM = ReduceOp.SUM
 _ALL_REDUCE = ALL_REDUCE.code
+_SEND, _RECV = SEND.code, RECV.code
+_NO_TAG = 0
 _MOST_TAG = 2**31 - 1
 
 
@@ -77,9 +79,9 @@ class Communicator:
         self.ranks = self.members.ranks
         self.record = _core.GroupRecord(recorder, info.name, info.size, self.ranks)
         self.devices = Devices(info.name, backends)
-        paths = FastPaths(self.record)
-        self.health = Health(self, info.name, self.record, self.devices, paths, listeners)
-        self.calls = CallPath(info, recorder, self.record, self.health, self.devices, paths, listeners)
+        self.paths = FastPaths(self.record)
+        self.health = Health(self, info.name, self.record, self.devices, self.paths, listeners)
+        self.calls = CallPath(info, recorder, self.record, self.health, self.devices, self.paths, listeners)
         self._barriers = 0
         self.spans_hosts = False
 
@@ -405,12 +407,12 @@ class Communicator:
         peer = self.members.place("dst", dst, group_dst)
         if peer == self.rank:
             raise UsageError("a rank cannot send to itself")
-        tag = _tag(tag)
-        if label is None and self.calls.run_fast(SEND.code, (), tensor, peer, tag, not async_op):
-            return Sent() if async_op else None
-        if label is None and async_op:
-            work = self.calls.start_fast(SEND.code, (), tensor, peer, tag=tag)
-            if work is not None:
+        if tag is not _NO_TAG:
+            tag = _tag(tag)
+        if label is None:
+            if self.calls.run_fast(_SEND, (), tensor, peer, tag, not async_op):
+                return sent() if async_op else None
+            if async_op and (work := self.calls.start_fast(_SEND, (), tensor, peer, tag=tag)) is not None:
                 return work
         return self.calls.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
@@ -424,8 +426,10 @@ class Communicator:
         log_name: str | None = None,
     ) -> int:
         """Returns the global rank that the message came from."""
-        peer, tag = self._source(src, group_src), _tag(tag)
-        if log_name is None and self.calls.run_fast(RECV.code, tensor, (), peer, tag):
+        peer = self._source(src, group_src)
+        if tag is not _NO_TAG:
+            tag = _tag(tag)
+        if log_name is None and self.calls.run_fast(_RECV, tensor, (), peer, tag):
             return self.ranks[peer]
         call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
         self.calls.issue(call)
@@ -440,8 +444,10 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        peer, tag = self._source(src, group_src), _tag(tag)
-        if log_name is None and (work := self.calls.start_fast(RECV.code, tensor, (), peer, tag=tag)) is not None:
+        peer = self._source(src, group_src)
+        if tag is not _NO_TAG:
+            tag = _tag(tag)
+        if log_name is None and (work := self.calls.start_fast(_RECV, tensor, (), peer, tag=tag)) is not None:
             return work
         return self.calls.issue(Call(RECV, (), (tensor,), peer=peer, tag=tag, async_op=True, label=log_name))
 

@@ -56,15 +56,23 @@ def torch_spelling(backend: str) -> str:
 
 
 def create_world(
-    backend: str, timeout: timedelta | None, rank: int, size: int, store: c10d.Store | None, **options: Any
+    backend: str,
+    timeout: timedelta | None,
+    rank: int,
+    size: int,
+    store: c10d.Store | None,
+    *,
+    named: str | None = None,
+    **options: Any,
 ) -> None:
-    """Has torch create the world's group, in a store that all ranks have reached."""
+    """Has torch create the world's group, in a store that all ranks have reached. torch names it by a number; `named`
+    is what messages and traces call it."""
     for name in registry.parse(backend).values():
         what = obstacle(name) if name in _TORCHS else None
         if what is not None:
             raise BackendUnavailable(name, what.reason, remedy=what.remedy)
     try:
-        with world.binding(options.get("device_id")):
+        with world.binding(options.get("device_id")), world.naming(named):
             c10d.init_process_group(
                 torch_spelling(backend), timeout=timeout, world_size=size, rank=rank, store=store, **options
             )
@@ -87,7 +95,7 @@ def _make_bridge(registration: registry.Registration, options: Any, extra: Any) 
         size=size,
         ranks=list(options.global_ranks_in_group) or list(range(size)),
         store=_admitted(options),
-        name=options.group_id,
+        name=world.next_name or options.group_id,
         timeout=options.timeout.total_seconds(),
         options=extra,
         split_from=torch_versions.split_source(options),
@@ -103,12 +111,18 @@ def _others(registration: registry.Registration, info: GroupInfo) -> dict[str, C
     return {device: partial(registry.make, other, _apart(info, device)) for device, other in others}
 
 
+def require_changeable(backend: str) -> None:
+    """Refuses backends whose processes cannot change."""
+    for name in registry.parse(backend).values():
+        if name in ("mpi", "hierarchical_mpi", "torch:mpi"):
+            raise UsageError(
+                f"groups on '{name}' cannot change their members: MPI fixes its processes when they start. Use shm, "
+                "gloo or hierarchical"
+            )
+
+
 def _make_reconfigurable(registration: registry.Registration, options: Any, extra: Any) -> ReconfigurableBridge:
-    if registration.name in ("mpi", "hierarchical_mpi"):
-        raise UsageError(
-            f"groups on '{registration.name}' cannot be reconfigured: MPI fixes its processes when they start. Use shm "
-            "or gloo"
-        )
+    require_changeable(registration.name)
     base = of_this_attempt(options.store)
 
     def form(
@@ -179,6 +193,8 @@ def _behind(
     torchs = {device: one.torch_group for device, one in backends.items() if one.torch_group is not None}
     if "cpu" in registration.devices:
         torchs["cpu"] = backend.torch_group or make_gloo(_apart(info, "inner"), loopback=registration.one_host)
+        # torch's own gloo takes CUDA tensors too, if no other backend of torch's does.
+        torchs |= {device: torchs["cpu"] for device in others if device not in torchs}
     elif "cpu" not in backends:
         backends["cpu"] = partial(GlooBackend, _apart(info, "cpu"))  # made by the first CPU tensor
     info = replace(info, mark=mark_of(info))

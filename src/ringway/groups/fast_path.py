@@ -12,10 +12,8 @@ from ringway.call import BARRIER, OPS, Reduce
 
 Run = Callable[[int, Any, Any, int, int, bool], bool]
 Start = Callable[[int, Any, Any, int, Reduce, int], Any]
-Issue = Callable[[int, Any, Any, Any], Any]
 _NO_RUNS: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
 _NO_STARTS: tuple[tuple[Start, ...], ...] = ((),) * len(OPS)
-_NO_ISSUES: tuple[tuple[Issue, ...], ...] = ((),) * len(OPS)
 
 
 class FastPaths:
@@ -29,14 +27,16 @@ class FastPaths:
         several devices costs them nothing more."""
         self.starts = _NO_STARTS
         """By the op's code: the `start` of each path that takes asynchronous calls."""
-        self.issues = _NO_ISSUES
-        """By the op's code: the `issue` of each path that takes calls with torch's options."""
+        self.streams: dict[int, _core.StreamFastPath] = {}
+        """By the op's code: the path that takes a bridge's calls."""
+        self.changed: Callable[[], object] = lambda: None
+        """Called when `streams` has changed."""
 
     def open(self, backends: Iterable[Backend], health: Health) -> None:
         """Opens the paths of these backends, the first device's first. A barrier has no device: it is the first's."""
         by_op: list[list[Run]] = [[] for _ in OPS]
         starts: list[list[Start]] = [[] for _ in OPS]
-        issues: list[list[Issue]] = [[] for _ in OPS]
+        streams: dict[int, _core.StreamFastPath] = {}
         for number, backend in enumerate(backends):
             if backend not in self._offered:
                 # Weakly: the group's health holds its paths.
@@ -47,14 +47,20 @@ class FastPaths:
                         by_op[op.code].append(path.run)
                         if type(path).start is not _core.FastPath.start:
                             starts[op.code].append(path.start)
-                        if type(path).issue is not _core.FastPath.issue:
-                            issues[op.code].append(path.issue)
+                        if isinstance(path, _core.StreamFastPath):
+                            streams.setdefault(op.code, path)
         self.by_op = tuple(tuple(paths) for paths in by_op)
         self.starts = tuple(tuple(paths) for paths in starts)
-        self.issues = tuple(tuple(paths) for paths in issues)
+        self._set_streams(streams)
+
+    def _set_streams(self, streams: dict[int, _core.StreamFastPath]) -> None:
+        if streams != self.streams:
+            self.streams = streams
+            self.changed()
 
     def close(self) -> None:
-        self.by_op, self.starts, self.issues = _NO_RUNS, _NO_STARTS, _NO_ISSUES
+        self.by_op, self.starts = _NO_RUNS, _NO_STARTS
+        self._set_streams({})
 
     def clear(self) -> None:
         """The group is over: the paths go with its backends."""

@@ -84,11 +84,17 @@ class Health:
         error = self._explained(error)
         if isinstance(error, CollectiveMismatch):
             self._devices.abandon()
+            if isinstance(self.fault, PeerLost):  # another rank found the difference first, and aborted the group
+                self.fault = error
         self.poison(error)
         if first:
             self._devices.failed(self.fault or error)
         # Another rank's report may have arrived by now. Later calls raise that one, so this call does too.
         return self.fault if first and self.fault is not None else error
+
+    def settle(self, error: BaseException) -> BaseException:
+        """A call in flight failed. Returns what to raise: what ended the group, if it was not this call."""
+        return self._pending_end_with or self.fail(error)
 
     def _explained(self, error: BaseException) -> BaseException:
         """What the listeners make of an error that ends the group. One of them tells the other ranks."""
@@ -126,10 +132,18 @@ class Health:
         what = f"interrupted by {type(error).__name__} in the middle of a call of the group {self._name}"
         fault = RingwayError(f"this rank was {what}, which has ended; make a new group")
         fault.__cause__ = error
+        self._leave(f"was {what}, which has ended", fault, isinstance(error, Exception))
+
+    def device_failed(self, error: BaseException) -> None:
+        """The device of this rank is of no more use to this process. The other ranks are told that this one is lost."""
+        if self.fault is None:
+            self._leave(f"has lost its device: {error}", error, True)
+
+    def _leave(self, why: str, fault: BaseException, tell: bool) -> None:
         group = self._group()
-        if group is not None and isinstance(error, Exception):  # an interrupt must not wait for the store
+        if group is not None and tell:  # an interrupt must not wait for the store
             me = group.ranks[group.rank]
-            self._explained(PeerLost(f"rank {me} was {what}, which has ended", rank=me))
+            self._explained(PeerLost(f"rank {me} {why}", rank=me))
         self.end(fault)
 
     def pending(self, work: Work) -> None:

@@ -18,6 +18,11 @@ class Members:
 
     def place(self, name: str, rank: int | None, group_rank: int | None, default: int | None = None) -> int:
         """The rank in the group, from a global rank or from the group's own; `name` is the parameter's, for errors."""
+        if group_rank is None:
+            if type(rank) is int and (place := self._place.get(rank)) is not None:
+                return place
+        elif rank is None and type(group_rank) is int and 0 <= group_rank < len(self.ranks):
+            return group_rank
         if rank is not None and group_rank is not None:
             raise UsageError(f"pass {name} or group_{name}, not both")
         if group_rank is None and rank is None:

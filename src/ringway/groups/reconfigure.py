@@ -89,7 +89,8 @@ class ReconfigurableBridge(Bridge):
         self._used.add(opts.uuid)
         limit = seconds(getattr(opts, "timeout", None)) or self.communicator.info.timeout
         self.communicator.close(wait=False)
-        self.communicator, self._torchs = self._form(handles, handles.index(self._handle), opts.uuid, limit)
+        communicator, self._torchs = self._form(handles, handles.index(self._handle), opts.uuid, limit)
+        self._connect(communicator)
         ranks = c10d_module._world.pg_group_ranks
         if self in ranks:
             ranks[self] = {rank: rank for rank in range(len(handles))}

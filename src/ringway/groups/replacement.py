@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d_module
 
 from ringway.backends.base import GroupInfo
 from ringway.backends.exchange import exchange
-from ringway.backends.select import Obstacle, RankFacts, for_cpu, obstacle
+from ringway.backends.select import Choice, Obstacle, RankFacts, for_cpu, obstacle
 from ringway.backends.several.hosts import host_identity
 from ringway.errors import ConfigError
 from ringway.groups.bridge import Bridge
@@ -114,9 +114,19 @@ def _choose(arguments: Mapping[str, Any]) -> str:
         timeout=timeout.total_seconds(),
         process=world.process,
     )
+    choice = choose(info)
+    if rank == 0 and world_group:
+        done = "stays" if choice.backend == "gloo" else f"is replaced by {choice.backend}"
+        print(f"ringway: {VARIABLE}={ONLY}: gloo {done} ({choice.reason})", file=sys.stderr, flush=True)
+    return choice.backend
+
+
+def choose(info: GroupInfo) -> Choice:
+    """The backend for CPU tensors of a group, from what its members say about themselves: every member calls this, and
+    all get the same."""
     lacks = obstacle("shm")
     mine = {"host": host_identity(), "uid": os.geteuid(), "lacks": None if lacks is None else lacks.reason}
-    said = [json.loads(value) for value in exchange(info, "replace", json.dumps(mine).encode())]
+    said = [json.loads(value) for value in exchange(info, "backend", json.dumps(mine).encode())]
     home = (said[0]["host"], said[0]["uid"])
     facts = {
         member: RankFacts(
@@ -127,8 +137,4 @@ def _choose(arguments: Mapping[str, Any]) -> str:
         )
         for member, one in enumerate(said)
     }
-    choice = for_cpu(LaunchInfo(rank=rank, size=size, source="torch.distributed"), facts)
-    if rank == 0 and world_group:
-        done = "stays" if choice.backend == "gloo" else f"is replaced by {choice.backend}"
-        print(f"ringway: {VARIABLE}={ONLY}: gloo {done} ({choice.reason})", file=sys.stderr, flush=True)
-    return choice.backend
+    return for_cpu(LaunchInfo(rank=info.rank, size=info.size, source="torch.distributed"), facts)

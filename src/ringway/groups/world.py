@@ -57,6 +57,8 @@ class World:
         """The job's store, if ringway started the job: torch's C++ code holds only the C++ half of a store written in
         Python."""
         self.makes_reconfigurable = False
+        self.next_name: str | None = None
+        """What messages and traces call the next group, if not by torch's name."""
         self._binding: torch.device | None = None
         self._adopting = threading.Lock()
         self._left_behind: weakref.WeakSet[c10d.ProcessGroup] = weakref.WeakSet()
@@ -155,6 +157,15 @@ class World:
     def reconfigured(self) -> None:
         """A group has another communicator: look for the default group's again."""
         self._default = None
+
+    @contextmanager
+    def naming(self, name: str | None) -> Iterator[None]:
+        """Groups made inside have this name in messages and traces."""
+        self.next_name = name
+        try:
+            yield
+        finally:
+            self.next_name = None
 
     @contextmanager
     def reconfigurable(self) -> Iterator[None]:

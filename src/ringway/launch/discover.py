@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from ringway.errors import DiscoveryError, UsageError
 from ringway.launch.ancestry import Ancestor, Ancestry, ancestors, setter
 from ringway.launch.ask_mpi import ask_mpi, described, mpi_launcher
+from ringway.launch.ask_ray import ask_ray
 from ringway.launch.info import MAX_RANKS, LaunchInfo, Variables
 from ringway.launch.sources import LOOPBACK, NO_LAUNCHER, SOURCES, Source, alone
 
@@ -77,6 +78,9 @@ def explore(
         chosen = _from_arguments(environ, rank, size, init_method, launcher)
         return Discovery(chosen, (Seen(chosen.source, chosen), *seen))
     if not seen:
+        by_ray = None if ancestry is None else ask_ray()  # only about this process, not about a given environment
+        if by_ray is not None:
+            return Discovery(by_ray, (Seen(by_ray.source, by_ray),))
         info = alone(environ)
         above = None if ancestry is None else mpi_launcher(ancestry)
         if above is not None:

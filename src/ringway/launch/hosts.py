@@ -50,7 +50,7 @@ class Launchers:
     """The launchers of a run, as one of them sees the others."""
 
     def __init__(self, store: RunStore, facts: Facts, number: int) -> None:
-        self._store = store
+        self.store = store
         self.facts = facts
         self.number = number
         """This host's. The one with the store is 0."""
@@ -59,7 +59,7 @@ class Launchers:
     def fail(self, what: str) -> None:
         """A rank of this host has failed."""
         with suppress(DistError):  # the others learn it from the store's end
-            self._store.compare_set(_FAILED, "", f"host {self.number} ({socket.gethostname()}): {what}")
+            self.store.compare_set(_FAILED, "", f"host {self.number} ({socket.gethostname()}): {what}")
 
     def failure(self) -> str | None:
         """Why the ranks of this host must end: what failed on another."""
@@ -67,7 +67,7 @@ class Launchers:
             return None
         self._next_look = time.monotonic() + _LOOK_SECONDS
         try:
-            return self._store.get(_FAILED).decode(errors="replace") if self._store.check([_FAILED]) else None
+            return self.store.get(_FAILED).decode(errors="replace") if self.store.check([_FAILED]) else None
         except DistError:
             return "the launcher with the job's store is gone, or out of reach"
 
@@ -76,10 +76,10 @@ class Launchers:
         those that have joined, or for all hosts of the run if its ranks have `finished`."""
         fewest = self.facts.hosts if finished and self.facts.fewest is None else 1
         with suppress(DistError):
-            self._store.add(_DONE, 1)
+            self.store.add(_DONE, 1)
             deadline = time.monotonic() + grace
             while self.number == 0 and time.monotonic() < deadline:
-                if self._store.add(_DONE, 0) >= max(fewest, self._store.add(_JOINED, 0)):
+                if self.store.add(_DONE, 0) >= max(fewest, self.store.add(_JOINED, 0)):
                     return
                 time.sleep(_PAUSE)
 

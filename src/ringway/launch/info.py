@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from ringway.errors import DiscoveryError
 
+LOOPBACK = "127.0.0.1"
+"""The address at which ranks that are all on one host meet."""
 MAX_RANKS = 1 << 24
 """More ranks than any machine has: a larger number is a mistake."""
 

@@ -11,7 +11,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import IO, TextIO
 
 from ringway.threads import start
@@ -25,9 +25,10 @@ _POLL = 0.05
 class Output:
     """Shows the output of all ranks. Lines begin with their rank if they are `labelled`."""
 
-    def __init__(self, labelled: bool = True) -> None:
+    def __init__(self, labelled: bool = True, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """`aside` is entered while a line is written to a terminal."""
         self._labelled = labelled
-        self._streams = _Shared(sys.stdout), _Shared(sys.stderr)
+        self._streams = _Shared(sys.stdout, aside), _Shared(sys.stderr, aside)
         self._threads: list[threading.Thread] = []
         self._ended = os.eventfd(0)
         """Readable once the ranks have ended."""
@@ -53,16 +54,17 @@ class Output:
 class _Shared:
     """A stream that several threads write to, one whole line at a time."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, aside: Callable[[], AbstractContextManager[None]]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A rank may print characters that the terminal's encoding lacks: escape them instead of failing.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
         self._stream = stream
+        self._aside = aside if stream.isatty() else nullcontext
         self._lock = threading.Lock()
 
     def write(self, text: str) -> None:
         # If nobody reads the launcher's output any more, the ranks go on, and their pipes must not fill up.
-        with self._lock, suppress(OSError, ValueError):
+        with self._lock, self._aside(), suppress(OSError, ValueError):
             self._stream.write(text)
 
 

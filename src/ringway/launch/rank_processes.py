@@ -13,6 +13,7 @@ from typing import Any
 
 from ringway.descriptors import is_shortage
 from ringway.errors import UsageError
+from ringway.launch.binding import Binding, bound
 from ringway.launch.guard import Guard
 from ringway.launch.output import Output
 
@@ -25,9 +26,11 @@ class RankProcesses:
     """The processes of the ranks of one launcher, each in a session of its own. Methods count them from 0; `first` is
     the first one's rank in the job."""
 
-    def __init__(self, mark: str, output: Output, first: int) -> None:
+    def __init__(self, mark: str, output: Output, first: int, bindings: Sequence[Binding] | None = None) -> None:
+        """`bindings` say on which CPUs each of them runs."""
         self._output = output
         self._first = first
+        self._bindings = bindings
         self._guard = Guard(mark)
         self._all: list[subprocess.Popen[bytes]] = []
         self._before: list[subprocess.Popen[bytes]] = []
@@ -47,13 +50,14 @@ class RankProcesses:
 
     def _started(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         try:
-            process = subprocess.Popen(
-                list(command),
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+            with bound(None if self._bindings is None else self._bindings[rank]):
+                process = subprocess.Popen(
+                    list(command),
+                    env={**os.environ, **environment},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
         except OSError as error:
             if is_shortage(error):
                 raise

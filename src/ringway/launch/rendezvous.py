@@ -23,16 +23,17 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed import DistError
 
 from ringway.descriptors import is_shortage, shortage_named
-from ringway.errors import DiscoveryError, RendezvousError
+from ringway.errors import DiscoveryError, RendezvousError, UsageError
 from ringway.keys import Key
 from ringway.launch import ports
-from ringway.launch.attempts import Attempt, must_agree
+from ringway.launch.attempts import Attempt, must_agree, of_this_attempt
 from ringway.launch.discover import discover
 from ringway.launch.identity import IDENTITY, Job, recognize, signature
 from ringway.launch.info import LaunchInfo
 from ringway.launch.roll_call import Place, roll_call
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import job_secret
+from ringway.launch.witness import RedisStore
 from ringway.store import Deadline, KeyedStore, WatchedStore
 from ringway.threads import start
 
@@ -57,12 +58,26 @@ def rendezvous(
 
 class LastingStore:
     """The store of a job whose ranks come and go. Every rank that signs up in it has the job's secret: the store is
-    private, or what it holds is sealed."""
+    private, or what it holds is sealed. With `witness`, a URL, it is on that server (`witness.py`)."""
 
-    def __init__(self, info: LaunchInfo, timeout: float, *, token: str = "", require_secret: bool = False) -> None:
-        job = Job.of(info, token, require_secret)
+    def __init__(
+        self,
+        info: LaunchInfo,
+        timeout: float,
+        *,
+        token: str = "",
+        require_secret: bool = False,
+        witness: str | None = None,
+    ) -> None:
+        job, info = Job.of(info, token, require_secret), replace(info, size=0)
         with shortage_named("the rendezvous"):
-            self._inner, _, _, job = _meet(replace(info, size=0), job, Deadline(timeout))
+            if witness is None:
+                self._inner, _, _, job = _meet(info, job, Deadline(timeout))
+            else:
+                self._inner = _at_witness(witness, info, job, timeout)
+        # torchrun on one host restarts all ranks, with a new secret. On several hosts, ranks that it restarts may find
+        # others that live, so all attempts share one list of ranks.
+        self._inner = of_this_attempt(self._inner)
         self._key = job.key
         self.store = self._sealed(self._inner, job.key.derive("elastic"))
 
@@ -73,6 +88,21 @@ class LastingStore:
         """The part of one generation of ranks. `watch` raises if one of them is gone."""
         key = self._key.derive("generation", str(generation))
         return WatchedStore(self._sealed(PrefixStore(f"generation {generation}", self._inner), key), key, watch)
+
+
+def _at_witness(url: str, info: LaunchInfo, job: Job, timeout: float) -> Store:
+    if not job.name:
+        raise UsageError(
+            "a witness may serve several jobs, and nothing tells this one from others: set RINGWAY_JOB_TOKEN to a name "
+            "of the job, the same on all its ranks"
+        )
+    try:
+        store = RedisStore(url, job.digest, timeout)
+        recognize(store, info, job, Place(f"the witness {store}"), _patience(Deadline(timeout)))
+    except DistError as error:
+        raise RendezvousError(str(error)) from error
+    _hosted[:] = [store]
+    return store
 
 
 def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, require_secret: bool) -> Store:

@@ -11,24 +11,30 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch._C._distributed_c10d import Store
+
 from ringway.descriptors import shortage_named
 from ringway.launch import hosts, ports
+from ringway.launch.binding import Binding
 from ringway.launch.cpus import usable_cpus
 from ringway.launch.guard import MARK
 from ringway.launch.identity import job_key
 from ringway.launch.invitation import Invitation
+from ringway.launch.live import Progress, Standing
 from ringway.launch.output import Output
 from ringway.launch.rank_processes import RankProcesses, Signals
-from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret
+from ringway.launch.run_store import RunStore
+from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret, given_key
 from ringway.launch.sources import LOOPBACK
 from ringway.launch.store_server import PrivateSocket, StoreServer
 
 ON_DEATH = ("stop", "keep")
 _POLL = 0.05
+_STORE_SECONDS = 30.0
 _LONGEST_PAUSE = 30.0  # before a rank is started again
 
 
@@ -39,6 +45,8 @@ class Elastic:
 
     fewest: int = 1
     restarts: int = 3
+    look: Callable[[Store], Standing | None] | None = None
+    """Reads who is in the job from its store."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Outcome:
 
     code: int
     summary: str
+    interrupted: bool = False
+    """Whether a signal to the launcher ended the run, rather than a rank's own failure."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +75,13 @@ def run(
     grace: int = 30,
     elastic: Elastic | None = None,
     listen: Listen | None = None,
+    bindings: Sequence[Binding] | None = None,
 ) -> Outcome:
     """Start `ranks` copies of a command and wait for them to end.
 
     With `on_death="stop"`, the first rank that fails ends the others, which get `grace` seconds to exit; with "keep",
-    they continue without it. With `elastic`, it is started again. Processes that ranks started and left behind end with
+    they continue without it. With `elastic`, it is started again. `bindings` say on which CPUs each rank of this host
+    runs. Processes that ranks started and left behind end with
     the run, or with the launcher, even if that is killed.
     """
     fewest = None if elastic is None else elastic.fewest
@@ -77,29 +89,39 @@ def run(
         if listen is not None:
             with hosts.hosted(listen.place, ranks, listen.hosts, fewest) as (variables, address, launchers):
                 _say(f"on each other host: ringway run --join {address} -n {ranks} ...")
-                local = LocalRanks(ranks, ranks * listen.hosts)
-                return _run(command, local, variables, on_death, grace, elastic, launchers)
+                local = LocalRanks(ranks, ranks * listen.hosts, bindings=bindings)
+                return _run(command, local, variables, on_death, grace, elastic, launchers, launchers.store)
+        local = LocalRanks(ranks, ranks, bindings=bindings)
         with store_of_a_run() as variables:
             if elastic is None:
-                return _run(command, LocalRanks(ranks, ranks), variables, on_death, grace)
+                return _run(command, local, variables, on_death, grace)
             environment = {**variables, "RINGWAY_MIN_RANKS": str(elastic.fewest)}
             with Invitation(environment, ranks):
                 _say(f"more ranks can join with: ringway run --join {os.getpid()} -n 1 ...")
-                return _run(command, LocalRanks(ranks, ranks), environment, on_death, grace, elastic)
+                store = _client(variables)
+                return _run(command, local, environment, on_death, grace, elastic, store=store)
 
 
-def join(command: Sequence[str], ranks: int, where: str, *, on_death: str = "stop", grace: int = 30) -> Outcome:
+def join(
+    command: Sequence[str],
+    ranks: int,
+    where: str,
+    *,
+    on_death: str = "stop",
+    grace: int = 30,
+    bindings: Sequence[Binding] | None = None,
+) -> Outcome:
     """Start `ranks` copies of a command for the run of another launcher: by its pid, if that is an elastic run of this
     user on this host, or by the HOST:PORT at which it listens."""
     if where.isascii() and where.isdigit():
         variables, size = Invitation.of(int(where))
-        return _run(command, LocalRanks(ranks, size, later=True), variables, "keep", grace)
+        return _run(command, LocalRanks(ranks, size, later=True, bindings=bindings), variables, "keep", grace)
     variables, launchers = hosts.joined(where, ranks)
     facts, number = launchers.facts, launchers.number
     if facts.fewest is not None:
-        local = LocalRanks(ranks, facts.ranks * facts.hosts, later=True)
+        local = LocalRanks(ranks, facts.ranks * facts.hosts, later=True, bindings=bindings)
         return _run(command, local, variables, "keep", grace, launchers=launchers)
-    local = LocalRanks(ranks, ranks * facts.hosts, first=ranks * number, host=number)
+    local = LocalRanks(ranks, ranks * facts.hosts, first=ranks * number, host=number, bindings=bindings)
     return _run(command, local, variables, on_death, grace, launchers=launchers)
 
 
@@ -113,6 +135,7 @@ class LocalRanks:
     host: int = 0
     later: bool = False
     """They join a job that exists: any rank below `size` will do."""
+    bindings: Sequence[Binding] | None = None
 
     def environment(self, number: int) -> dict[str, str]:
         rank = min(number, self.size - 1) if self.later else self.first + number
@@ -126,7 +149,8 @@ class LocalRanks:
             "PYTHONUNBUFFERED": "1",
         }
         if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(max(1, usable_cpus() // self.ranks))
+            threads = usable_cpus() // self.ranks if self.bindings is None else self.bindings[number].threads
+            environment["OMP_NUM_THREADS"] = str(max(1, threads))
         return environment
 
 
@@ -150,6 +174,12 @@ def store_of_a_run() -> Iterator[dict[str, str]]:
             store.close()
 
 
+def _client(variables: Mapping[str, str]) -> RunStore:
+    """The launcher's own connection to the store of its run."""
+    key = job_key(given_key(variables), variables["RINGWAY_RUN_ID"], os.environ.get("RINGWAY_JOB_TOKEN", ""))
+    return RunStore(variables["RINGWAY_RUN_STORE"], key, _STORE_SECONDS)
+
+
 def _run(
     command: Sequence[str],
     local: LocalRanks,
@@ -158,12 +188,14 @@ def _run(
     grace: int,
     elastic: Elastic | None = None,
     launchers: hosts.Launchers | None = None,
+    store: RunStore | None = None,
 ) -> Outcome:
     started = time.monotonic()
-    output = Output(labelled=local.size > 1 or local.later or elastic is not None)
+    progress = Progress(store, None if elastic is None else elastic.look)
+    output = Output(local.size > 1 or local.later or elastic is not None, progress.line.aside)
     with Signals() as signals:
         mark = secrets.token_hex(16)
-        processes = RankProcesses(mark, output, local.first)
+        processes = RankProcesses(mark, output, local.first, local.bindings)
         environments = [{**local.environment(number), **variables, MARK: mark} for number in range(local.ranks)]
         elsewhere = _Elsewhere(launchers, ends_us=on_death == "stop" and elastic is None)
         finished = False
@@ -175,7 +207,7 @@ def _run(
             if elastic is None:
                 failed, stopped = _supervise(processes, signals, on_death, elsewhere)
             else:
-                failed, stopped = _supervise_elastic(processes, signals, elastic, command, environments)
+                failed, stopped = _supervise_elastic(processes, signals, elastic, command, environments, progress)
             ended_by = signals.ending
             if failed or ended_by is not None:
                 elsewhere.fail(_outcome(processes, failed, [], started).summary if failed else "it was interrupted")
@@ -186,8 +218,9 @@ def _run(
             elsewhere.leave(grace, finished)
             known = signals.count
             output.close(lambda: signals.count > known)
+            progress.line.close()
     if ended_by is not None:
-        return Outcome(128 + ended_by, f"ended by {_signal_name(ended_by)} after {_seconds(started)}")
+        return Outcome(128 + ended_by, f"ended by {_signal_name(ended_by)} after {_seconds(started)}", interrupted=True)
     if elsewhere.failure is not None:
         return Outcome(1, f"stopped after {_seconds(started)}: {elsewhere.failure}")
     return _outcome(processes, failed, stopped, started)
@@ -238,6 +271,7 @@ def _supervise_elastic(
     elastic: Elastic,
     command: Sequence[str],
     environments: Sequence[dict[str, str]],
+    progress: Progress,
 ) -> tuple[list[int], list[int]]:
     """Start ranks that fail again, until all have ended or too few are left. Once a rank has finished, the job is done,
     and no rank is started again. Returns the ranks that failed for good, and those that still run."""
@@ -258,20 +292,28 @@ def _supervise_elastic(
                 pause = min(2.0 ** restarts[rank], _LONGEST_PAUSE)
                 due[rank] = time.monotonic() + pause
                 restarts[rank] += 1
-                _say(f"{line}; it starts again in {pause:g} s (restart {restarts[rank]} of {elastic.restarts})")
+                progress.say(f"{line}; it starts again in {pause:g} s (restart {restarts[rank]} of {elastic.restarts})")
             elif code:
                 failed.append(rank)
-                _say(line)
+                progress.say(line)
         if finished:
             due.clear()
         elif len(running) + len(due) < elastic.fewest:
-            _say(f"{len(running)} ranks are left, and the job needs {elastic.fewest}: it ends")
+            progress.say(f"{len(running)} ranks are left, and the job needs {elastic.fewest}: it ends")
             return [*failed, *due], running
         for rank in [rank for rank, moment in due.items() if moment <= time.monotonic()]:
             del due[rank]
             processes.start_again(rank, command, environments[rank])
             running.append(rank)
+        progress.update(
+            {str(rank): processes.pid(rank) for rank in sorted(running)},
+            [_out(rank, due) for rank in range(len(processes)) if rank not in running],
+        )
     return [] if finished else [*failed, *due], running
+
+
+def _out(rank: int, due: Mapping[int, float]) -> str:
+    return f"{rank} (again in {max(due[rank] - time.monotonic(), 0):.0f} s)" if rank in due else str(rank)
 
 
 def _outcome(processes: RankProcesses, failed: list[int], stopped: list[int], started: float) -> Outcome:

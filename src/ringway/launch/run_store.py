@@ -137,7 +137,7 @@ def address_of(place: str) -> tuple[str, int] | None:
 def name_of_run(place: str) -> str:
     """What the server at a place says that its run is called. Anyone may say that: the key of the run proves it."""
     with _connected(place) as connection:
-        return _received(connection, RUN_BYTES).decode("ascii", "replace")
+        return received(connection, RUN_BYTES).decode("ascii", "replace")
 
 
 def _connected(place: str) -> socket.socket:
@@ -154,7 +154,8 @@ def _connected(place: str) -> socket.socket:
     return connection
 
 
-def _received(connection: socket.socket, count: int) -> bytes:
+def received(connection: socket.socket, count: int) -> bytes:
+    """Exactly this many bytes. Raises ConnectionError if the other side closes the connection before."""
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 1 << 20))
@@ -170,11 +171,11 @@ class _Link:
     def __init__(self, place: str, key: Key) -> None:
         self._socket = _connected(place)
         try:
-            _received(self._socket, RUN_BYTES)  # the key is that of one run only
-            server_nonce, client_nonce = _received(self._socket, NONCE_BYTES), os.urandom(NONCE_BYTES)
+            received(self._socket, RUN_BYTES)  # the key is that of one run only
+            server_nonce, client_nonce = received(self._socket, NONCE_BYTES), os.urandom(NONCE_BYTES)
             self._session = Session(key, CLIENT, server_nonce, client_nonce)
             self._socket.sendall(client_nonce + self._session.proof)
-            if not self._session.is_proven_by(_received(self._socket, TAG_BYTES)):
+            if not self._session.is_proven_by(received(self._socket, TAG_BYTES)):
                 raise ConnectionError("it does not have the job's secret")
         except BaseException:
             self._socket.close()
@@ -183,8 +184,8 @@ class _Link:
     def ask(self, request: Sequence[bytes], seconds: float) -> list[bytes]:
         self._socket.settimeout(seconds)
         self._socket.sendall(self._session.frame(request))
-        head = _received(self._socket, HEAD_BYTES)
-        return self._session.opened(head, _received(self._socket, self._session.body_length(head)))
+        head = received(self._socket, HEAD_BYTES)
+        return self._session.opened(head, received(self._socket, self._session.body_length(head)))
 
     def close(self) -> None:
         self._socket.close()

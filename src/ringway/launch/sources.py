@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringway.errors import DiscoveryError
-from ringway.launch.info import LaunchInfo, Variables
+from ringway.launch.ask_ray import REMEDY
+from ringway.launch.info import LOOPBACK, LaunchInfo, Variables
 from ringway.launch.nodelist import expand_hosts, tasks_per_node
 
 Environ = Mapping[str, str]
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def _signs_of_peers(environ: Environ) -> tuple[str, ...]:
     signs = [f"{', '.join(halves)} {'is' if len(halves) == 1 else 'are'} set without RANK"] if halves else []
     ray, mpi = sys.modules.get("ray"), sys.modules.get("mpi4py.MPI")
     if environ.get("RAY_JOB_ID") or (ray is not None and getattr(ray, "is_initialized", bool)()):
-        signs.append("it runs in a Ray job, and Ray tells its workers no rank")
+        signs.append(f"it runs in a Ray job, and Ray tells its workers no rank: {REMEDY}")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
         signs.append(f"MPI has {mpi.COMM_WORLD.Get_size()} ranks")
     return tuple(signs)

@@ -142,13 +142,7 @@ class DiLoCo(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One inner step, and the outer steps that are due."""
-        self.report.begin()
-        loss = self._inner_step(closure)
-        self._steps += 1
-        self.report.steps += 1
-        self.report.ddp_bytes += sum(
-            ring_bytes(fragment.anchor.numel(), self._communicator.size) for fragment in self._fragments
-        )
+        loss = self.inner_step(closure)
         with torch.no_grad():
             for number, fragment in enumerate(self._fragments):
                 offset = number * self.every // len(self._fragments)
@@ -158,7 +152,18 @@ class DiLoCo(Optimizer):
                     self._finish(fragment)
         return loss
 
-    def _inner_step(self, closure: Callable[[], float] | None) -> float | None:
+    def inner_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One inner step alone, for `ElasticRounds`."""
+        self.report.begin()
+        loss = self._step_inside(closure)
+        self._steps += 1
+        self.report.steps += 1
+        self.report.ddp_bytes += sum(
+            ring_bytes(fragment.anchor.numel(), self._communicator.size) for fragment in self._fragments
+        )
+        return loss
+
+    def _step_inside(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -204,10 +209,15 @@ class DiLoCo(Optimizer):
 
     def _finish(self, fragment: Fragment) -> None:
         """Take the outer step, and continue from the new anchor."""
+        self._apply(fragment, self._averaged(fragment))
+
+    def _averaged(self, fragment: Fragment) -> Tensor:
         exchange, fragment.pending = fragment.pending, None
         assert exchange is not None
         with self.report.waiting():
-            mean = self._agreed(exchange)
+            return self._agreed(exchange)
+
+    def _apply(self, fragment: Fragment, mean: Tensor) -> None:
         fragment.anchor.grad = mean
         self.outer_optimizer.step()
         fragment.anchor.grad = None
@@ -228,6 +238,52 @@ class DiLoCo(Optimizer):
             raise error
         return exchange.result
 
+    # Outer steps in two parts, for `ElasticRounds`: only the first communicates
+
+    @property
+    def fragments(self) -> int:
+        return len(self._fragments)
+
+    def averages(self) -> list[Tensor]:
+        """How far the sites have moved on average, by fragment."""
+        with torch.no_grad():
+            for number, fragment in enumerate(self._fragments):
+                self._start(fragment, number)
+            return [self._averaged(fragment) for fragment in self._fragments]
+
+    def outer_step(self, averages: list[Tensor]) -> None:
+        with torch.no_grad():
+            for fragment, mean in zip(self._fragments, averages, strict=True):
+                self._apply(fragment, mean)
+
+    def common_state(self) -> dict[str, Any]:
+        """What all sites agree on."""
+        return {
+            "format": FORMAT,
+            "steps": self._steps,
+            "outer": self.outer_optimizer.state_dict(),
+            "anchors": [fragment.anchor.clone() for fragment in self._fragments],
+        }
+
+    def take_common_state(self, state: Mapping[str, Any]) -> None:
+        self._require_fit(state)
+        self._steps = int(state["steps"])
+        self.outer_optimizer.load_state_dict(state["outer"])
+        with torch.no_grad():
+            for fragment, anchor in zip(self._fragments, state["anchors"], strict=True):
+                fragment.anchor.copy_(anchor)
+
+    def share_anchors(self) -> None:
+        """All sites take the first one's."""
+        for fragment in self._fragments:
+            self._communicator.broadcast(fragment.anchor, src=self._communicator.ranks[0])
+
+    def return_to_anchors(self) -> None:
+        """Forget how far this site has moved."""
+        with torch.no_grad():
+            for fragment in self._fragments:
+                fragment.write(0.0)
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,26 +295,14 @@ class DiLoCo(Optimizer):
             if fragment.pending is not None and fragment.pending.failure() is None
         }
         return {
-            "format": FORMAT,
-            "steps": self._steps,
+            **self.common_state(),
             "inner": [optimizer.state_dict() for optimizer in self.inner_optimizers],
-            "outer": self.outer_optimizer.state_dict(),
-            "anchors": [fragment.anchor.clone() for fragment in self._fragments],
             "pending": pending,
             "feedback": self.feedback.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        if state_dict.get("format") != FORMAT:
-            raise UsageError(f"{name}: cannot read a state of format {state_dict.get('format')!r}, only of {FORMAT}")
-        found = [anchor.numel() for anchor in state_dict["anchors"]]
-        expected = [fragment.anchor.numel() for fragment in self._fragments]
-        if found != expected:
-            raise UsageError(
-                f"{name}: the state has fragments of {found} elements, but this rank has {expected}; the model, the "
-                "number of fragments and the number of ranks in the site must be the same"
-            )
+        self._require_fit(state_dict)
         for optimizer, inner in zip(self.inner_optimizers, state_dict["inner"], strict=True):
             optimizer.load_state_dict(inner)
         self.outer_optimizer.load_state_dict(state_dict["outer"])
@@ -272,6 +316,18 @@ class DiLoCo(Optimizer):
                     result = saved["result"].to(fragment.anchor.device, copy=True)
                     fragment.pending = Exchange(result, None, int(saved["due"]))
         self.feedback.load_own_state(state_dict["feedback"])
+
+    def _require_fit(self, state: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        if state.get("format") != FORMAT:
+            raise UsageError(f"{name}: cannot read a state of format {state.get('format')!r}, only of {FORMAT}")
+        found = [anchor.numel() for anchor in state["anchors"]]
+        expected = [fragment.anchor.numel() for fragment in self._fragments]
+        if found != expected:
+            raise UsageError(
+                f"{name}: the state has fragments of {found} elements, but this rank has {expected}; the model, the "
+                "number of fragments and the number of ranks in the site must be the same"
+            )
 
     def close(self) -> None:
         """Wait for exchanges in flight, and end their thread. Safe to call more than once."""

@@ -14,6 +14,7 @@ from ringway.errors import CollectiveMismatch, UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.objects import ObjectChannel
 from ringway.groups.world import NON_MEMBER, world
+from ringway.torch_versions import actual_group, constant_in_graphs
 
 Prepared = TypeVar("Prepared")
 _REFUSED = "refused: "
@@ -21,8 +22,10 @@ _OVERLAPS = 1
 """torch's term for a tensor whose elements share memory."""
 
 
+@constant_in_graphs
 def member(group: object, what: str) -> Communicator:
     """The group's communicator. Raises on a rank outside the group, which must not call `what`."""
+    group = actual_group(group)
     if group is not None and group == NON_MEMBER:
         raise UsageError(f"{what}: this rank is not in the given group; call it only on the group's ranks")
     return world.communicator(group)  # type: ignore[arg-type]

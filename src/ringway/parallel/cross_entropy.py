@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ringway.call import ReduceOp
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import member
-from ringway.parallel.functions import Group, between_graphs, even_shares, require_all
+from ringway.parallel.functions import Group, all_reduced, even_shares, require_all
 
 
-@between_graphs
 def vocabulary_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -88,8 +86,7 @@ class _CrossEntropy(Function):
         communicator: Communicator,
     ) -> Tensor:
         values = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        peak = values.amax(-1)
-        communicator.all_reduce(peak, ReduceOp.MAX, log_name="cross_entropy peak")
+        peak = all_reduced(values.amax(-1), communicator, "cross_entropy peak", "max")
         values = values - peak[:, None]
         own = target - start
         elsewhere = (own < 0) | (own >= values.shape[-1])
@@ -97,8 +94,7 @@ class _CrossEntropy(Function):
         hit = values.gather(1, own).squeeze(1).masked_fill(elsewhere, 0)
         smooth = values.sum(-1) if smoothing else torch.zeros_like(hit)
         weights = values.exp_()
-        totals = torch.stack([weights.sum(-1), hit, smooth])
-        communicator.all_reduce(totals, log_name="cross_entropy sums")
+        totals = all_reduced(torch.stack([weights.sum(-1), hit, smooth]), communicator, "cross_entropy sums")
         norm, hit, smooth = totals
         losses = norm.log() - (1 - smoothing) * hit - smoothing * smooth / vocabulary
         ctx.save_for_backward(weights.div_(norm[:, None]), own, elsewhere, target == ignore_index)

@@ -14,20 +14,21 @@ Tensors are of three kinds, and each function turns one kind into another:
     reduce_scatter_to_group         partial    -> split          all_gather
     all_to_all_in_group             split      -> split          all_to_all back
 
-Backward functions are written with the same functions, so they can be differentiated again. `torch.compile` leaves
-them out of its graphs and calls them as they are.
+Backward functions are written with the same functions, so they can be differentiated again. Inside a compiled graph,
+the collectives are torch's functional ones, which the compiler knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.autograd import Function
 
+from ringway.call import ReduceOp
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.parallel.agreement import member
@@ -35,18 +36,13 @@ from ringway.parallel.agreement import member
 Group = c10d.ProcessGroup | None
 Sizes = Sequence[int] | None
 
-Called = TypeVar("Called", bound=Callable[..., Any])
-
-
-def between_graphs(function: Called) -> Called:
-    """Make `torch.compile` call the function as is: a graph ends before it, and the next begins after it."""
-    disabled: Called = torch.compiler.disable(function)
-    return disabled
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 def require_all(held: Tensor, otherwise: str) -> None:
-    """Raise unless the condition is true everywhere. On a GPU, the device asserts it asynchronously."""
-    if held.is_cuda:
+    """Raise unless the condition is true everywhere. On a GPU, the device asserts it asynchronously. A compiled graph
+    cannot raise errors of ringway's, and asserts it too."""
+    if held.is_cuda or _compiling():
         torch._assert_async(held.all(), otherwise)
     elif not held.all():
         raise UsageError(otherwise)
@@ -57,25 +53,21 @@ def even_shares(length: int, size: int) -> list[int]:
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
-@between_graphs
 def copy_to_group(tensor: Tensor, group: Group = None) -> Tensor:
     """Pass a replicated tensor into split work: it is unchanged, and its gradient is the sum over all ranks."""
     return copy(tensor, member(group, "copy_to_group"))
 
 
-@between_graphs
 def reduce_from_group(tensor: Tensor, group: Group = None) -> Tensor:
     """The sum over the ranks. Its gradient goes to each rank unchanged."""
     return reduce(tensor, member(group, "reduce_from_group"))
 
 
-@between_graphs
 def scatter_to_group(tensor: Tensor, dim: int = -1, group: Group = None, sizes: Sizes = None) -> Tensor:
     """This rank's part of a replicated tensor along `dim`. `sizes` are all ranks' lengths if they differ."""
     return scatter(tensor, dim, member(group, "scatter_to_group"), sizes)
 
 
-@between_graphs
 def gather_from_group(
     tensor: Tensor, dim: int = -1, group: Group = None, sizes: Sizes = None, *, sum_gradients: bool = False
 ) -> Tensor:
@@ -87,13 +79,11 @@ def gather_from_group(
     return gather(tensor, dim, member(group, "gather_from_group"), sizes, sum_gradients)
 
 
-@between_graphs
 def reduce_scatter_to_group(tensor: Tensor, dim: int = -1, group: Group = None, sizes: Sizes = None) -> Tensor:
     """This rank's part, along `dim`, of the sum over the ranks."""
     return reduce_scatter(tensor, dim, member(group, "reduce_scatter_to_group"), sizes)
 
 
-@between_graphs
 def all_to_all_in_group(tensor: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
     """Turn a tensor split along `concat_dim` into one split along `split_dim`: for example, from a part of the sequence
     with all heads to the whole sequence with a part of the heads."""
@@ -184,9 +174,7 @@ class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        communicator.all_reduce(total, log_name="reduce_from_group")
-        return total
+        return all_reduced(tensor, communicator, "reduce_from_group")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -224,8 +212,7 @@ class _ReduceScatter(Function):
         ctx.dim, ctx.communicator, ctx.sizes = dim, communicator, sizes
         longest = max(sizes)
         parts = torch.stack([_padded(part, dim, longest) for part in tensor.split(sizes, dim)])
-        own = torch.empty_like(parts[0])
-        communicator.reduce_scatter_tensor(own, parts, log_name="reduce_scatter_to_group")
+        own = _reduce_scattered(parts, communicator)
         return own.narrow(dim, 0, sizes[communicator.rank]).contiguous()
 
     @staticmethod
@@ -238,9 +225,7 @@ class _AllToAll(Function):
     def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, communicator: Communicator) -> Tensor:
         ctx.split_dim, ctx.concat_dim, ctx.communicator = split_dim, concat_dim, communicator
         parts = torch.stack(tensor.chunk(communicator.size, split_dim))
-        arrived = torch.empty_like(parts)
-        communicator.all_to_all_single(arrived, parts, log_name="all_to_all_in_group")
-        return torch.cat(arrived.unbind(0), concat_dim)
+        return torch.cat(_exchanged(parts, communicator).unbind(0), concat_dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -249,9 +234,7 @@ class _AllToAll(Function):
 
 def gathered(tensor: Tensor, dim: int, communicator: Communicator, sizes: Sequence[int]) -> Tensor:
     """All ranks' parts joined along `dim`; shorter parts are padded for the transfer."""
-    padded = _padded(tensor.detach(), dim, max(sizes))
-    parts = padded.new_empty(communicator.size, *padded.shape)
-    communicator.all_gather_into_tensor(parts, padded, log_name="gather_from_group")
+    parts = _all_gathered(_padded(tensor.detach(), dim, max(sizes)), communicator)
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, sizes, strict=True)], dim)
 
 
@@ -263,3 +246,54 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     longer = tensor.new_zeros(shape)
     longer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     return longer
+
+
+# The collectives, as functions that return a new tensor
+
+
+def all_reduced(tensor: Tensor, communicator: Communicator, label: str, op: str = "sum") -> Tensor:
+    """The tensor reduced over all ranks. `op` is one of torch's, in lower case."""
+    if _compiling():
+        return _arrived(_functional.all_reduce(tensor, op, communicator.name))
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    communicator.all_reduce(total, getattr(ReduceOp, op.upper()), log_name=label)
+    return total
+
+
+def _all_gathered(part: Tensor, communicator: Communicator) -> Tensor:
+    """All ranks' parts, which have the same shape, along a new first dimension."""
+    if _compiling():
+        parts = _arrived(_functional.all_gather_into_tensor(part, communicator.size, communicator.name))
+        return parts.view(communicator.size, *part.shape)
+    parts = part.new_empty(communicator.size, *part.shape)
+    communicator.all_gather_into_tensor(parts, part, log_name="gather_from_group")
+    return parts
+
+
+def _reduce_scattered(parts: Tensor, communicator: Communicator) -> Tensor:
+    """This rank's entry, along the first dimension, of the sum over all ranks."""
+    if _compiling():
+        return _arrived(_functional.reduce_scatter_tensor(parts, "sum", communicator.size, communicator.name)).squeeze(
+            0
+        )
+    own = torch.empty_like(parts[0])
+    communicator.reduce_scatter_tensor(own, parts, log_name="reduce_scatter_to_group")
+    return own
+
+
+def _exchanged(parts: Tensor, communicator: Communicator) -> Tensor:
+    """Entry i, along the first dimension, from rank i, which gets this rank's entry i."""
+    if _compiling():
+        one_each = [1] * communicator.size
+        return _arrived(_functional.all_to_all_single(parts, one_each, one_each, communicator.name))
+    arrived = torch.empty_like(parts)
+    communicator.all_to_all_single(arrived, parts, log_name="all_to_all_in_group")
+    return arrived
+
+
+_functional = torch.ops._c10d_functional
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    waited: Tensor = _functional.wait_tensor(tensor)
+    return waited

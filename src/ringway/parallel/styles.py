@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
-from ringway.parallel.functions import between_graphs, copy, gather, reduce, reduce_scatter, require_all, scatter
+from ringway.parallel.functions import copy, gather, reduce, reduce_scatter, require_all, scatter
 
 PARALLEL = "_ringway_parallel"
 """The attribute of a parallel module that holds its `Settings`."""
@@ -140,7 +140,7 @@ class ScatterOutput:
 
     def place(self, site: Site) -> None:
         communicator = site.communicator
-        site.after_forward(between_graphs(lambda output: scatter(output, self.dim, communicator)))
+        site.after_forward(lambda output: scatter(output, self.dim, communicator))
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class GatherOutput:
 
     def place(self, site: Site) -> None:
         communicator = site.communicator
-        site.after_forward(between_graphs(lambda output: gather(output, self.dim, communicator)))
+        site.after_forward(lambda output: gather(output, self.dim, communicator))
 
 
 Style = Column | Row | Vocabulary | SequenceNorm | ScatterOutput | GatherOutput
@@ -177,32 +177,25 @@ def _require_plain(site: Site, kind: type[nn.Module]) -> None:
         raise UsageError(f"'{site.name}': its weight is computed (a parametrization?); only a parameter can be split")
 
 
-_entered = between_graphs(copy)
-_summed = between_graphs(reduce)
-_joined = between_graphs(gather)
-_parted = between_graphs(scatter)
-_summed_part = between_graphs(reduce_scatter)
-
-
 def _column_forward(module: Any, input: Tensor) -> Tensor:
     settings: Settings = module._ringway_parallel
     if settings.sequence_dim is None:
-        input = _entered(input, settings.communicator)
+        input = copy(input, settings.communicator)
     else:
-        input = _joined(input, settings.sequence_dim, settings.communicator, None, True)
+        input = gather(input, settings.sequence_dim, settings.communicator, None, True)
     output = F.linear(input, module.weight, module.bias)
-    return _joined(output, -1, settings.communicator, settings.sizes) if settings.gather_output else output
+    return gather(output, -1, settings.communicator, settings.sizes) if settings.gather_output else output
 
 
 def _row_forward(module: Any, input: Tensor) -> Tensor:
     settings: Settings = module._ringway_parallel
     if settings.split_input:
-        input = _parted(input, -1, settings.communicator, settings.sizes)
+        input = scatter(input, -1, settings.communicator, settings.sizes)
     output = F.linear(input, module.weight)
     if settings.sequence_dim is None:
-        output = _summed(output, settings.communicator)
+        output = reduce(output, settings.communicator)
     else:
-        output = _summed_part(output, settings.sequence_dim, settings.communicator)
+        output = reduce_scatter(output, settings.sequence_dim, settings.communicator)
     return output if module.bias is None else output + module.bias.to(output.dtype)
 
 
@@ -213,10 +206,9 @@ def _vocabulary_forward(module: Any, input: Tensor) -> Tensor:
     elsewhere = (own < 0) | (own >= module.weight.shape[0])
     own = own.masked_fill(elsewhere, 0)
     output = F.embedding(own, module.weight, settings.padding_index, sparse=module.sparse)
-    return _summed(output.masked_fill(elsewhere[..., None], 0), settings.communicator)
+    return reduce(output.masked_fill(elsewhere[..., None], 0), settings.communicator)
 
 
-@between_graphs
 def _require_known(numbers: Tensor, vocabulary: int) -> None:
     """Raise for an index that no rank has a row for; it would come out as zeros."""
     require_all((numbers >= 0) & (numbers < vocabulary), f"an index is outside the vocabulary of {vocabulary}")

@@ -142,6 +142,8 @@ def every_op_asynchronously(probe: Probe) -> None:
         probe.holds(work is not None, "async_op=True returned None")
         work.wait()
         check()
+        if torch.get_default_device().type == "cuda":
+            torch.cuda.synchronize()  # there, wait orders the stream
         # For some coalesced forms, torch returns a future, not a work.
         completed = getattr(work, "is_completed", None) or work.done
         probe.holds(completed(), "not completed after wait()")

@@ -217,7 +217,7 @@ def a_forked_child_is_no_member(probe: Probe) -> None:
     child = os.fork()
     if child == 0:
         try:
-            probe.dist.all_reduce(torch.ones(2), group=probe.group)
+            probe.dist.all_reduce(torch.ones(2, device="cpu"), group=probe.group)  # CUDA refuses a forked child
         except UsageError:
             os._exit(42)
         os._exit(1)

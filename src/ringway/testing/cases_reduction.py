@@ -87,7 +87,9 @@ def all_reduce_gives_the_same_bits_everywhere(probe: Probe) -> None:
         for count in (5, 100_003):
             probe.at(dtype=dtype, count=count)
             inputs = [
-                torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+                torch.randn(count, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(
+                    torch.get_default_device(), dtype
+                )
                 for rank in range(probe.size)
             ]
             # Sums of a few normal numbers: the bound is on the terms, since they may cancel.

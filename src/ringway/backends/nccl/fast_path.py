@@ -98,7 +98,7 @@ class NcclFastPath(_core.StreamFastPath):
             dtype_bits(averaged),
             op_bits(ops),
             self._calls,
-            self.open.works,
+            self.open.calls,
             FastWork,
             (torch._C._cuda_getCurrentRawStream, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream),
             _REDUCTIONS,
@@ -121,8 +121,8 @@ class NcclFastPath(_core.StreamFastPath):
 
     def pending(self) -> int:
         """How many calls the device has not passed."""
-        self.open.sweep()
-        return self._calls.pending + len(self.open.works)
+        self._sweep()
+        return self._calls.pending + len(self.open.calls)
 
     def settle(self) -> None:
         """Waits a moment for the device, if that can help."""
@@ -132,15 +132,11 @@ class NcclFastPath(_core.StreamFastPath):
         """The group has failed or ended: its calls end with it."""
         self._calls.fail()
         self.open.fail()
+        self.note_open()
 
-    def _watch_open(self) -> None:
-        self.open.watch(weak_method(self._unwatched))
-
-    def _unwatched(self) -> None:
-        self.watched = False
-        if self.open.works:  # a call came in between
-            self.watched = True
-            self._watch_open()
+    def _sweep(self) -> None:
+        self.open.sweep()
+        self.note_open()
 
     def _make_stream(self, device: int) -> tuple[tuple[int, int, int], int]:
         stream = torch.cuda.Stream(device)
@@ -166,16 +162,24 @@ class NcclFastPath(_core.StreamFastPath):
         ended: list[tuple[int, int, tuple[int, int, int, bool]]],
         waiting: int | None,
         is_overdue: bool,
+        has_open: bool,
         failure: str,
     ) -> None:
-        """Calls ended late, or one has waited for long, or the device cannot be asked: the group may have failed."""
-        error = RingwayError(f"CUDA error: {failure}") if failure else self.works.error()
+        """Calls ended late, or one has waited or been open for long, or the device cannot be asked: the group may have
+        failed."""
+        if has_open:
+            self._sweep()
+        if not (ended or failure) and waiting is None:
+            return
+        error = _device_error(failure) if failure else self.works.error()
         note = ended[0][1] if ended else waiting
         if error is None and is_overdue:
             error, note = overdue(self._noted(waiting), self.works.limit or 0.0), waiting
         for token, _, times in ended:
             self._record.end_on_device(token, error is None, times)
-        if error is not None:
+        if failure and self.works.limit is not None:
+            self._failed(_device_error(failure), of_device=True)
+        elif error is not None:
             self._failed(mapped(error, self._noted(note), 0.0))
 
     def _noted(self, note: int | None) -> Call:
@@ -188,16 +192,19 @@ class NcclFastPath(_core.StreamFastPath):
         """A call without its tensors, for messages."""
         return replace(self._kinds[kind], sequence=sequence)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException, of_device: bool = False) -> None:
         """Called on the threads that watch the device. To explain the error takes seconds, so that has its own."""
         self.works.will_fail(error)
         if not self._failing:
             self._failing = True
-            start("ringway-failed-group", self._explain, error)
+            start("ringway-failed-group", self._explain, error, of_device)
 
-    def _explain(self, error: BaseException) -> None:
+    def _explain(self, error: BaseException, of_device: bool) -> None:
         try:
-            self._health.failed(error)
+            if of_device:
+                self._health.device_failed(error)
+            else:
+                self._health.failed(error)
             if self._health.fault is not None:
                 self.fail()
         except ReferenceError:  # the group is gone
@@ -234,6 +241,12 @@ class NcclFastPath(_core.StreamFastPath):
         if op is ALL_TO_ALL_SINGLE:
             return group.alltoall_base, options_for(c10d.AllToAllOptions, call)
         return (group.send if op is SEND else group.recv), None
+
+
+def _device_error(name: str) -> RingwayError:
+    return RingwayError(
+        f"CUDA error: {name}. If a kernel or the device failed, this process cannot use its GPU any more: start another"
+    )
 
 
 def _tensors(given: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """Asynchronous calls on nccl's fast path, from their start until the current stream stands behind them.
 
 Once a stream has waited for a call, an event on that stream reports the call's end, and the interpreter is not needed.
-Until then only torch's work knows. Most programs wait soon, so the works are asked rarely.
+Until then only torch's work knows. DDP waits for futures, which nobody sees: each call asks about the ones before it,
+because it has the interpreter's lock anyway. The watch of streams asks only about calls that have been open for long.
 """
 
 from __future__ import annotations
@@ -25,10 +26,6 @@ from ringway.call import Call
 from ringway.errors import RingwayError
 from ringway.work import CompletionCell, Work, seconds
 
-_IDLE_LOOKS = 50
-"""How often the device watch finds no open call before it stops looking: to start it again costs a call more than all
-the rest."""
-
 
 class OpenCalls:
     """The asynchronous calls of one group that nobody has waited for yet, in the order of their start."""
@@ -38,53 +35,49 @@ class OpenCalls:
         self._works = works
         self._record = record
         self._failed = failed
-        self._idle = 0
-        self.works: dict[int, FastWork] = {}
-        """By token. The native side adds calls, and takes those that a stream has waited for."""
-
-    def watch(self, ended: Callable[[], None]) -> None:
-        """Looks after open calls from now on. `ended` is called when there have been none for a while."""
-        self._idle = 0
-        self._works.watch.add(self, self, lambda _: ended(), soon=False)
-
-    def take(self, token: int) -> FastWork | None:
-        return self.works.pop(token, None)
+        self.calls: dict[int, _core.StreamWork] = {}
+        """By token. The native side adds calls, and takes those that have ended or that a stream has waited for."""
 
     def fail(self) -> None:
         """The group has failed or ended, and its calls with it."""
-        while self.works:
-            with suppress(KeyError):  # the device watch has just taken it
-                _, work = self.works.popitem()
-                self._end(work, ok=False)
+        while self.calls:
+            with suppress(KeyError):  # another thread has just taken it
+                _, call = self.calls.popitem()
+                self._end(call, ok=False)
 
-    def _end(self, work: FastWork, ok: bool) -> None:
-        if not work.followed:
-            self._record.end(work.token, ok)
+    def _end(self, call: _core.StreamWork, ok: bool) -> None:
+        if not call.followed:
+            self._record.end(call.token, ok)
 
     def sweep(self) -> None:
         """Ends the calls that the device has passed."""
         aborted, limit = self._works.aborted_with is not None, self._works.limit
-        for work in list(self.works.values()):  # on one stream, so they end in this order
-            at = work._at
-            if not (aborted or has_ended(at.torchs)):
-                work.is_overdue = limit is not None and at.seconds > limit
-                if not work.is_overdue:
+        for call in list(self.calls.values()):  # on one stream, so they end in this order
+            is_overdue = False
+            if not (aborted or has_ended(call.torchs)):
+                is_overdue = limit is not None and call.seconds > limit
+                if not is_overdue:
                     break
-            if self.take(at.token) is not None:
-                error = work.outcome()
-                self._end(work, error is None)
+            if self.calls.pop(call.token, None) is not None:
+                error = _outcome(call, is_overdue)
+                self._end(call, error is None)
                 if error is not None:
                     self._failed(error)
 
-    # The device watch polls this object as one ending.
 
-    def done(self) -> bool:
-        self.sweep()
-        self._idle = 0 if self.works else self._idle + 1
-        return self._idle > _IDLE_LOOKS
+def _named(at: _core.StreamWork) -> Call:
+    return replace(at.path.named(at.kind, at.sequence), outputs=() if at.outputs is None else (at.outputs,))
 
-    def outcome(self) -> BaseException | None:
-        return None
+
+def _outcome(at: _core.StreamWork, is_overdue: bool) -> BaseException | None:
+    """The error of a call that has ended."""
+    works, waited = at.path.works, at.seconds
+    error: BaseException | None = works.aborted_with
+    if error is None and is_overdue:
+        error = overdue(_named(at), waited)
+    if error is None and doubtful(time.monotonic() - waited):
+        error = error_of(at.torchs) or works.group_error()
+    return None if error is None else mapped(error, _named(at), waited)
 
 
 class FastWork(Work):
@@ -94,23 +87,12 @@ class FastWork(Work):
     _at: _core.StreamWork
     """Set by the native side, which makes all of these."""
     _watched = False
-    is_overdue = False
 
     __init__ = c10d.Work.__init__
 
     @property
-    def token(self) -> int:
-        return self._at.token
-
-    @property
-    def followed(self) -> bool:
-        """Whether the native side reports its end."""
-        return self._at.followed
-
-    @property
     def _call(self) -> Call:
-        at = self._at
-        return replace(at.path.named(at.kind, at.sequence), outputs=tuple(self._result))
+        return _named(self._at)
 
     @property
     def _works(self) -> Works:
@@ -150,13 +132,3 @@ class FastWork(Work):
         """torch's own: its wait and its callbacks order streams, as DDP expects, and do not wait for the device."""
         future: torch.futures.Future[Any] = self._at.torchs.get_future()
         return future
-
-    def outcome(self) -> BaseException | None:
-        """The error, once it has ended."""
-        works, waited = self._works, self._at.seconds
-        error = works.aborted_with
-        if error is None and self.is_overdue:
-            error = overdue(self._call, waited)
-        if error is None and doubtful(self._began):
-            error = error_of(self._at.torchs) or works.group_error()
-        return None if error is None else mapped(error, self._call, waited)

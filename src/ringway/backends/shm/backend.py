@@ -16,47 +16,12 @@ from torch.autograd import profiler
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo, Health
 from ringway.backends.shm.errors import Faults
+from ringway.backends.shm.fast_path import ShmFastPath
+from ringway.backends.shm.handle import FOREVER, ShmHandle
 from ringway.backends.shm.join import SharedSegment, share_segment
 from ringway.backends.shm.profiler import profiled
 from ringway.call import DTYPE_CODE, UNKNOWN_DTYPE, Call, Reduce
-from ringway.work import DONE, Completion, Handle
-
-_FOREVER = 1e9
-_DONE = 0
-
-
-class _Handle(Handle):
-    """A call on the engine's threads."""
-
-    def __init__(self, task: _core.ShmTask, call: Call, faults: Faults) -> None:
-        self._task = task
-        self._call = call
-        self._faults = faults
-
-    @property
-    def source(self) -> int:  # type: ignore[override]
-        return self._task.source()
-
-    def wait(self, timeout: float | None = None) -> None:
-        if not self._task.wait(_FOREVER if timeout is None else timeout):
-            raise self._call.not_done(timeout)
-        error = self._error()
-        if error is not None:
-            raise error
-
-    def done(self) -> bool:
-        return self._task.done()
-
-    def withdraw(self) -> bool:
-        """Takes a message back if nothing of it has moved; whether that succeeded."""
-        return self._task.withdraw()
-
-    def when_done(self, completion: Completion) -> None:
-        self._task.when_done(lambda: completion(self._error()))
-
-    def _error(self) -> BaseException | None:
-        outcome = self._task.outcome()
-        return None if outcome == _DONE else self._faults.error(outcome, self._task.fault())
+from ringway.work import DONE, Handle
 
 
 class ShmBackend(Backend):
@@ -81,7 +46,7 @@ class ShmBackend(Backend):
         return _core.shm_can_reduce(DTYPE_CODE.get(dtype, UNKNOWN_DTYPE), int(reduce))
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
-        return (_core.ShmFastPath(self._native, record, vars(profiler)),)
+        return (ShmFastPath(self.group, self._native, self._faults, record, health),)
 
     def set_timeout(self, seconds: float) -> None:
         self._limit = _finite(seconds)
@@ -92,7 +57,7 @@ class ShmBackend(Backend):
 
     def _start(self, call: Call) -> Handle:
         task = self._native.collective(call, self._timeout(call))
-        return DONE if task is None else _Handle(task, call, self._faults)
+        return DONE if task is None else ShmHandle(task, call, self._faults)
 
     broadcast = all_reduce = reduce = all_gather = all_gather_into_tensor = gather = scatter = _collective
     reduce_scatter = reduce_scatter_tensor = all_to_all = all_to_all_single = barrier = _collective
@@ -101,14 +66,14 @@ class ShmBackend(Backend):
         return profiled(call, self._start_message) if profiler._is_profiler_enabled else self._start_message(call)
 
     def _start_message(self, call: Call) -> Handle:
-        handle = _Handle(self._native.message(call, self._timeout(call)), call, self._faults)
+        handle = ShmHandle(self._native.message(call, self._timeout(call)), call, self._faults)
         if not call.async_op:
             self._wait_for(handle)
         return handle
 
     send = recv = _message
 
-    def _wait_for(self, handle: _Handle) -> None:
+    def _wait_for(self, handle: ShmHandle) -> None:
         """Waits for a synchronous message. An interrupted one is taken back, or it would receive what is meant for the
         next. If it has begun to move, the group is over."""
         try:
@@ -134,7 +99,7 @@ class ShmBackend(Backend):
 
 
 def _finite(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) else _FOREVER
+    return seconds if math.isfinite(seconds) else FOREVER
 
 
 class _OpenBackends:

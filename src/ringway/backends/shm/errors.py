@@ -113,7 +113,7 @@ class Faults:
             end = "was interrupted in the middle of a call" if kind is _Kind.INTERRUPTED else "aborted the group"
             text = f"{who} {end}"
             if place == self._group.rank:
-                return RingwayError(f"{text} {name}, which has ended; make a new group")
+                return RingwayError(f"{text}; the group {name} has ended, make a new one")
         during = f" during {self._describe(fault['own'])}" if fault["own"]["place"] or fault["own"]["count"] else ""
         return PeerLost(
             f"{text}; the group {name} has ended{during}",

@@ -6,12 +6,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
+from torch.distributed import DistStoreError
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
@@ -21,8 +23,11 @@ from ringway.call import ALL_REDUCE, BARRIER, Call, Reduce, dtype_bits
 from ringway.errors import BackendUnavailable
 from ringway.launch.ports import address_towards
 from ringway.references import never_destroy
-from ringway.store import unwrapped
+from ringway.store import KeyedStore, WatchedStore, beneath_prefixes, key_of, unwrapped
+from ringway.threads import start
 from ringway.work import Finishing, Handle
+
+_LOOK = 0.05  # seconds between two looks at the store while gloo connects
 
 
 class GlooFastPath(_core.FastPath):
@@ -134,6 +139,7 @@ class Gloo(_TorchsGloo):  # type: ignore[misc]
 
     timeout_changed: Callable[[float], None] | None = None
     device: Any = None
+    store: Any = None
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
@@ -150,15 +156,64 @@ def make_gloo(info: GroupInfo, *, loopback: bool = False) -> Any:
     alone = loopback or info.size == 1
     device = info.process.part(_Loopback).device() if alone else _gloo_device(info)
     if device is None:
-        return Gloo(info.store, info.rank, info.size, timeout)
+        return _connected(info, timeout)
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timeout
     if loopback:  # with one thread, a callback that issues a collective would wait for itself
         options._threads = 1
-    group = Gloo(info.store, info.rank, info.size, options)
+    group = _connected(info, options)
     group.device = device
     return group
+
+
+def _connected(info: GroupInfo, options: Any) -> Gloo:
+    """gloo waits for its peers in native code, where this process hears nothing: no Ctrl-C, no lost peer, and no
+    stranger who changed the store. If the store can tell, a thread waits there, and this one listens."""
+    store = beneath_prefixes(info.store)
+    if info.size == 1 or not isinstance(store, (KeyedStore, WatchedStore)):
+        return Gloo(info.store, info.rank, info.size, options)
+    attempt = _Attempt(info)
+    start("ringway gloo connects", attempt.connect, options)
+    try:
+        while not wait([attempt.connected], timeout=_LOOK).done:
+            store.check(["ringway/never set"])  # raises what it noticed
+    except BaseException:
+        attempt.give_up()
+        raise
+    attempt.connected.result()
+    return attempt.group
+
+
+class _Attempt:
+    """Makes a group on a thread of its own, and can be given up."""
+
+    def __init__(self, info: GroupInfo) -> None:
+        self.group = Gloo.__new__(Gloo)
+        self.connected: Future[None] = Future()
+        self._info = info
+        self._given_up = False
+        # gloo holds only the C++ half of a store
+        self.group.store = WatchedStore(info.store, key_of(info.store), self._watch)
+
+    def connect(self, options: Any) -> None:
+        try:
+            self.group.__init__(self.group.store, self._info.rank, self._info.size, options)  # type: ignore[misc]
+            self.group.store.watch = None
+            self.connected.set_result(None)
+        except BaseException as error:
+            self.connected.set_exception(error)
+
+    def _watch(self) -> None:
+        if self._given_up:
+            raise DistStoreError("the group was given up")
+
+    def give_up(self) -> None:
+        """The thread may stay in native code. It ends at its next call of the store, which must come before the
+        interpreter's end; nothing that it uses is destroyed."""
+        self._given_up = True
+        never_destroy(self)
+        wait([self.connected], timeout=1.0)
 
 
 class _Loopback:

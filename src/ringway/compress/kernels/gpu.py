@@ -84,13 +84,18 @@ class TritonKernels(Kernels):
     @staticmethod
     def unfit(codec: Codec, device: torch.device) -> str | None:
         """The reason why these kernels cannot serve this codec on this device; None if they can."""
-        if device.type != "cuda" and not interpreted():
-            return "they support CUDA tensors only"
         if not isinstance(codec, ScaledCodec):
             return "they support the built-in codecs only"
         block = codec.block or TILE
         if block & (block - 1) or block > LARGEST_BLOCK:
             return f"a block must be a power of two of at most {LARGEST_BLOCK} elements"
+        return TritonKernels.unavailable(device)
+
+    @staticmethod
+    def unavailable(device: torch.device) -> str | None:
+        """The reason why Triton cannot serve this device; None if it can."""
+        if device.type != "cuda" and not interpreted():
+            return "they support CUDA tensors only"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         return None

@@ -8,8 +8,10 @@ import os
 import torch
 
 from ringway.compress.codecs.codec import Codec
+from ringway.compress.codecs.topk import TopK
 from ringway.compress.kernels.base import KERNELS_VARIABLE, Kernels
 from ringway.compress.kernels.gpu import TritonKernels
+from ringway.compress.kernels.gpu_topk import TritonTopK
 from ringway.compress.kernels.native import NativeKernels
 from ringway.compress.kernels.reference import ReferenceKernels
 from ringway.errors import UsageError, nearest
@@ -22,7 +24,7 @@ def kernels_for(codec: Codec, device: torch.device, name: str | None = None) -> 
 
 @functools.lru_cache(maxsize=256)
 def _kernels_for(codec: Codec, device: torch.device, chosen: str) -> Kernels:
-    fused = (NativeKernels, TritonKernels)
+    fused = (NativeKernels, TritonTopK if isinstance(codec, TopK) else TritonKernels)
     for kind in fused:
         if chosen in ("auto", kind.name):
             reason = kind.unfit(codec, device)

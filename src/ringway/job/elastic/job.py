@@ -21,12 +21,16 @@ from ringway.backends.nccl.group import Aborts
 from ringway.call import ReduceOp
 from ringway.config import resolve
 from ringway.errors import CommTimeout, PeerLost, RendezvousError, RingwayError, UsageError
+from ringway.groups.factory import require_changeable
 from ringway.groups.world import world
+from ringway.job.elastic.ddp import ElasticDdp
 from ringway.job.elastic.pulse import Pulse, Server
 from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
 from ringway.job.elastic.state import State
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import LastingStore
+from ringway.launch.witness import VARIABLE as WITNESS
+from ringway.observe.report.figures import group_name
 from ringway.parallel.data import DataParallel, register_data_parallel_hooks
 from ringway.store import unwrapped
 from ringway.threads import start
@@ -69,7 +73,8 @@ class ElasticJob:
 
     `min_ranks` (from `ringway run --min`, or 1): with fewer, the job waits for others to join, for at most `patience`
     seconds. `grace`: how long a rank that lives but does not react is waited for. `backend`, `timeout` and `config`
-    mean what they mean in `init_distributed`.
+    mean what they mean in `init_distributed`. `witness` (or RINGWAY_WITNESS) is the URL of a Redis server that keeps
+    the job's store, as in redis://host:6379/0: then the job survives the loss of any of its hosts.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class ElasticJob:
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         grace: float = 30.0,
         patience: float = 600.0,
+        witness: str | None = None,
     ) -> None:
         if min_ranks is not None and min_ranks < 1:
             raise UsageError(f"min_ranks={min_ranks} must be at least 1")
@@ -90,9 +96,11 @@ class ElasticJob:
         self._limit = limit_of(timeout, self._settings)
         self._grace = grace
         self._patience = patience
+        self._witness = witness or os.environ.get(WITNESS) or None
         self._callbacks: list[Callable[[Change], None]] = []
         self._models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._hooks: list[DataParallel] = []
+        self._ddps: list[ElasticDdp] = []
         self._roster: Roster | None = None
         self._pulse: Pulse | None = None
         self._generation: Generation | None = None
@@ -109,10 +117,17 @@ class ElasticJob:
             raise UsageError("torch.distributed is initialized already; ElasticJob makes the job's groups itself")
         if self._roster is not None:
             raise UsageError("this ElasticJob has ended; make a new one")
+        named = self._backend or world.next_backend or self._settings.backend
+        if named is not None:
+            require_changeable(named)
         self._info = discover()
         token = os.environ.get("RINGWAY_JOB_TOKEN", "")
         self._store = LastingStore(
-            self._info, self._limit.seconds, token=token, require_secret=self._settings.require_secret
+            self._info,
+            self._limit.seconds,
+            token=token,
+            require_secret=self._settings.require_secret,
+            witness=self._witness,
         )
         fewest = self._fewest or int(os.environ.get("RINGWAY_MIN_RANKS", "1"))
         self._roster = Roster(self._store.store, self._info.size, fewest, self._grace, self._patience)
@@ -162,6 +177,15 @@ class ElasticJob:
         self._models[id(model)] = (model, options)
         if self._generation is not None:
             self._hooks.append(register_data_parallel_hooks(model, **options))
+
+    def ddp(self, model: nn.Module, **options: Any) -> nn.parallel.DistributedDataParallel:
+        """The model in a DistributedDataParallel with these options. It follows every change, and so do the
+        communication hooks registered on it. It is usable once `steps` has begun."""
+        made = ElasticDdp(model, options)
+        self._ddps.append(made)
+        if self._generation is not None:
+            made.connect(set())
+        return made.wrapper
 
     def steps(self, state: MutableMapping[str, Any], until: int | None = None) -> Iterator[Attempt]:
         """Attempts at one step after another, beginning with `state["step"]` (0 if there is none), until that reaches
@@ -241,15 +265,23 @@ class ElasticJob:
     def _announce(self, change: Change) -> None:
         for model, options in self._models.values():
             self._hooks.append(register_data_parallel_hooks(model, **options))
+        assert self._state is not None
+        for ddp in self._ddps:
+            ddp.connect(self._state.tensors())
         for callback in self._callbacks:
             callback(change)
+        self._state.require_whole()
 
     def _form(self, generation: Generation) -> None:
         assert self._roster is not None
         store = self._store.part(generation.number, self._roster.watch(generation))
-        info = replace(self._info, rank=self.rank, size=self.size, local_size=None)
+        # Under an MPI launcher, ringway would choose mpi, whose processes cannot change.
+        source = f"ElasticJob, started by {self._info.source}"
+        info = replace(self._info, rank=self.rank, size=self.size, local_size=None, source=source)
         while_forming = Limit(min(_FORM_SECONDS, self._limit.seconds), self._limit.source)
-        start_world(info, store, self._settings, self._backend, while_forming, verbose=False)
+        # The recorder and traces go on across generations, and tell them apart by the group's name.
+        name = group_name(generation.number)
+        start_world(info, store, self._settings, self._backend, while_forming, verbose=False, named=name)
         world.communicator(None).set_timeout(self._limit.seconds)
         store.watch = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,13 +20,16 @@ from torch.distributed import DistError
 
 from ringway.api.start import say
 from ringway.errors import PeerLost, RendezvousError
+from ringway.launch.live import Standing
 from ringway.launch.processes import ProcessName
 from ringway.store import Deadline, read
 from ringway.version import VERSION
 
+_PREFIX = "ringway/elastic"
 _GENERATION = "generation"
 _FINISHED = "finished"
-_SILENT = "silent"
+_DEPARTURES = "departures"
+_LEFT, _DIED, _SILENT = "left", "died", "silent"
 _PAUSE = 0.005
 _WATCH_SECONDS = 0.05
 _LATE_STARTERS = 30.0
@@ -117,7 +120,7 @@ class Roster:
     """This process's view of the members and generations in the job's store."""
 
     def __init__(self, store: Store, expected: int, fewest: int, grace: float, patience: float) -> None:
-        self._store = PrefixStore("ringway/elastic", store)
+        self._store = PrefixStore(_PREFIX, store)
         self._expected = expected
         self._fewest = fewest
         self._grace = grace
@@ -136,7 +139,7 @@ class Roster:
 
     def leave(self, member: Member) -> None:
         """The member leaves for good. The others need not wait for it."""
-        self._store.set(f"gone/{member.number}", "left")
+        _note_departure(self._store, member, _LEFT)
 
     def beat(self, member: Member) -> None:
         """A sign that the member lives."""
@@ -148,7 +151,7 @@ class Roster:
 
     def lose(self, member: Member) -> None:
         """The member gave no sign of life for too long. The others go on without it."""
-        self._store.set(f"gone/{member.number}", _SILENT)
+        _note_departure(self._store, member, _SILENT)
 
     def someone_waits_after(self, generation: Generation) -> bool:
         """Whether a process has signed up for the next generation."""
@@ -175,7 +178,7 @@ class Roster:
             return current
 
     def _require_not_lost(self, me: Member) -> None:
-        if read(self._store, f"gone/{me.number}") == _SILENT.encode():
+        if _departures(self._store).get(me.number) == _SILENT:
             raise RendezvousError(
                 "the other ranks had no sign of this rank for too long (its host was cut off, or the process stood "
                 "still) and went on without it, so it stops. Join the job again as a new rank"
@@ -186,8 +189,7 @@ class Roster:
         return None if text is None else Generation.unpack(text)
 
     def _sign_up(self, number: int, me: Arrival) -> None:
-        place = self._store.add(f"{number}/arrivals", 1)
-        self._store.set(f"{number}/arrival/{place}", json.dumps(asdict(me)))
+        _append(self._store, f"{number}/arrivals", json.dumps(asdict(me)))
 
     def _await(self, number: int, current: Generation | None, lost: Collection[int]) -> Generation | None:
         """Wait until generation `number` is closed, by this process or another. None if the job is done instead."""
@@ -240,6 +242,18 @@ def _require_one_version(me: Member, generation: Generation | None) -> None:
             )
 
 
+def standing(store: Store) -> Standing | None:
+    """The current generation of the job at a launcher's store, and who waits to be let in; None before the first."""
+    part = PrefixStore(_PREFIX, store)
+    text = read(part, _GENERATION)
+    if text is None:
+        return None
+    current = Generation.unpack(text)
+    here = _Round(part, current.number + 1, current, ()).here()
+    waiting = [arrival.member.process for arrival in here if current.rank_of(arrival.member) is None]
+    return Standing(current.number, [member.process for member in current.members], waiting)
+
+
 class _Round:
     """The signing up for one generation."""
 
@@ -248,19 +262,17 @@ class _Round:
         self._number = number
         self._current = current
         self._lost = set(lost)
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: list[Arrival] = []
+        self._departures: Mapping[int, str] = {}
 
     def here(self) -> list[Arrival]:
         """Those who have signed up and live, in rank order: members keep theirs, and newcomers follow."""
-        count = int(read(self._store, f"{self._number}/arrivals") or 0)
-        for place in range(1, count + 1):
-            if place not in self._arrivals:
-                text = read(self._store, f"{self._number}/arrival/{place}")
-                if text is not None:
-                    with _readable():
-                        self._arrivals[place] = _arrival(json.loads(text))
+        lines = (read(self._store, f"{self._number}/arrivals") or b"").splitlines()
+        with _readable():
+            self._arrivals += [_arrival(json.loads(line)) for line in lines[len(self._arrivals) :]]
+        self._departures = _departures(self._store)
         # One that has signed up lives, whatever an error said about it before, unless its process is gone.
-        alive = [arrival for arrival in self._arrivals.values() if not _is_gone(arrival.member, self._store)]
+        alive = [arrival for arrival in self._arrivals if not _is_gone(arrival.member, self._departures)]
         return sorted(alive, key=self._order)
 
     def _order(self, arrival: Arrival) -> tuple[bool, int, int]:
@@ -269,11 +281,20 @@ class _Round:
         return (rank is None, member.started_as if rank is None else rank, member.number)
 
     def all_accounted_for(self) -> bool:
-        """Whether every member of the current generation has signed up or is gone."""
+        """Whether every member of the current generation has signed up or is gone, as far as `here` saw."""
         assert self._current is not None
-        signed_up = {arrival.member.number for arrival in self._arrivals.values()}
+        signed_up = {arrival.member.number for arrival in self._arrivals}
         missing = [member for member in self._current.members if member.number not in signed_up | self._lost]
-        return all(_is_gone(member, self._store) for member in missing)
+        out = [self._is_out(member) for member in missing]  # all of them: other hosts wait for what is seen here
+        return all(out)
+
+    def _is_out(self, member: Member) -> bool:
+        if member.number in self._departures:
+            return True
+        if member.process.seems_gone():
+            _note_departure(self._store, member, _DIED)  # ranks of other hosts cannot see it
+            return True
+        return False
 
 
 class _Watch:
@@ -285,8 +306,9 @@ class _Watch:
     def __call__(self) -> None:
         if time.monotonic() < self._next:
             return
+        departures = _departures(self._store)
         for rank, member in enumerate(self._generation.members):
-            if _is_gone(member, self._store):
+            if _is_gone(member, departures):
                 raise PeerLost(
                     f"rank {rank} ({member}) ended while generation {self._generation.number} formed",
                     rank=rank,
@@ -296,8 +318,24 @@ class _Watch:
         self._next = time.monotonic() + _WATCH_SECONDS
 
 
-def _is_gone(member: Member, store: Store) -> bool:
-    return member.process.seems_gone() or read(store, f"gone/{member.number}") is not None
+def _append(store: Store, key: str, line: str) -> None:
+    store.append(key, f"{line}\n")  # type: ignore[attr-defined] # torch's stubs lack it
+
+
+def _note_departure(store: Store, member: Member, how: str) -> None:
+    _append(store, _DEPARTURES, f"{member.number} {how}")
+
+
+def _departures(store: Store) -> Mapping[int, str]:
+    """How members left, by their numbers. One key, because every rank reads it often."""
+    with _readable():
+        lines = [line.split() for line in (read(store, _DEPARTURES) or b"").decode().splitlines()]
+        known = {int(number): how for number, how in lines}
+        return known | {int(number): how for number, how in lines if how == _SILENT}
+
+
+def _is_gone(member: Member, departures: Mapping[int, str]) -> bool:
+    return member.number in departures or member.process.seems_gone()
 
 
 @contextmanager
@@ -308,5 +346,6 @@ def _reaching_the_store() -> Iterator[None]:
     except DistError as error:
         raise RendezvousError(
             f"the job's store is out of reach ({str(error).splitlines()[0]}). This rank cannot know whether the others "
-            "go on without it, so it stops. Start the job again, or join it again once its launcher is reachable"
+            "go on without it, so it stops. Start the job again, or join it again once its launcher is reachable. A "
+            "witness would survive the loss of the store's host: ElasticJob(witness=...)"
         ) from error

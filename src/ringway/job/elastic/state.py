@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ringway.api.objects import broadcast_object_list
 from ringway.errors import UsageError
@@ -40,6 +41,7 @@ class State:
         self._parts = parts
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._random: list[Callable[[], None]] = []
+        self.require_whole()
 
     @property
     def step(self) -> int:
@@ -48,6 +50,24 @@ class State:
 
     def advance(self) -> None:
         self._parts["step"] = self.step + 1
+
+    def tensors(self) -> set[Tensor]:
+        """The parameters and buffers of all modules."""
+        modules = [part for part in self._parts.values() if isinstance(part, nn.Module)]
+        return {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+
+    def require_whole(self) -> None:
+        """Every rank must have all of the state. A program may shard a model once the ranks have met."""
+        for name, part in self._parts.items():
+            if isinstance(part, nn.Module):
+                for parameter, tensor in part.named_parameters():
+                    if isinstance(tensor, DTensor):
+                        raise UsageError(
+                            f"state['{name}'] is sharded: {parameter} is a DTensor, as fully_shard and tensor "
+                            "parallelism make it. A rank that dies takes its shards with it, so the others cannot "
+                            "repair the state. Use job.ddp or job.data_parallel; or save the shards with "
+                            "torch.distributed.checkpoint, and restart the whole job from there"
+                        )
 
     # One attempt
 

@@ -34,6 +34,8 @@ class TracedCall(NamedTuple):
     """The device's stream; 0 if the call was timed on the host."""
     beside: bool = False
     """Whether that was not the program's own stream."""
+    size: int = 0
+    """The number of ranks in the group."""
 
 
 @dataclass(frozen=True)
@@ -109,4 +111,5 @@ def _call(event: Any) -> TracedCall | None:
         bus_factor=float(args["busbw_GBps"]) / rate if rate else 0.0,
         stream=int(args.get("stream", 0)),
         beside=bool(args.get("beside", False)),
+        size=int(args.get("group_size", 0)),
     )

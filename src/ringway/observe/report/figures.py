@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -103,6 +104,34 @@ def lateness(calls: Sequence[TracedCall]) -> dict[str, Any]:
     }
 
 
+def group_name(generation: int) -> str:
+    """The name of the group of all ranks in one generation of an elastic job."""
+    return f"generation {generation}"
+
+
+_GENERATION = re.compile(group_name(0).replace("0", r"(\d{1,9})"))
+
+
+def generations(calls: Sequence[TracedCall]) -> list[list[Any]]:
+    """For each generation of an elastic job: its number, the size of its group, when its first call was issued and its
+    last one ended, the milliseconds since the last call of the generation before, and its calls. Ranks that were lost
+    left no trace, so the calls are those of the ranks that came to its end."""
+    found: dict[int, list[TracedCall]] = defaultdict(list)
+    for call in calls:
+        match = _GENERATION.fullmatch(call.group)
+        if match is not None:
+            found[int(match.group(1))].append(call)
+    rows: list[list[Any]] = []
+    ended: float | None = None
+    for number, members in sorted(found.items()):
+        began, last = members[0].start, max(call.start + call.took for call in members)
+        pause = None if ended is None else round((began - ended) / 1e3, 3)
+        size = max(call.size for call in members)
+        rows.append([number, size, round(began / 1e3, 3), round(last / 1e3, 3), pause, len(members)])
+        ended = last
+    return rows[-_MAX_ROWS:]
+
+
 def streams(calls: Sequence[TracedCall]) -> list[list[Any]]:
     """For each rank and stream of its device: the number of calls, the milliseconds in which at least one ran, and
     whether compute could run beside them. Calls on a stream of their own leave the program's stream free; calls on the
@@ -112,18 +141,33 @@ def streams(calls: Sequence[TracedCall]) -> list[list[Any]]:
         if call.stream:
             spans[call.rank, call.stream, call.beside].append((call.start, call.start + call.took))
     return [
-        [rank, stream, len(found), round(_covered(found) / 1e3, 3), beside]
+        [rank, stream, len(found), round(covered(found) / 1e3, 3), beside]
         for (rank, stream, beside), found in sorted(spans.items())
     ][:_MAX_ROWS]
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
+def covered(spans: Sequence[tuple[float, float]]) -> float:
     """The length of the union."""
     total, until = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0.0)
         until = max(until, end)
     return total
+
+
+def places(calls: Sequence[TracedCall]) -> list[list[Any]]:
+    """Calls, bytes and milliseconds by group and line of code, over all ranks, the longest first."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for call in calls:
+        part = sums[call.site, call.group]
+        part[0] += 1
+        part[1] += call.nbytes
+        part[2] += call.took
+    longest = heapq.nlargest(_MAX_ROWS, sums.items(), key=lambda entry: entry[1][2])
+    return [
+        [site, group, count, size_text(int(nbytes)), round(took / 1e3, 3)]
+        for (site, group), (count, nbytes, took) in longest
+    ]
 
 
 def table(calls: Sequence[TracedCall]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ringway.errors import UsageError
 from ringway.observe.files import replace_whole
 from ringway.observe.report import figures
 from ringway.observe.report.events import Events, read
+from ringway.observe.report.reading import reading
 
 _PLACE = "/*FIGURES*/"
 
@@ -29,10 +30,13 @@ def page(events: Events, title: str) -> str:
     facts = {
         "title": title,
         "dropped": events.dropped,
+        "reading": reading(events.calls),
         "timeline": figures.timeline(events.calls),
         "bandwidth": figures.bandwidth(events.calls),
         "lateness": figures.lateness(events.calls),
+        "generations": figures.generations(events.calls),
         "streams": figures.streams(events.calls),
+        "places": figures.places(events.calls),
         "table": figures.table(events.calls),
     }
     template = files("ringway.observe.report").joinpath("page.html").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import torch.distributed as c10d
 from ringway.errors import Tampered
 from ringway.groups.listener import Group
 from ringway.observe.stall.peers import Address
-from ringway.store import key_of, read
+from ringway.store import KeyedStore, beneath_prefixes, key_of, read
 
 
 class Job:
@@ -69,17 +69,49 @@ class Job:
         except Exception:  # torch's stores raise RuntimeError; a store written in Python may raise anything
             self.store_gone = True
 
+    def tampering(self) -> Tampered | None:
+        """What a stranger did to the store, if this rank or another noticed. Asks the store only now and then."""
+        store = beneath_prefixes(self.store)
+        if self.store_gone or not isinstance(store, KeyedStore):
+            return None
+        try:
+            store.look_around()
+        except Tampered as error:
+            return error
+        except Exception:  # as in `read`
+            self.store_gone = True
+        return None
+
     def learn(self) -> bool:
         """Reads the addresses published so far. Returns whether all are known."""
-        for rank in range(self.size):
+        wanted = [rank for rank in range(self.size) if rank not in self.addresses]
+        for rank, text in zip(wanted, self._all_of([f"ringway/watch/{rank}" for rank in wanted]), strict=False):
+            self._keep(rank, text)
+        for rank in wanted:
             if rank not in self.addresses:
-                text = self.read(f"ringway/watch/{rank}")
-                if text is None:
+                one = self.read(f"ringway/watch/{rank}")
+                if one is None:
                     return False
-                hidden = Address.unpack(text)
-                token = self._key.reveal(_label(rank), hidden.token)
-                self.addresses[rank] = replace(hidden, token=token)
+                self._keep(rank, one)
         return True
+
+    def _all_of(self, keys: list[str]) -> list[str]:
+        """The values in one request, instead of one from each rank about each other; none if a value is missing."""
+        if not keys or self.store_gone:
+            return []
+        named = [self._part + key for key in keys]
+        try:
+            return [bytes(value).decode() for value in self.store.multi_get(named)] if self.store.check(named) else []
+        except Tampered:
+            raise
+        except Exception:  # as in `read`
+            self.store_gone = True
+            return []
+
+    def _keep(self, rank: int, text: str) -> None:
+        hidden = Address.unpack(text)
+        token = self._key.reveal(_label(rank), hidden.token)
+        self.addresses[rank] = replace(hidden, token=token)
 
 
 def _label(rank: int) -> str:

@@ -30,6 +30,7 @@ import ringway._core as _core
 from ringway.backends.nccl.group import Aborts
 from ringway.config import MAX_SECONDS, resolve
 from ringway.errors import UsageError
+from ringway.groups.communicator import Communicator
 from ringway.groups.listener import Group, Listener
 from ringway.groups.reconfigure import ReconfigurableBridge
 from ringway.groups.world import world
@@ -211,6 +212,7 @@ class StallWatch(Listener):
             groups_seen.add(call.group)
             if not behind and waited >= _LOOK_FOR_DEAD:
                 self._end_for_the_dead(call, waited)
+                self._end_if_tampered(call)
             if not behind and token not in self._reported and waited >= self._limit_of(token):
                 self._reported.add(token)
                 self._say(self.investigate(call, waited).text)
@@ -218,9 +220,8 @@ class StallWatch(Listener):
     def _end_for_the_dead(self, call: RecordedCall, waited: float) -> None:
         """Ends a call that waits for a dead process of this host: its backend may have no connection to that rank and
         would wait until the timeout."""
-        job = self.job
-        group = next((each for each in world.communicators() if each.name == call.group), None)
-        if job is None or group is None or group.fault is not None:
+        job, group = self.job, self._alive(call.group)
+        if job is None or group is None:
             return
         if waited < _BACKENDS_TURN and all(backend.notices_deaths for backend in group.devices.made()):
             return
@@ -243,6 +244,17 @@ class StallWatch(Listener):
             with world.process.part(Aborts).together():
                 for each in (group, *others):
                     each.health.end(error)
+
+    def _end_if_tampered(self, call: RecordedCall) -> None:
+        """Ends a call that may wait for a rank that a stranger keeps away: that rank waits for a key of the store, and
+        only this one knows that the key was there."""
+        job, group = self.job, self._alive(call.group)
+        error = None if job is None or group is None else job.tampering()
+        if group is not None and error is not None:
+            group.health.end(error)
+
+    def _alive(self, name: str) -> Communicator | None:
+        return next((each for each in world.communicators() if each.name == name and each.fault is None), None)
 
     def _say(self, text: str) -> None:
         self.verdicts.append(text)

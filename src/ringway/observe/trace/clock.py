@@ -7,6 +7,7 @@ a few times through the store and trust the fastest answer, whose error is less 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as c10d
@@ -39,9 +40,9 @@ def offset_from_rank_0(store: c10d.Store, rank: int, size: int, key: str, timeou
     askers = [member for member in range(size) if clocks[member] not in clocks[:member] and member != 0]
     if rank == 0:
         for asker in askers:
-            _answer(shared, asker, limit)
+            answer(shared, asker, limit, _core.monotonic_ns)
     elif rank in askers:
-        shared.set(f"offset/{rank}", str(_ask(shared, rank, limit)))
+        shared.set(f"offset/{rank}", str(ask(shared, rank, limit, _core.monotonic_ns)))
     measured_by = clocks.index(clocks[rank])
     if measured_by == 0:
         return 0
@@ -55,20 +56,22 @@ def offset_in_world(key: str) -> int:
     return offset_from_rank_0(info.store, info.rank, info.size, key)
 
 
-def _answer(shared: c10d.Store, asker: int, timeout: timedelta) -> None:
+def answer(shared: c10d.Store, asker: int, timeout: timedelta, now: Callable[[], int]) -> None:
+    """Tell another rank, which calls `ask`, what this rank's clock says."""
     for number in range(_ROUNDS):
         shared.wait([f"ask/{asker}/{number}"], timeout)
-        shared.set(f"answer/{asker}/{number}", str(_core.monotonic_ns()))
+        shared.set(f"answer/{asker}/{number}", str(now()))
 
 
-def _ask(shared: c10d.Store, rank: int, timeout: timedelta) -> int:
+def ask(shared: c10d.Store, rank: int, timeout: timedelta, now: Callable[[], int]) -> int:
+    """The nanoseconds to add to this rank's clock to get that of the rank that calls `answer`."""
     best: tuple[int, int] | None = None
     for number in range(_ROUNDS):
-        before = _core.monotonic_ns()
+        before = now()
         shared.set(f"ask/{rank}/{number}", "?")
         shared.wait([f"answer/{rank}/{number}"], timeout)
         theirs = int(shared.get(f"answer/{rank}/{number}"))
-        after = _core.monotonic_ns()
+        after = now()
         took = after - before
         if best is None or took < best[0]:
             best = (took, theirs - (before + after) // 2)

@@ -1,0 +1,89 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "python/fast_method.h"
+#include "python/shm_call.h"
+#include "python/shm_device_path.h"
+#include "python/shm_group.h"
+#include "shm/device_link.h"
+
+namespace nb = nanobind;
+using namespace ringway;
+using namespace ringway::shm;
+using Release = nb::call_guard<GilRelease>;
+using PySpan = std::pair<uint64_t, int64_t>;  // address and bytes
+
+namespace {
+
+PyObject* run_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, tag, wait");
+        return nullptr;
+    }
+    const long op = PyLong_AsLong(arguments[0]), peer = PyLong_AsLong(arguments[3]);
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    return or_raise([&] {
+        auto& path = *nb::inst_ptr<DeviceFastPath>(self);
+        return PyBool_FromLong(path.run(static_cast<int>(op), arguments[1], arguments[2], static_cast<int>(peer)));
+    });
+}
+
+PyMethodDef fast_methods[] = {fast_method("run", &run_fast), {}};
+PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
+
+}  // namespace
+
+void bind_shm_device(nb::module_& m) {
+    m.attr("SHM_DEVICE_RANKS") = kDeviceRanks;
+    nb::class_<DeviceLink>(m, "ShmDevice")
+        .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device) {
+            new (self) DeviceLink(group.shared_engine(), library, device);
+        }, nb::arg("group"), nb::arg("library"), nb::arg("device"))
+        .def_prop_ro("has_mps", &DeviceLink::has_mps)
+        .def_prop_ro("uuid", &DeviceLink::uuid)
+        .def_prop_ro("open_mappings", &DeviceLink::open_mappings)
+        .def_static("offer_bytes", &DeviceLink::offer_bytes)
+        .def_static("offered", [](nb::bytes offer, int place) {
+            return DeviceLink::offered(static_cast<const std::byte*>(offer.data()), offer.size(), place);
+        }, nb::arg("offer"), nb::arg("place"))
+        .def("offer", [](DeviceLink& self, const std::vector<PySpan>& given, bool keep) -> nb::object {
+            std::vector<DeviceLink::Span> spans;
+            for (const auto& [address, bytes] : given) spans.push_back({address, bytes});
+            int refused = -1;
+            const std::vector<std::byte> offer = self.offer(spans, keep, refused);
+            return refused >= 0 ? nb::object(nb::int_(refused)) : nb::object(nb::bytes(offer.data(), offer.size()));
+        }, nb::arg("spans"), nb::arg("keep"))
+        .def("accept", [](DeviceLink& self, nb::bytes offers, const std::vector<DeviceLink::Wanted>& wanted, bool keep) {
+            std::vector<DeviceLink::Span> spans;
+            {
+                const auto* from = static_cast<const std::byte*>(offers.data());
+                const size_t bytes = offers.size();
+                GilRelease gil;
+                spans = self.accept(from, bytes, wanted, keep);
+            }
+            std::vector<PySpan> found;
+            for (const DeviceLink::Span& span : spans) found.emplace_back(span.address, span.bytes);
+            return found;
+        }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
+        .def("meet", &DeviceLink::meet, nb::arg("stream"))
+        .def("copy", [](DeviceLink& self, uintptr_t stream, const std::vector<std::tuple<uint64_t, uint64_t, int64_t>>& given) {
+            std::vector<DeviceLink::Copy> copies;
+            for (const auto& [to, from, bytes] : given) copies.push_back({{from, bytes}, to});
+            self.copy(stream, copies);
+        }, nb::arg("stream"), nb::arg("copies"))
+        .def("part", [](DeviceLink& self, uintptr_t stream, nb::handle call, int64_t count, double timeout_s) {
+            self.part(stream, facts_of(call, count), timeout_s);
+        }, nb::arg("stream"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"))
+        .def("allocate", &DeviceLink::allocate, nb::arg("bytes"), Release())
+        .def("free", &DeviceLink::free, nb::arg("address"), Release())
+        .def("drain", &DeviceLink::drain, nb::arg("seconds"), Release())
+        .def("close", &DeviceLink::close, Release());
+
+    nb::class_<DeviceFastPath, FastPath>(m, "ShmDeviceFastPath", nb::type_slots(fast_slots))
+        .def(nb::init<PyGroup&, GroupRecord&, nb::dict, nb::object>(), nb::arg("group"), nb::arg("record"),
+             nb::arg("profiler"), nb::arg("stream_of"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("attach", &DeviceFastPath::attach, nb::arg("link").none(), nb::arg("bytes"));
+}

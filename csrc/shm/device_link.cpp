@@ -1,0 +1,464 @@
+#include "shm/device_link.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace ringway::shm {
+namespace {
+
+using device::Entered;
+using device::kSuccess;
+using device::Status;
+using device::Stream;
+using device::WordOperation;
+
+constexpr unsigned kDisableTiming = 2;         // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kPortableAndMapped = 3;     // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
+constexpr unsigned kPortable = 1;              // CU_MEMHOSTALLOC_PORTABLE
+constexpr unsigned kLazyPeerAccess = 1;        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+constexpr int kThreadLocalMode = 1;            // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+constexpr int kRelaxedMode = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr size_t kChecksPerOffer = 4;
+constexpr double kDrainSeconds = 30;
+constexpr double kReleaseSeconds = 5;
+constexpr double kLongest = 1e9;
+// How long a call in flight may go on once a peer is gone: the peer may have done its part.
+constexpr int64_t kGraceNs = 100'000'000;
+constexpr auto kLook = std::chrono::milliseconds(1);
+constexpr auto kLookReleasing = std::chrono::microseconds(200);
+constexpr int kLooksPerFaultCheck = 10;
+constexpr int kLinger = 100;  // looks with nothing in flight before the thread sleeps
+
+// Calls that a capturing thread may make although they are no part of the graph.
+class Relaxed {
+  public:
+    explicit Relaxed(const device::Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+    ~Relaxed() { driver_.exchange_capture_mode(&mode_); }
+    Relaxed(const Relaxed&) = delete;
+    Relaxed& operator=(const Relaxed&) = delete;
+
+  private:
+    const device::Driver& driver_;
+    int mode_ = kRelaxedMode;
+};
+
+bool same(const device::IpcHandle& one, const device::IpcHandle& other) {
+    return std::memcmp(one.bytes, other.bytes, sizeof one.bytes) == 0;
+}
+
+}  // namespace
+
+DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device)
+    : engine_(std::move(engine)),
+      members_(engine_->members),
+      rank_(members_.rank()),
+      size_(members_.size()),
+      driver_(library),
+      words_(members_.segment().stream_words()),
+      opened_(static_cast<size_t>(size_), std::vector<Opened>(kSlots)) {
+    if (size_ > kDeviceRanks) throw std::runtime_error("a group of more than " + std::to_string(kDeviceRanks) + " ranks");
+    driver_.require(driver_.device_get(&device_, device), "cuDeviceGet");
+    driver_.require(driver_.primary_context(&context_, device_), "cuDevicePrimaryCtxRetain");
+    const Entered entered(driver_, context_);
+    const Relaxed relaxed(driver_);
+    driver_.require(driver_.register_host(words_, kStreamWordBytes, kPortableAndMapped), "cuMemHostRegister");
+    const Status status = driver_.device_pointer(&words_on_device_, words_, 0);
+    if (status != kSuccess) driver_.unregister_host(words_);
+    driver_.require(status, "cuMemHostGetDevicePointer");
+}
+
+// A call that another thread still makes uses the bounce memory, so that is freed with the last reference, not by `close`.
+DeviceLink::~DeviceLink() {
+    close();
+    if (bounce_ == nullptr || members_.forked()) return;
+    const Entered entered(driver_, context_);
+    driver_.synchronize_event(bounced_);
+    driver_.free_host(bounce_);
+}
+
+bool DeviceLink::has_mps() const {
+    int enabled = 0;
+    return driver_.device_attribute(&enabled, device::kMpsEnabled, device_) == kSuccess && enabled != 0;
+}
+
+std::string DeviceLink::uuid() const {
+    unsigned char bytes[16] = {};
+    driver_.require(driver_.device_uuid(bytes, device_), "cuDeviceGetUuid");
+    constexpr char kDigits[] = "0123456789abcdef";
+    std::string text;
+    for (const unsigned char byte : bytes) {
+        text += kDigits[byte >> 4];
+        text += kDigits[byte & 15];
+    }
+    return text;
+}
+
+// Memory
+
+size_t DeviceLink::offer_bytes() { return sizeof(Offer); }
+
+int64_t DeviceLink::offered(const std::byte* offer, size_t bytes, int place) {
+    if (bytes != sizeof(Offer) || place < 0 || place >= kDeviceRanks) throw std::invalid_argument("not an offer");
+    Offer copy;
+    std::memcpy(&copy, offer, sizeof copy);
+    return copy.regions[place].bytes;
+}
+
+bool DeviceLink::still_there(const Slot& slot) const {
+    uint64_t id = 0;
+    return driver_.pointer_attribute(&id, device::kBufferId, slot.base) == kSuccess && id == slot.id;
+}
+
+// Looks at some slots in turn: the allocator may have given their memory back to the driver.
+void DeviceLink::forget_freed() {
+    for (size_t i = 0; i < kChecksPerOffer; ++i) {
+        Slot& slot = slots_[checked_++ % kSlots];
+        if (slot.id != 0 && !still_there(slot)) slot = {};
+    }
+}
+
+// The slot of the allocation that holds the span, or -1 if it cannot be shared.
+int DeviceLink::slot_of(const Span& span, uint64_t& offset) {
+    uint64_t base = 0, id = 0;
+    size_t size = 0;
+    if (driver_.address_range(&base, &size, span.address) != kSuccess) return -1;
+    if (span.address + static_cast<uint64_t>(span.bytes) > base + size) return -1;
+    if (driver_.pointer_attribute(&id, device::kBufferId, base) != kSuccess || id == 0) return -1;
+    offset = span.address - base;
+    for (size_t i = 0; i < kSlots; ++i)
+        if (slots_[i].id == id) return static_cast<int>(i);
+    Slot made;
+    made.id = id;
+    made.base = base;
+    if (driver_.ipc_get(&made.handle, base) != kSuccess) return -1;
+    Slot* least = nullptr;
+    for (Slot& slot : slots_)
+        if (!slot.keep && (least == nullptr || slot.used < least->used)) least = &slot;
+    if (least == nullptr) return -1;
+    *least = made;
+    return static_cast<int>(least - slots_.data());
+}
+
+std::vector<std::byte> DeviceLink::offer(const std::vector<Span>& spans, bool keep, int& refused) {
+    if (spans.size() > kDeviceRanks) throw std::invalid_argument("too many spans");
+    const std::lock_guard<std::mutex> guard(memory_);
+    const Entered entered(driver_, context_);
+    const Relaxed relaxed(driver_);
+    forget_freed();
+    Offer offer{};
+    for (Region& region : offer.regions) region.slot = -1;
+    refused = -1;
+    for (size_t i = 0; i < spans.size(); ++i) {
+        if (spans[i].bytes == 0) continue;
+        Region& region = offer.regions[i];
+        const int found = slot_of(spans[i], region.offset);
+        if (found < 0) {
+            refused = static_cast<int>(i);
+            return {};
+        }
+        Slot& slot = slots_[static_cast<size_t>(found)];
+        slot.used = ++uses_;
+        slot.keep |= keep;
+        region.slot = found;
+        region.bytes = spans[i].bytes;
+        region.handle = slot.handle;
+    }
+    for (size_t i = 0; i < kSlots; ++i) offer.live |= uint64_t{slots_[i].id != 0} << i;
+    const auto* from = reinterpret_cast<const std::byte*>(&offer);
+    return {from, from + sizeof offer};
+}
+
+// Kernels in flight may use the mapping. If they do not end, it stays open.
+void DeviceLink::close_mapping(Opened& opened) {
+    if (opened.base == 0 || opened.keep) return;
+    if (!drain(kDrainSeconds)) return;
+    driver_.ipc_close(opened.base);
+    opened = {};
+}
+
+std::vector<DeviceLink::Span> DeviceLink::accept(const std::byte* offers, size_t bytes, const std::vector<Wanted>& wanted,
+                                                 bool keep) {
+    if (bytes != sizeof(Offer) * static_cast<size_t>(size_)) throw std::invalid_argument("not an offer of every rank");
+    const std::lock_guard<std::mutex> guard(memory_);
+    const Entered entered(driver_, context_);
+    const Relaxed relaxed(driver_);
+    Offer offer;
+    for (int peer = 0; peer < size_; ++peer) {
+        std::memcpy(&offer, offers + sizeof offer * static_cast<size_t>(peer), sizeof offer);
+        for (size_t i = 0; i < kSlots; ++i) {
+            Opened& opened = opened_[static_cast<size_t>(peer)][i];
+            if (opened.base != 0 && ((offer.live >> i) & 1) == 0) close_mapping(opened);
+        }
+    }
+    std::vector<Span> spans;
+    for (const auto& [peer, place] : wanted) {
+        if (peer < 0 || peer >= size_ || peer == rank_ || place < 0 || place >= kDeviceRanks)
+            throw std::invalid_argument("no such span");
+        std::memcpy(&offer, offers + sizeof offer * static_cast<size_t>(peer), sizeof offer);
+        const Region& region = offer.regions[place];
+        if (region.slot < 0 || region.slot >= kSlots) {
+            spans.push_back({0, 0});
+            continue;
+        }
+        Opened& opened = opened_[static_cast<size_t>(peer)][static_cast<size_t>(region.slot)];
+        if (opened.base != 0 && !same(opened.handle, region.handle)) {
+            opened.keep = false;
+            close_mapping(opened);
+        }
+        if (opened.base == 0) {
+            opened.handle = region.handle;
+            driver_.require(driver_.ipc_open(&opened.base, region.handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
+        }
+        opened.keep |= keep;
+        spans.push_back({opened.base + region.offset, region.bytes});
+    }
+    return spans;
+}
+
+uint64_t DeviceLink::allocate(size_t bytes) {
+    const std::lock_guard<std::mutex> guard(memory_);
+    const Entered entered(driver_, context_);
+    const Relaxed relaxed(driver_);
+    uint64_t address = 0;
+    driver_.require(driver_.allocate(&address, bytes), "cuMemAlloc");
+    allocated_.push_back(address);
+    return address;
+}
+
+void DeviceLink::free(uint64_t address) {
+    const std::lock_guard<std::mutex> guard(memory_);
+    const auto found = std::find(allocated_.begin(), allocated_.end(), address);
+    if (found == allocated_.end()) return;
+    allocated_.erase(found);
+    const Entered entered(driver_, context_);
+    const Relaxed relaxed(driver_);
+    driver_.free(address);
+}
+
+int DeviceLink::open_mappings() {
+    const std::lock_guard<std::mutex> guard(memory_);
+    int count = 0;
+    for (const auto& peer : opened_)
+        for (const Opened& opened : peer) count += opened.base != 0;
+    return count;
+}
+
+// Order
+
+bool DeviceLink::is_capturing(Stream stream) const {
+    int capturing = 0;
+    return driver_.is_capturing(stream, &capturing) == kSuccess && capturing != 0;
+}
+
+void DeviceLink::signal(uintptr_t stream, int phase) {
+    const auto at = [&](int from, int to) {
+        return words_on_device_ + static_cast<uint64_t>(&word(phase, from, to) - words_) * sizeof(uint32_t);
+    };
+    WordOperation operations[3 * kDeviceRanks] = {};
+    unsigned count = 0;
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_) operations[count++] = {device::kWriteWord, at(rank_, peer), 1, 0, 0, 0};
+    for (int peer = 0; peer < size_; ++peer) {
+        if (peer == rank_) continue;
+        operations[count++] = {device::kWaitForWord, at(peer, rank_), 1, device::kUntilEqual, 0, 0};
+        operations[count++] = {device::kWriteWord, at(peer, rank_), 0, 0, 0, 0};
+    }
+    driver_.require(driver_.operate_on_words(reinterpret_cast<Stream>(stream), count, operations, 0), "cuStreamBatchMemOp");
+}
+
+void DeviceLink::meet(uintptr_t stream) {
+    const Entered entered(driver_, context_);
+    signal(stream, 0);
+}
+
+void DeviceLink::copy(uintptr_t stream, const std::vector<Copy>& copies) {
+    const Entered entered(driver_, context_);
+    for (const auto& [from, to] : copies)
+        if (from.bytes > 0 && from.address != to)
+            driver_.require(driver_.copy_async(to, from.address, static_cast<size_t>(from.bytes),
+                                               reinterpret_cast<Stream>(stream)),
+                            "cuMemcpyDtoDAsync");
+}
+
+void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s) {
+    const Entered entered(driver_, context_);
+    signal(stream, 1);
+    const auto on = reinterpret_cast<Stream>(stream);
+    const bool captured = is_capturing(on);
+    std::lock_guard<std::mutex> guard(lock_);
+    if (captured) {
+        captured_ = true;
+    } else {
+        const int64_t now = now_ns();
+        const double limit = std::min(timeout_s, kLongest) * 1e9;
+        in_flight_.push_back({take_event(), facts, now, now + static_cast<int64_t>(limit)});
+        driver_.require(driver_.event_record(in_flight_.back().event, on), "cuEventRecord");
+    }
+    if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
+    if (asleep_) changed_.notify_all();
+}
+
+device::Event DeviceLink::take_event() {
+    if (spare_.empty()) {
+        device::Event event = nullptr;
+        driver_.require(driver_.event_create(&event, kDisableTiming), "cuEventCreate");
+        return event;
+    }
+    const device::Event event = spare_.back();
+    spare_.pop_back();
+    return event;
+}
+
+// Through the host
+
+// False while the stream captures a graph.
+bool DeviceLink::can_bounce(uintptr_t stream) {
+    const Entered entered(driver_, context_);
+    if (is_capturing(reinterpret_cast<Stream>(stream))) return false;
+    if (bounce_ != nullptr) return true;
+    void* memory = nullptr;
+    if (driver_.event_create(&bounced_, kDisableTiming) != kSuccess) return false;
+    if (driver_.allocate_host(&memory, 2 * kBounceBytes, kPortable) != kSuccess) return false;
+    bounce_ = static_cast<std::byte*>(memory);
+    takes_turns_ = !has_mps();
+    bounced_on_ = stream;
+    return true;
+}
+
+void DeviceLink::download(uintptr_t stream, uint64_t from, int64_t bytes) {
+    const Entered entered(driver_, context_);
+    // On the same stream the copy comes after the last upload anyway.
+    if (stream != std::exchange(bounced_on_, stream))
+        driver_.require(driver_.synchronize_event(bounced_), "cuEventSynchronize");
+    const auto on = reinterpret_cast<Stream>(stream);
+    // A copy that waits on the device for other work loses its turn there, for 200 µs.
+    if (takes_turns_) driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
+    if (bytes > 0)
+        driver_.require(driver_.download_async(bounce_in(), from, static_cast<size_t>(bytes), on), "cuMemcpyDtoHAsync");
+    driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
+}
+
+void DeviceLink::upload(uintptr_t stream, uint64_t to, int64_t bytes) {
+    const Entered entered(driver_, context_);
+    const auto on = reinterpret_cast<Stream>(stream);
+    if (bytes > 0)
+        driver_.require(driver_.upload_async(to, bounce_out(), static_cast<size_t>(bytes), on), "cuMemcpyHtoDAsync");
+    driver_.require(driver_.event_record(bounced_, on), "cuEventRecord");
+}
+
+// The calls in flight
+
+void DeviceLink::watch() {
+    int mode = kThreadLocalMode;
+    driver_.exchange_capture_mode(&mode);
+    driver_.set_current(context_);
+    std::unique_lock<std::mutex> guard(lock_);
+    int idle = 0, looks = 0;
+    while (!stopping_) {
+        look_for_ended();
+        const bool over = members_.faulted() || members_.left();
+        if (over) release();
+        if (in_flight_.empty() && !captured_ && ++idle > kLinger) {
+            asleep_ = true;
+            changed_.wait(guard, [&] { return stopping_ || captured_ || !in_flight_.empty(); });
+            asleep_ = false;
+            continue;
+        }
+        if (!in_flight_.empty() || captured_) idle = 0;
+        if (!over && ++looks % kLooksPerFaultCheck == 0) look_for_faults(guard);
+        changed_.wait_for(guard, over ? std::chrono::microseconds(kLookReleasing) : std::chrono::microseconds(kLook));
+    }
+}
+
+void DeviceLink::look_for_ended() {
+    const bool any = !in_flight_.empty();
+    // An error of the device counts as an end: nothing on it will pass any more.
+    while (!in_flight_.empty() && driver_.event_query(in_flight_.front().event) != device::kNotReady) {
+        spare_.push_back(in_flight_.front().event);
+        in_flight_.pop_front();
+    }
+    if (any && in_flight_.empty()) passed_.notify_all();
+}
+
+// Asks about the first call in flight: later ones wait for it. Its event stays in place without the lock, because only this
+// thread takes it away.
+void DeviceLink::look_for_faults(std::unique_lock<std::mutex>& guard) {
+    if (in_flight_.empty()) {
+        guard.unlock();
+        for (int peer = 0; peer < size_; ++peer)
+            if (peer != rank_ && !members_.has_left(peer) && members_.has_ended(peer))
+                members_.stop(peer, true, CallFacts{}, Look{[](const void*) { return false; }, nullptr});
+        guard.lock();
+        return;
+    }
+    const InFlight first = in_flight_.front();
+    guard.unlock();
+    struct Asked {
+        const DeviceLink* link;
+        device::Event event;
+    } const asked{this, first.event};
+    const Look passes{[](const void* what) {
+                          const auto& asked = *static_cast<const Asked*>(what);
+                          const int64_t until = now_ns() + kGraceNs;
+                          for (;;) {
+                              if (asked.link->driver_.event_query(asked.event) != device::kNotReady) return true;
+                              if (now_ns() > until) return false;
+                              std::this_thread::sleep_for(kLook);
+                          }
+                      },
+                      &asked};
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_ && members_.stop(peer, true, first.facts, passes)) break;
+    const int64_t now = now_ns();
+    if (now > first.deadline_ns && driver_.event_query(first.event) == device::kNotReady) {
+        std::vector<int> others;
+        for (int peer = 0; peer < size_; ++peer)
+            if (peer != rank_) others.push_back(peer);
+        members_.report_timeout(first.facts, static_cast<double>(now - first.since_ns) / 1e9, others);
+    }
+    guard.lock();
+}
+
+void DeviceLink::release() {
+    for (int phase = 0; phase < 2; ++phase)
+        for (int peer = 0; peer < size_; ++peer)
+            if (peer != rank_) reinterpret_cast<std::atomic<uint32_t>&>(word(phase, peer, rank_)).store(1);
+}
+
+bool DeviceLink::drain(double seconds) {
+    std::unique_lock<std::mutex> guard(lock_);
+    changed_.notify_all();
+    return passed_.wait_for(guard, std::chrono::duration<double>(seconds), [this] { return in_flight_.empty(); });
+}
+
+void DeviceLink::close() {
+    if (members_.forked() || std::exchange(closed_, true)) return;
+    bool drained = drain(kDrainSeconds);
+    if (!drained) {
+        members_.abort();  // the streams of this rank wait for others, which will not come
+        drained = drain(kReleaseSeconds);
+    }
+    {
+        const std::lock_guard<std::mutex> guard(lock_);
+        stopping_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+    if (!drained) return;  // the device still uses the memory: it is given back when the process ends
+    const std::lock_guard<std::mutex> guard(memory_);
+    const Entered entered(driver_, context_);
+    const Relaxed relaxed(driver_);
+    for (auto& peer : opened_)
+        for (Opened& opened : peer)
+            if (opened.base != 0) driver_.ipc_close(std::exchange(opened.base, 0));
+    for (const uint64_t address : allocated_) driver_.free(address);
+    allocated_.clear();
+    driver_.unregister_host(words_);
+    for (const device::Event event : spare_) driver_.event_destroy(event);
+}
+
+}  // namespace ringway::shm

@@ -1,0 +1,169 @@
+// The CUDA memory and the CUDA streams of the ranks of one group.
+//
+// Memory. A rank offers the memory of a call to the others: for each span of it an IPC handle of the allocation that holds
+// it, and an offset. An allocation is the driver's, a segment of torch's allocator, so it holds many tensors. Each has a
+// slot here as long as it exists. The offer says which slots are live. A rank that accepts an offer opens each allocation
+// once, keeps it open, and closes what is no longer live. The driver's buffer id tells an allocation from a later one at
+// the same address.
+//
+// Order. Streams wait for each other on words of the group's segment, without the host and without a kernel that spins.
+// There are two words for each ordered pair of ranks. A call begins with `meet`: every rank's stream writes 1 to the first
+// word of each pair that it is the first of, then waits for each pair that it is the second of until that word is 1, and
+// writes 0 again. It ends with `part`, which does the same on the second words. So all words are 0 between calls, and a
+// call that was captured in a CUDA graph can run any number of times. A rank cannot write a word that was not yet reset: in
+// between, it waits for a word that the other writes after the reset.
+//
+// Faults. A thread follows the calls in flight. It reports a peer that is gone and a call that is overdue, like any other
+// fault of the group. Once there is a fault, it writes 1 to all words that this rank's streams wait for, until the calls
+// in flight have passed: their results are worthless, and no stream hangs.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "device/driver.h"
+#include "shm/engine.h"
+
+namespace ringway::shm {
+
+inline constexpr int kDeviceRanks = 8;
+
+class DeviceLink {
+  public:
+    struct Span {
+        uint64_t address = 0;
+        int64_t bytes = 0;
+    };
+    // A span of another rank: the rank, and the place of the span in its offer.
+    using Wanted = std::pair<int, int>;
+    using Copy = std::pair<Span, uint64_t>;  // from a span, to an address
+
+    // `device` is this process's number for the device. Throws std::runtime_error if the driver refuses.
+    DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device);
+    ~DeviceLink();
+    DeviceLink(const DeviceLink&) = delete;
+    DeviceLink& operator=(const DeviceLink&) = delete;
+
+    // Whether processes share the GPU at the same time (MPS), and which GPU it is.
+    bool has_mps() const;
+    std::string uuid() const;
+
+    // The bytes that offer these spans, at most one for each rank. Empty, and `refused` the first such span, if memory
+    // cannot be shared. With `keep`, the slots are kept until the end: a graph uses the memory again.
+    std::vector<std::byte> offer(const std::vector<Span>& spans, bool keep, int& refused);
+    // The wanted spans, mapped here. `offers` has the offer of every rank.
+    std::vector<Span> accept(const std::byte* offers, size_t bytes, const std::vector<Wanted>& wanted, bool keep);
+    static size_t offer_bytes();
+    // The bytes of a span of an offer.
+    static int64_t offered(const std::byte* offer, size_t bytes, int place);
+
+    void meet(uintptr_t stream);
+    void part(uintptr_t stream, const CallFacts& facts, double timeout_s);
+    void copy(uintptr_t stream, const std::vector<Copy>& copies);
+
+    // Memory that can always be shared.
+    uint64_t allocate(size_t bytes);
+    void free(uint64_t address);
+
+    // A small call through host memory: `bytes` of the input come from the device, and wait for what is before them on the
+    // stream; the output goes back behind it. Both lie in memory that the device reaches quickly.
+    static constexpr int64_t kBounceBytes = 256 << 10;
+    std::byte* bounce_in() const { return bounce_; }
+    std::byte* bounce_out() const { return bounce_ + kBounceBytes; }
+    bool can_bounce(uintptr_t stream);
+    void download(uintptr_t stream, uint64_t from, int64_t bytes);
+    void upload(uintptr_t stream, uint64_t to, int64_t bytes);
+
+    // Waits until no call is in flight on the device; whether that succeeded.
+    bool drain(double seconds);
+    // Idempotent. Unmaps the peers' memory once nothing uses it.
+    void close();
+
+    int open_mappings();
+
+  private:
+    static constexpr int kSlots = 64;  // a word of bits in an offer
+    struct Region {
+        int64_t slot;  // -1 for an empty span
+        uint64_t offset;
+        int64_t bytes;
+        device::IpcHandle handle;
+    };
+    struct Offer {
+        uint64_t live;
+        Region regions[kDeviceRanks];
+    };
+    struct Slot {
+        uint64_t id = 0;  // the driver's number of the allocation; 0 for a free slot
+        uint64_t base = 0;
+        uint64_t used = 0;
+        bool keep = false;
+        device::IpcHandle handle;
+    };
+    struct Opened {
+        uint64_t base = 0;  // 0 if nothing is open
+        bool keep = false;
+        device::IpcHandle handle;
+    };
+    struct InFlight {
+        device::Event event;
+        CallFacts facts;
+        int64_t since_ns;
+        int64_t deadline_ns;
+    };
+
+    uint32_t& word(int phase, int from, int to) const { return words_[(phase * kDeviceRanks + from) * kDeviceRanks + to]; }
+    void signal(uintptr_t stream, int phase);
+    int slot_of(const Span& span, uint64_t& offset);
+    bool still_there(const Slot& slot) const;
+    void forget_freed();
+    void close_mapping(Opened& opened);
+    bool is_capturing(device::Stream stream) const;
+    device::Event take_event();
+
+    void watch();
+    void look_for_ended();
+    void look_for_faults(std::unique_lock<std::mutex>& guard);
+    void release();
+
+    std::shared_ptr<Engine> engine_;
+    Membership& members_;
+    const int rank_;
+    const int size_;
+    device::MemoryDriver driver_;
+    int device_ = 0;
+    device::Context context_ = nullptr;
+    uint32_t* words_;
+    uint64_t words_on_device_ = 0;
+
+    bool takes_turns_ = false;  // processes take turns on the device: there is no MPS
+    std::byte* bounce_ = nullptr;
+    device::Event bounced_ = nullptr;  // behind the latest upload,
+    uintptr_t bounced_on_ = 0;         // on this stream
+
+    std::mutex memory_;  // what follows
+    std::vector<Slot> slots_{kSlots};
+    uint64_t uses_ = 0;
+    size_t checked_ = 0;
+    std::vector<std::vector<Opened>> opened_;
+    std::vector<uint64_t> allocated_;
+    bool closed_ = false;
+
+    std::mutex lock_;  // what follows
+    std::condition_variable changed_, passed_;
+    std::deque<InFlight> in_flight_;
+    std::vector<device::Event> spare_;
+    bool captured_ = false;
+    bool stopping_ = false;
+    bool asleep_ = false;
+    std::thread thread_;
+};
+
+}  // namespace ringway::shm

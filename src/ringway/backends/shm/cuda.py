@@ -1,0 +1,466 @@
+"""`shm` for CUDA tensors: ranks of one host that share a GPU, or GPUs with peer access.
+
+Every call goes one of two ways, the same on every rank:
+
+- **direct**: the ranks meet in the group's segment, where they compare the call and show each other where its memory
+  is (csrc/shm/device_link.h). Each maps the others' memory and enqueues its part: copies, or a kernel that reduces its
+  share. The streams of the ranks wait for each other without the host. A synchronous call returns when its part is
+  enqueued. An asynchronous one meets on the engine's thread, and its part goes to a stream of its own.
+- **through the host**: the tensors are copied to host memory, shm's own collective runs there, and the results are
+  copied back. That is quicker for small messages, and works for everything.
+
+Messages, PREMUL_SUM and reductions of bool always go through the host, and so does everything if the ranks cannot share
+device memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.autograd import profiler
+
+import ringway._core as _core
+from ringway import call as ops
+from ringway.backends.base import GroupInfo, Health
+from ringway.backends.compose import in_parts
+from ringway.backends.device_watch import DeviceWatch
+from ringway.backends.shm.backend import ShmBackend
+from ringway.backends.shm.cuda_device import Cuda, reduces_as
+from ringway.backends.shm.cuda_parts import PARTS, Part, Span, count_of, reduced_as, rounded
+from ringway.call import Call, Reduce
+from ringway.errors import RingwayError, UsageError
+from ringway.work import DONE, Completion, CompletionCell, Finishing, Handle
+
+_FACTS_BYTES = 512
+_PROBE_BYTES = 2 << 20
+_DIRECT = 1 << 34
+"""Distinguishes a direct call from one through the host when ranks compare: their bits of the amount are never that
+high."""
+_CAPTURED = 1 << 35
+
+
+class _DirectHandle(Handle):
+    """A direct call. It is launched once all ranks have met, and has ended when the device has passed its event."""
+
+    notifies = False
+    on_device = True
+
+    def __init__(self, backend: ShmCudaBackend, call: Call, near: Tensor, captured: bool, line: Any = None) -> None:
+        self._backend = backend
+        self._line = backend if line is None else line
+        self._call = call
+        self._near = near
+        self._captured = captured
+        self._launched: CompletionCell | None = None
+        self._steps: list[Callable[[], None]] = []
+        self._open = False
+        self._lock = threading.Lock()
+        self._event: Any = None
+
+    def begun(self, event: Any) -> _DirectHandle:
+        """The call was launched at once."""
+        self._event = event
+        return self
+
+    def queued(self) -> CompletionCell:
+        """The call will be launched later: finish the cell then."""
+        self._open = True
+        self._launched = CompletionCell()
+        return self._launched
+
+    def then(self, finish: Callable[[], None]) -> Handle:
+        """The last step of a call that is not launched yet comes behind it on its stream. The handle keeps the step,
+        and the memory that it uses, until the device has passed it."""
+        with self._lock:
+            if self._open:
+                self._steps.append(finish)
+                return self
+        return super().then(finish)
+
+    def last_steps(self) -> list[Callable[[], None]]:
+        """What to enqueue behind the call, now that it is launched."""
+        with self._lock:
+            self._open = False
+        return self._steps
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._launched is not None:
+            if not self._launched.wait(timeout, self._call.check):
+                raise self._call.not_done(timeout)
+            self._launched.raise_error()
+        if not self._captured:
+            self._backend.device.order(self._near, self._event)
+
+    def done(self) -> bool:
+        if self._captured:
+            return True
+        if self._launched is not None:
+            if not self._launched.finished:
+                return False
+            if self._launched.error is not None:
+                return True
+        return bool(self._event.query())
+
+    def outcome(self) -> BaseException | None:
+        if self._captured:
+            return None
+        return (self._launched and self._launched.error) or self._backend.fault()
+
+    def when_done(self, completion: Completion) -> None:
+        self.when_finished(completion)
+
+    def when_finished(self, completion: Completion, soon: bool = True) -> None:
+        if self._captured:
+            completion(None)  # it became part of a graph, and runs whenever that is replayed
+        else:
+            self._backend.watch.add(self._line, self, completion, soon)
+
+    def behind(self) -> Handle:
+        device = self._backend.device
+        stream = device.current(self._near)
+        later = _DirectHandle(
+            self._backend, self._call, self._near, self._captured, (self._backend, device.raw(stream))
+        )
+        return later.begun(None if self._captured else device.mark(stream))
+
+
+class ShmCudaBackend(ShmBackend):
+    """One rank's CUDA tensors, in a group whose ranks share a host."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    make_device: ClassVar[type[Cuda]] = Cuda
+    direct_from: ClassVar[tuple[int, int]] = (512 << 10, 256 << 10)
+    """Bytes from which a call is direct: if the GPU switches between the ranks' processes, and if it does not, because
+    of MPS or because each has its own."""
+
+    def __init__(self, group: GroupInfo) -> None:
+        super().__init__(group)
+        self.device = self.make_device()
+        self.watch = group.process.part(DeviceWatch)
+        self._link: _core.ShmDevice | None = None
+        self._met = group.size == 1 or group.size > _core.SHM_DEVICE_RANKS
+        self._from = 0
+        self._reduces = False
+        self._staging: Span = (0, 0)
+        self._last: tuple[Any, Any] | None = None
+        self._ending = threading.Lock()
+        self._path: _core.ShmDeviceFastPath | None = None
+        self.why_host = f"groups of more than {_core.SHM_DEVICE_RANKS} ranks use host memory" if self._met else ""
+
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        self._path = _core.ShmDeviceFastPath(self._native, record, vars(profiler), self.device.stream_of)
+        self._attach_path()
+        return (self._path,)
+
+    def _attach_path(self) -> None:
+        if self._path is not None:
+            self._path.attach(self._link if self._met else None, self._from - 1)
+
+    def fault(self) -> BaseException | None:
+        """What ended the group, if anything did."""
+        found = self._native.fault()
+        return None if found is None else self._faults.error(1, found)
+
+    # The two ways
+
+    def _collective(self, call: Call) -> Handle:
+        near = next(iter((*call.outputs, *call.inputs)), None)
+        if near is None:
+            return super()._collective(call)
+        if self.size == 1:
+            return self._alone(call)
+        captured = self.device.is_capturing()
+        with in_parts():
+            self._meet_first(call, near)
+        if self._is_direct(call, captured):
+            return self._directly(call, near, captured)
+        if captured:
+            reason = self.why_host or f"{call.op.name} of {call.dtype} with {call.reduce.name} needs host memory"
+            raise UsageError(f"{call.describe()} cannot be captured in a CUDA graph on shm: {reason}")
+        return self._through_host(call, near)
+
+    broadcast = all_reduce = reduce = all_gather = all_gather_into_tensor = gather = scatter = _collective
+    reduce_scatter = reduce_scatter_tensor = all_to_all = all_to_all_single = barrier = _collective
+
+    def _is_direct(self, call: Call, captured: bool) -> bool:
+        """Decided by what all ranks agree on. An all_to_all's sizes may differ, so they do not matter."""
+        if self._link is None:
+            return False
+        if "reduce" in call.op.agree and not (self._reduces and reduces_as(call.inputs[0].dtype, call.reduce)):
+            return False
+        paired = call.op is ops.ALL_TO_ALL or call.op is ops.ALL_TO_ALL_SINGLE
+        return captured or paired or call.nbytes >= self._from
+
+    def _alone(self, call: Call) -> Handle:
+        for source, target in zip(call.inputs, call.outputs, strict=True):
+            if call.reduce is Reduce.PREMUL_SUM and "reduce" in call.op.agree:
+                target.copy_(source * call.factor)
+            elif source is not target:
+                target.copy_(source.view(target.shape))
+        return DONE
+
+    # Through the host
+
+    def _through_host(self, call: Call, near: Tensor) -> Handle:
+        reads = self._reads(call)
+        tensors = {id(tensor): tensor for tensor in (*call.inputs, *call.outputs)}
+        hosts = {key: self.device.on_host(tensor) for key, tensor in tensors.items()}
+        self.device.download([(hosts[id(tensor)], tensor) for tensor in reads], near)
+        inner = replace(
+            call,
+            inputs=[hosts[id(tensor)] for tensor in call.inputs],
+            outputs=[hosts[id(tensor)] for tensor in call.outputs],
+        )
+        inner.record = call.record
+        handle = super()._collective(inner)
+        results = [(tensor, hosts[id(tensor)]) for tensor in self._writes(call)]
+        if not call.async_op:
+            self.device.upload(results)
+            return DONE
+        return Finishing(handle, lambda: self.device.upload_aside(results))
+
+    def _reads(self, call: Call) -> Sequence[Tensor]:
+        return () if call.op is ops.BROADCAST and self.rank != call.peer else call.inputs
+
+    def _writes(self, call: Call) -> Sequence[Tensor]:
+        if call.op is ops.BROADCAST and self.rank == call.peer:
+            return ()
+        return () if call.op is ops.REDUCE and self.rank != call.peer else call.outputs
+
+    def _message(self, call: Call) -> Handle:
+        near = (*call.inputs, *call.outputs)[0]
+        if self.device.is_capturing():
+            raise UsageError(f"{call.describe()} cannot be captured in a CUDA graph on shm: it needs host memory")
+        host = self.device.on_host(near)
+        # The receiver's stream may still use the memory that a message is received into.
+        self.device.download([(host, near)] if call.op is ops.SEND else [], near)
+        inner = replace(call, inputs=[host] if call.inputs else (), outputs=[host] if call.outputs else ())
+        inner.record = call.record
+        handle = super()._message(inner)
+        if call.op is ops.SEND:
+            return handle
+        if not call.async_op:
+            self.device.upload([(near, host)])
+            return handle
+        return Finishing(handle, lambda: self.device.upload_aside([(near, host)]))
+
+    send = recv = _message
+
+    # Meeting
+
+    def _meet_first(self, call: Call, near: Tensor) -> None:
+        """Once, at the first collective: whether the ranks can map each other's device memory, and how they differ."""
+        if self._met:
+            return
+        facts: dict[str, Any] = {"no_kernels": self.device.lacks()}
+        offer: bytes | int = -1
+        try:
+            link = _core.ShmDevice(self._native, self.device.library, self.device.index(near))
+            self._link = link
+            facts |= {"uuid": link.uuid, "mps": link.has_mps}
+            offer = link.offer([(link.allocate(_PROBE_BYTES), _PROBE_BYTES)], False)
+        except RuntimeError as error:
+            facts["refused"] = str(error)[: _FACTS_BYTES // 4]
+        if isinstance(offer, int):
+            facts.setdefault("refused", "the driver exports no memory (MIG?)")
+            offer = bytes(_core.ShmDevice.offer_bytes())
+        said, offers = self._all_say(call, near, facts, offer)
+        refused = [what.get("refused") for what in said]
+        if self._link is not None and not any(refused):
+            others = [(rank, 0) for rank in range(self.size) if rank != self.rank]
+            try:
+                self._link.accept(offers, others, False)
+            except RuntimeError as error:
+                refused[self.rank] = str(error)[: _FACTS_BYTES // 4]
+        opened, _ = self._all_say(call, near, {"refused": refused[self.rank]}, b"\0")
+        self._decide(said, [what["refused"] for what in opened])
+        self._met = True
+        self._attach_path()
+
+    def _decide(self, said: list[dict[str, Any]], refused: list[str | None]) -> None:
+        found = next(((rank, why) for rank, why in enumerate(refused) if why), None)
+        if found is not None:
+            rank, why = self.group.ranks[found[0]], found[1]
+            self.why_host = f"rank {rank} cannot share device memory ({why})"
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            if self.rank == 0:
+                logging.getLogger("ringway").warning(
+                    "group %s: CUDA tensors on shm go through host memory: %s", self.group.name, self.why_host
+                )
+            return
+        lacking = next((what["no_kernels"] for what in said if what["no_kernels"]), None)
+        self._reduces = lacking is None
+        self.why_host = "" if lacking is None else lacking
+        apart = len({what["uuid"] for what in said}) == len(said)
+        self._from = self.direct_from[apart or all(what["mps"] for what in said)]
+
+    def _all_say(self, call: Call, near: Tensor, facts: dict[str, Any], more: bytes) -> tuple[list[Any], bytes]:
+        """Every rank's facts, in rank order, and the rest of what they said."""
+        words = json.dumps(facts).encode()
+        shown = words.ljust(_FACTS_BYTES) + more
+        seen = self._native.show(
+            replace(call, async_op=False), self._timeout(call), count_of(call), shown, _DIRECT | _CAPTURED
+        )
+        assert isinstance(seen, bytes)
+        parts = [seen[i : i + len(shown)] for i in range(0, len(seen), len(shown))]
+        return [json.loads(part[:_FACTS_BYTES]) for part in parts], b"".join(part[_FACTS_BYTES:] for part in parts)
+
+    # Direct calls
+
+    def _directly(self, call: Call, near: Tensor, captured: bool) -> Handle:
+        link = self._link
+        assert link is not None
+        part = PARTS[call.op.name](self, call)
+        staged = self._staged(part, captured)
+        offer = link.offer(part.offered if staged is None else staged, captured)
+        if isinstance(offer, int) and staged is None:
+            staged = self._stage(part, captured)
+            offer = link.offer(staged, captured)
+        if isinstance(offer, int):
+            raise RingwayError(f"{call.describe()}: the driver does not export the memory that it allocated for this")
+        if part.expected:
+            offer += struct.pack(f"{self.size}q", *part.expected)
+        handle = _DirectHandle(self, call, near, captured)
+        manner = _DIRECT | (_CAPTURED if captured else 0)
+        if not call.async_op or captured:
+            inner = call
+            if call.async_op:
+                inner = replace(call, async_op=False)
+                inner.record = call.record
+            stream = self.device.current(near)
+            seen = self._native.show(inner, self._timeout(call), count_of(call), offer, manner)
+            assert isinstance(seen, bytes)
+            with in_parts():
+                return handle.begun(self._launch(call, part, staged, seen, stream, captured))
+        stream, launched = self.device.side(near), handle.queued()
+        issued = self.device.mark(self.device.current(near))
+        task = self._native.show(call, self._timeout(call), count_of(call), offer, manner)
+        assert isinstance(task, _core.ShmTask)
+
+        def met() -> None:
+            outcome = task.outcome()
+            try:
+                if outcome != 0:
+                    raise self._faults.error(outcome, task.fault())
+                with self.device.on(stream):
+                    self.device.wait(stream, issued)
+                    event = self._launch(call, part, staged, task.seen(), stream, captured=False)
+                    steps = handle.last_steps()
+                    for step in steps:
+                        self.device.step(event, step)
+                    handle.begun(self.device.mark(stream) if steps else event)
+            except BaseException as error:
+                if outcome == 0:
+                    self._native.fail()  # the others wait for this rank's part
+                handle.last_steps()
+                launched.finish(error)
+            else:
+                launched.finish(None)
+
+        task.when_done(met)
+        return handle
+
+    def _launch(
+        self, call: Call, part: Part, staged: list[Span] | None, seen: bytes, stream: Any, captured: bool
+    ) -> Any:
+        link = self._link
+        assert link is not None
+        offers = self._compared(call, seen) if part.expected else seen
+        addresses = dict(
+            zip(
+                [rank for rank, _ in part.wanted],
+                (at for at, _ in link.accept(offers, part.wanted, captured)),
+                strict=True,
+            )
+        )
+        raw = self.device.raw(stream)
+        if not captured and self._last is not None and self._last[0] is not stream:
+            self.device.wait(stream, self._last[1])
+        if staged is not None:
+            link.copy(raw, [(to, at, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
+        link.meet(raw)
+        part.body(stream, addresses, [at for at, _ in (part.offered if staged is None else staged)])
+        link.part(raw, call, count_of(call), self._timeout(call))
+        if staged is not None and part.written:
+            link.copy(raw, [(at, to, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
+        if captured:
+            return None
+        event = self.device.mark(stream)
+        self._last = (stream, event)
+        return event
+
+    def _compared(self, call: Call, seen: bytes) -> bytes:
+        """The offers of an all_to_all, once every rank's blocks were found to have the sizes that their receivers
+        expect. Every rank compares all of them, so all raise the same error, and none begins."""
+        width, tail = len(seen) // self.size, 8 * self.size
+        shown = [seen[i * width : (i + 1) * width] for i in range(self.size)]
+        for source in range(self.size):
+            for target in range(self.size):
+                sent = _core.ShmDevice.offered(shown[source][:-tail], target)
+                (expected,) = struct.unpack_from("q", shown[target], width - tail + 8 * source)
+                if source != target and sent != expected:
+                    self._native.differ(call, count_of(call), source, target, sent, expected)
+        return b"".join(one[:-tail] for one in shown)
+
+    # Staging: memory that can be shared, for tensors whose own memory cannot, or must not be read by others.
+
+    def _staged(self, part: Part, captured: bool) -> list[Span] | None:
+        return self._stage(part, captured) if part.hidden else None
+
+    def _stage(self, part: Part, captured: bool) -> list[Span]:
+        """A place for each offered span. Calls use the same memory one after the other; a graph has its own."""
+        link = self._link
+        assert link is not None
+        needed = sum(rounded(size) for _, size in part.offered)
+        base, room = self._staging
+        if captured or room < needed:
+            room = needed if captured else max(needed, 2 * room, _PROBE_BYTES)
+            base = link.allocate(max(room, 1))
+            if not captured:
+                self._staging = (base, room)
+        places = []
+        for _, size in part.offered:
+            places.append((base, size))
+            base += rounded(size)
+        return places
+
+    def enqueue_copies(self, stream: Any, copies: list[tuple[int, int, int]]) -> None:
+        link = self._link
+        assert link is not None
+        link.copy(self.device.raw(stream), copies)
+
+    def enqueue_reduction(self, stream: Any, call: Call, ins: list[int], outs: list[int], count: int) -> None:
+        dtype, parts = reduced_as(call)
+        self.device.reduce(stream, ins, outs, count * parts, (dtype, call.reduce))
+
+    # The end
+
+    def settle(self) -> None:
+        if self._link is not None:
+            self._link.drain(self._limit)
+
+    def close(self) -> None:
+        self._end_link()
+        super().close()
+
+    def abort(self) -> None:
+        self._native.fail()
+        self._end_link()
+        super().abort()
+
+    def _end_link(self) -> None:
+        with self._ending:
+            link, self._link = self._link, None
+            self._attach_path()
+        if link is not None:
+            link.close()
+        self._last = None

@@ -1,0 +1,161 @@
+"""The device code that reduces CUDA tensors of several ranks. A rank's kernel reads its share of every rank's tensor.
+
+Addresses come as integers: the memory is mapped from other processes, so torch has no tensor for it. They and the count
+must not be specialized, or every alignment and size would be compiled anew.
+"""
+# mypy: ignore-errors
+# ruff: noqa: N803 - Triton spells its compile-time arguments in capitals
+
+import torch
+import triton
+import triton.language as tl
+
+from ringway.call import Reduce
+
+BLOCK = 2048
+WARPS = 8
+
+AVG = tl.constexpr(int(Reduce.AVG))
+PRODUCT = tl.constexpr(int(Reduce.PRODUCT))
+MIN = tl.constexpr(int(Reduce.MIN))
+MAX = tl.constexpr(int(Reduce.MAX))
+BAND = tl.constexpr(int(Reduce.BAND))
+BOR = tl.constexpr(int(Reduce.BOR))
+BXOR = tl.constexpr(int(Reduce.BXOR))
+
+_TYPES = {
+    torch.float32: (tl.float32, tl.float32),
+    torch.float64: (tl.float64, tl.float64),
+    torch.float16: (tl.float16, tl.float32),
+    torch.bfloat16: (tl.bfloat16, tl.float32),
+    torch.int8: (tl.int8, tl.int8),
+    torch.uint8: (tl.uint8, tl.uint8),
+    torch.int16: (tl.int16, tl.int16),
+    torch.int32: (tl.int32, tl.int32),
+    torch.int64: (tl.int64, tl.int64),
+}
+
+
+@triton.jit
+def _combined(total, value, REDUCE: tl.constexpr):
+    if REDUCE == PRODUCT:
+        return total * value
+    elif REDUCE == MIN:
+        return tl.where((total < value) | (total != total), total, value)
+    elif REDUCE == MAX:
+        return tl.where((total > value) | (total != total), total, value)
+    elif REDUCE == BAND:
+        return total & value
+    elif REDUCE == BOR:
+        return total | value
+    elif REDUCE == BXOR:
+        return total ^ value
+    else:  # a sum, or an average before it is divided
+        return total + value
+
+
+@triton.jit
+def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _reduce_block(
+    ins,
+    outs,
+    offsets,
+    mask,
+    INS: tl.constexpr,
+    OUTS: tl.constexpr,
+    REDUCE: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    total = tl.load(_pointer(ins[0], TYPE, ALIGNED) + offsets, mask=mask).to(WIDE)
+    for i in tl.static_range(1, INS):
+        value = tl.load(_pointer(ins[i], TYPE, ALIGNED) + offsets, mask=mask).to(WIDE)
+        total = _combined(total, value, REDUCE)
+    if REDUCE == AVG:
+        if tl.float32 == WIDE:
+            total = tl.div_rn(total, tl.full(total.shape, INS, tl.float32))
+        elif tl.float64 == WIDE:
+            total = total / tl.full(total.shape, INS, tl.float64)
+        else:
+            total = tl.where(total < 0, -((-total) // INS), total // INS)  # towards zero
+    result = total.to(TYPE)
+    for i in tl.static_range(OUTS):
+        tl.store(_pointer(outs[i], TYPE, ALIGNED) + offsets, result, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("in0", "in1", "in2", "in3", "in4", "in5", "in6", "in7"),
+        *("out0", "out1", "out2", "out3", "out4", "out5", "out6", "out7"),
+        "count",
+    ]
+)
+def _reduce(
+    in0,
+    in1,
+    in2,
+    in3,
+    in4,
+    in5,
+    in6,
+    in7,
+    out0,
+    out1,
+    out2,
+    out3,
+    out4,
+    out5,
+    out6,
+    out7,
+    count,
+    INS: tl.constexpr,
+    OUTS: tl.constexpr,
+    REDUCE: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Reduces INS arrays in order and writes the result to OUTS arrays. Halves accumulate in fp32 and are rounded once,
+    and nothing is fused: the bits are those of the CPU's reduction (csrc/reduce/kernels.h)."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    ins = (in0, in1, in2, in3, in4, in5, in6, in7)
+    outs = (out0, out1, out2, out3, out4, out5, out6, out7)
+    # A mask keeps the compiler from moving 16 bytes at a time, so only the last block has one.
+    if start + BLOCK <= count:
+        _reduce_block(ins, outs, offsets, None, INS, OUTS, REDUCE, TYPE, WIDE, ALIGNED)
+    else:
+        _reduce_block(ins, outs, offsets, offsets < count, INS, OUTS, REDUCE, TYPE, WIDE, ALIGNED)
+
+
+def reduce(ins: list[int], outs: list[int], count: int, dtype: torch.dtype, kind: Reduce) -> None:
+    """Enqueues the reduction on the current stream."""
+    if count == 0:
+        return
+    stored, wide = _TYPES[dtype]
+    if kind is Reduce.AVG and not dtype.is_floating_point:
+        wide = tl.int64  # a sum of small integers may not fit into their type
+    aligned = not any(address % 16 for address in (*ins, *outs))
+    padded = [*ins, *[ins[0]] * (8 - len(ins)), *outs, *[outs[0]] * (8 - len(outs))]
+    _reduce[(-(-count // BLOCK),)](
+        *padded,
+        count,
+        INS=len(ins),
+        OUTS=len(outs),
+        REDUCE=int(kind),
+        TYPE=stored,
+        WIDE=wide,
+        ALIGNED=aligned,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )

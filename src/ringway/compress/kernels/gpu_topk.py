@@ -1,0 +1,120 @@
+"""The steps of a compressed collective with `topk` in fused Triton, for CUDA tensors."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringway.compress.codecs.codec import Codec
+from ringway.compress.codecs.topk import CHUNK, TopK
+from ringway.compress.kernels.base import Kernels
+from ringway.compress.kernels.gpu import TritonKernels
+from ringway.compress.windows import HEADER_BYTES, Window
+
+
+def _device_code() -> ModuleType:
+    from ringway.compress.kernels import triton_topk
+
+    return triton_topk
+
+
+class TritonTopK(Kernels):
+    """One program for each chunk, enqueued on the current stream."""
+
+    name = TritonKernels.name
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__(codec)
+        assert isinstance(codec, TopK)
+        # As in `TritonKernels`, without fused multiply-adds.
+        self._shape: dict[str, Any] = {
+            "KEPT": codec.kept,
+            "BITS": codec.bits,
+            "RECORD": codec.nbytes(CHUNK),
+            "num_warps": 8,
+            "enable_fp_fusion": False,
+        }
+        # The unary part of a record has less than 3 bits for each kept element.
+        self._decoding = {**self._shape, "UNARY": 1 << (3 * codec.kept - 1).bit_length()}
+
+    @staticmethod
+    def unfit(codec: Codec, device: torch.device) -> str | None:
+        """The reason why these kernels cannot serve this codec on this device; None if they can."""
+        return TritonKernels.unavailable(device)
+
+    def measure(self, values: Tensor, residual: Tensor | None) -> Tensor:
+        raise NotImplementedError("topk has no scale")
+
+    def measure_mean(self, frames: Tensor, residual: Tensor | None, count: int) -> Tensor:
+        raise NotImplementedError("topk has no scale")
+
+    def encode(
+        self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, scale: Tensor | None
+    ) -> None:
+        self._encode(values, residual, window, frames, None)
+
+    def encode_mean(
+        self, frames: Tensor, residual: Tensor | None, count: int, frame: Tensor, scale: Tensor | None
+    ) -> None:
+        if count == 0:
+            return
+        mean = torch.empty(count, dtype=torch.float32, device=frames.device)
+        self.decode_mean(frames, count, mean)
+        self._encode(mean, residual, Window(count, count, 0, count), frame.unsqueeze(0), frames)
+
+    def _encode(
+        self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, sources: Tensor | None
+    ) -> None:
+        frames[:, HEADER_BYTES:].zero_()
+        _device_code().encode[self._grid(window.columns, frames.shape[0])](
+            values,
+            residual,
+            frames,
+            frames.view(torch.int32),
+            None if sources is None else sources.view(torch.int32),
+            0 if sources is None else sources.stride(0),
+            frames.stride(0),
+            window.numel,
+            window.shard,
+            window.start,
+            window.stop,
+            SOURCES=0 if sources is None else sources.shape[0],
+            HAS_RESIDUAL=residual is not None,
+            **self._shape,
+        )
+
+    def decode(self, frames: Tensor, window: Window, values: Tensor) -> None:
+        _device_code().decode[self._grid(window.columns, frames.shape[0])](
+            frames,
+            frames.view(torch.int32),
+            values,
+            frames.stride(0),
+            window.numel,
+            window.shard,
+            window.start,
+            window.stop,
+            **self._decoding,
+        )
+
+    def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
+        if count == 0:
+            return
+        sums = values if values.dtype == torch.float32 else torch.empty(count, device=values.device)
+        _device_code().decode_mean[self._grid(count)](
+            frames,
+            frames.view(torch.int32),
+            sums,
+            values,
+            frames.shape[0],
+            1.0 / frames.shape[0],
+            frames.stride(0),
+            count,
+            **self._decoding,
+        )
+
+    @staticmethod
+    def _grid(columns: int, rows: int = 1) -> tuple[int, int]:
+        return -(-columns // CHUNK), rows

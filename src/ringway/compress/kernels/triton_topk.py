@@ -1,0 +1,238 @@
+"""The device code of the Triton kernels for `topk`: `codecs/topk.py` describes a record to the bit.
+
+A program takes one chunk. The k-th largest magnitude is found bit by bit, from the highest: each step counts how many
+magnitudes reach the number so far with that bit set. Records begin at any byte, so their bits are set one by one with
+atomic operations on the words around them, in memory that was zeroed before.
+
+All offsets are 64 bits wide: tensors may have more than 2**31 elements.
+"""
+# mypy: ignore-errors
+# ruff: noqa: N803, N806 - Triton spells its compile-time arguments in capitals
+
+import triton
+import triton.language as tl
+
+from ringway.compress.kernels.triton_kernels import HEADER, INFINITY_BITS, MAGNITUDE_BITS, _narrowed, _row_count
+
+CHUNK = tl.constexpr(4096)
+RANGE_BYTES = tl.constexpr(8)
+MOST_LOW_BITS = tl.constexpr(12)
+
+
+@triton.jit
+def _shape(length, KEPT: tl.constexpr):
+    """How many elements of a chunk are kept, and how many bits of their places are not in unary."""
+    kept = tl.maximum((KEPT * length + CHUNK - 1) // CHUNK, 1).to(tl.int32)
+    share = length.to(tl.int32) // kept
+    low = kept * 0
+    for bit in tl.static_range(1, 13):
+        low += ((share >> bit) > 0).to(tl.int32)
+    return kept, low
+
+
+@triton.jit
+def _magnitude(level, smallest, largest, LEVELS: tl.constexpr):
+    step = (largest - smallest) * (1.0 / LEVELS)
+    middle = smallest + step * (level.to(tl.float32) + 0.5)
+    return tl.where(level == 0, tl.where(smallest == 0, 0.0, middle), middle)
+
+
+@triton.jit
+def _set_bits(words, positions, mask):
+    """Set bits of zeroed memory. The first bit is the highest of its byte, the first byte the lowest of its word."""
+    byte = positions // 8
+    shifts = (8 * (byte % 4) + 7 - positions % 8).to(tl.int32)
+    ones = tl.full(shifts.shape, 1, tl.int32)
+    tl.atomic_or(words + byte // 4, ones << shifts, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _bit(bytes_, positions, mask):
+    byte = tl.load(bytes_ + positions // 8, mask=mask, other=0).to(tl.int32)
+    return (byte >> (7 - positions % 8).to(tl.int32)) & 1
+
+
+@triton.jit
+def _number(bytes_, record):
+    """The fp32 number at any byte."""
+    places = tl.arange(0, 4)
+    parts = tl.load(bytes_ + record + places).to(tl.int32) << (8 * places)
+    return tl.sum(parts, axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _selected(magnitudes, kept):
+    """Which elements are kept, and the smallest magnitude among them, as bits. Of equal ones, the first are kept."""
+    smallest = kept * 0
+    for step in range(31):
+        candidate = smallest | (1 << (30 - step))
+        reached = tl.sum((magnitudes >= candidate).to(tl.int32), axis=0)
+        smallest = tl.where(reached >= kept, candidate, smallest)
+    above = magnitudes > smallest
+    equal = magnitudes == smallest
+    ties = kept - tl.sum(above.to(tl.int32), axis=0)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties)), smallest
+
+
+@triton.jit
+def encode(
+    values,
+    residual,
+    frames,
+    frames_i32,
+    sources_i32,
+    source_stride,
+    stride,
+    numel,
+    shard,
+    start,
+    stop,
+    SOURCES: tl.constexpr,
+    KEPT: tl.constexpr,
+    BITS: tl.constexpr,
+    RECORD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Encode one chunk of a shard. If a value is not finite, the frame's status is 1; or, if the values are the mean of
+    SOURCES frames, 1 + the number of the first of these with a status, or 1 + SOURCES if none has one."""
+    LEVELS: tl.constexpr = 1 << (BITS - 1)
+    row = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    length = tl.minimum(_row_count(row, numel, shard, start, stop) - begin, CHUNK)
+    places = tl.arange(0, CHUNK)
+    mask = places < length
+    where = row * shard + start + begin + places
+    total = tl.load(values + where, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
+    magnitudes = tl.where(mask, total.to(tl.int32, bitcast=True) & MAGNITUDE_BITS, -1)
+    peak = tl.max(magnitudes, axis=0)
+    finite = peak < INFINITY_BITS
+    sound = places < tl.where(finite, length, 0)
+    kept, low = _shape(length, KEPT)
+    taken, least = _selected(magnitudes, kept)
+    order = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+
+    smallest = least.to(tl.float32, bitcast=True)
+    largest = peak.to(tl.float32, bitcast=True)
+    width = tl.zeros([CHUNK], tl.float32) + (largest - smallest)
+    share = tl.div_rn(tl.abs(total) - smallest, tl.where(width > 0, width, 1.0))
+    levels = tl.minimum((tl.where(taken & (width > 0), share, 0.0) * LEVELS).to(tl.int32), LEVELS - 1)
+    positive = total >= 0
+
+    written = taken & sound
+    record = row * stride + HEADER + tl.program_id(0).to(tl.int64) * RECORD
+    ends = tl.arange(0, 8)
+    byte = (tl.where(ends < 4, least, peak) >> (8 * (ends % 4))) & 255
+    tl.store(frames + record + ends, byte.to(tl.uint8), mask=ends < tl.minimum(length, 1) * RANGE_BYTES)
+    bits = (record + RANGE_BYTES) * 8
+    codes = levels + tl.where(positive, LEVELS, 0)
+    for bit in tl.static_range(BITS):
+        _set_bits(frames_i32, bits + order * BITS + bit, written & (((codes >> (BITS - 1 - bit)) & 1) == 1))
+    bits += kept * BITS
+    for bit in range(low):
+        _set_bits(frames_i32, bits + order * low + bit, written & (((places >> (low - 1 - bit)) & 1) == 1))
+    bits += kept * low
+    _set_bits(frames_i32, bits + (places >> low) + order, written)
+
+    if HAS_RESIDUAL:
+        magnitude = _magnitude(levels, smallest, largest, LEVELS)
+        lost = tl.where(taken, total - tl.where(positive, magnitude, -magnitude), total)
+        tl.store(residual + where, lost.to(residual.dtype.element_ty), mask=sound)
+    status = tl.program_id(0) * 0 + SOURCES + 1
+    for source in range(SOURCES):
+        number = SOURCES - 1 - source
+        found = tl.load(sources_i32 + number * source_stride // 4)
+        status = tl.where(found != 0, number + 1, status)
+    tl.store(frames_i32 + row * stride // 4, status, mask=(finite == 0) & (length > 0))
+
+
+@triton.jit
+def _kept_elements(frames, record, length, KEPT: tl.constexpr, BITS: tl.constexpr, UNARY: tl.constexpr):
+    """The places and values of a record, [UNARY], and which of these are there. A peer's bytes never lead beyond the
+    chunk."""
+    LEVELS: tl.constexpr = 1 << (BITS - 1)
+    kept, low = _shape(length, KEPT)
+    smallest, largest = _number(frames, record), _number(frames, record + 4)
+    codes_at = (record + RANGE_BYTES) * 8
+    low_at = codes_at + kept * BITS
+    unary_at = low_at + kept * low
+    lanes = tl.arange(0, UNARY)
+    here = lanes < kept + ((length.to(tl.int32) - 1) >> low)
+    ones = _bit(frames, unary_at + lanes, here)
+    order = tl.cumsum(ones, axis=0) - 1
+    here = here & (ones == 1) & (order < kept)
+    places = lanes - order
+    for bit in range(low):
+        places = 2 * places + _bit(frames, low_at + order * low + bit, here)
+    codes = lanes * 0
+    for bit in tl.static_range(BITS):
+        codes = 2 * codes + _bit(frames, codes_at + order * BITS + bit, here)
+    magnitude = _magnitude(codes % LEVELS, smallest, largest, LEVELS)
+    return places, tl.where(codes >= LEVELS, magnitude, -magnitude), here & (places < length)
+
+
+@triton.jit
+def decode(
+    frames,
+    frames_i32,
+    values,
+    stride,
+    numel,
+    shard,
+    start,
+    stop,
+    KEPT: tl.constexpr,
+    BITS: tl.constexpr,
+    RECORD: tl.constexpr,
+    UNARY: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    length = tl.minimum(_row_count(row, numel, shard, start, stop) - begin, CHUNK)
+    if length > 0:
+        places = tl.arange(0, CHUNK)
+        element: tl.constexpr = values.dtype.element_ty
+        chunk = values + row * shard + start + begin
+        spoiled = tl.load(frames_i32 + row * stride // 4) != 0
+        rest = tl.where(spoiled, float("nan"), tl.zeros([CHUNK], tl.float32))
+        tl.store(chunk + places, rest.to(element), mask=places < length)
+        tl.debug_barrier()  # the next stores must come after these
+        record = row * stride + HEADER + tl.program_id(0).to(tl.int64) * RECORD
+        at, decoded, here = _kept_elements(frames, record, length, KEPT, BITS, UNARY)
+        tl.store(chunk + at, _narrowed(decoded, element), mask=here & (at < tl.where(spoiled, 0, length)))
+
+
+@triton.jit
+def decode_mean(
+    frames,
+    frames_i32,
+    sums,
+    values,
+    ROWS: tl.constexpr,
+    factor,
+    stride,
+    count,
+    KEPT: tl.constexpr,
+    BITS: tl.constexpr,
+    RECORD: tl.constexpr,
+    UNARY: tl.constexpr,
+):
+    """`sums` is fp32 memory for `count` elements; it may be `values`."""
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    length = tl.minimum(count - begin, CHUNK)
+    places = tl.arange(0, CHUNK)
+    chunk = sums + begin
+    tl.store(chunk + places, tl.zeros([CHUNK], tl.float32), mask=places < length)
+    guilty = tl.program_id(0) * 0
+    record = HEADER + tl.program_id(0).to(tl.int64) * RECORD
+    for row in range(ROWS):
+        tl.debug_barrier()  # each frame adds to what the one before left
+        guilty |= tl.load(frames_i32 + row * stride // 4)
+        at, decoded, here = _kept_elements(frames, record + row * stride, length, KEPT, BITS, UNARY)
+        before = tl.load(chunk + at, mask=here, other=0.0, volatile=True)
+        tl.store(chunk + at, before + decoded * factor, mask=here)
+    tl.debug_barrier()
+    mean = tl.load(chunk + places, mask=places < length, other=0.0, volatile=True)
+    mean = tl.where(guilty == 0, mean, float("nan"))
+    tl.store(values + begin + places, _narrowed(mean, values.dtype.element_ty), mask=places < length)

@@ -1,0 +1,274 @@
+"""The ranks of a notebook, as the notebook sees them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ringway.errors import RingwayError, UsageError
+from ringway.notebook.channel import TOKEN, TOKEN_BYTES, Channel, Unreadable, accept
+
+_START_SECONDS = 300.0
+_STOP_SECONDS = 10.0
+_INTERRUPT_SECONDS = 10.0
+
+
+class CellFailed(RingwayError):
+    """A cell raised on some ranks, or ranks ended in it. `errors` has each rank's traceback."""
+
+    def __init__(self, message: str, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this instead of the frames between the notebook and its ranks."""
+        return [f"CellFailed: {self}"]
+
+
+class Ranks:
+    """Ranks that run cells."""
+
+    def __init__(self, number: int, backend: str | None = None) -> None:
+        if number < 1:
+            raise UsageError(f"{number} ranks cannot run anything: start at least one")
+        self.number, self._backend, self._cells = number, backend, 0
+        self._channels: dict[int, Channel] = {}
+        self._pids: dict[int, int] = {}
+        self._in_order = True
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def __repr__(self) -> str:
+        return f"<{len(self._channels)} of {self.number} ranks>"
+
+    def run(self, code: str, ranks: Collection[int] | None = None) -> None:
+        """Run this code on all ranks, or on these. Shows what they print, and the value of a last expression."""
+        self._cells += 1
+        self._show(self._ask(ranks, "run", code, f"<cell {self._cells}>"))
+
+    def pull(self, expression: str, ranks: Collection[int] | None = None) -> list[Any]:
+        """The value of an expression on each rank."""
+        return list(self._ask(ranks, "pull", expression).values())
+
+    def push(self, ranks: Collection[int] | None = None, /, **values: Any) -> None:
+        """Give variables to the ranks."""
+        self._ask(ranks, "push", values)
+
+    def restart(self) -> None:
+        """End the ranks and start new ones, whose variables are gone."""
+        self.stop()
+        self._in_order = True
+        self._start()
+
+    def stop(self) -> None:
+        """End the ranks."""
+        for channel in self._channels.values():
+            channel.connection.close()  # a rank that waits for a cell ends
+        self._channels.clear()
+        launcher, self._launcher = self._launcher, None
+        if launcher is None:
+            return
+        try:
+            for end in (lambda: None, launcher.terminate, launcher.kill):
+                end()
+                with suppress(subprocess.TimeoutExpired):
+                    launcher.wait(_STOP_SECONDS if end != launcher.terminate else 3 * _STOP_SECONDS)
+                    return
+        except KeyboardInterrupt:
+            launcher.kill()  # its ranks end with it
+            raise
+
+    def _start(self) -> None:
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with tempfile.TemporaryDirectory(prefix="ringway-notebook-") as folder:  # only this user may enter it
+            path = str(Path(folder, "socket"))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(path)
+                listener.listen(self.number)
+                arguments = [path] if self._backend is None else [path, self._backend]
+                command = [sys.executable, "-m", "ringway", "run", "-n", str(self.number), "--on-death", "keep"]
+                # In a session of its own: a terminal's Ctrl-C is meant for the cell, not for the ranks.
+                self._launcher = subprocess.Popen(
+                    [*command, "-m", "ringway.notebook.rank", *arguments],
+                    env={**os.environ, TOKEN: token.hex()},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                try:
+                    self._gather(listener, token)
+                except BaseException:
+                    self.stop()
+                    raise
+
+    def _gather(self, listener: socket.socket, token: bytes) -> None:
+        assert self._launcher is not None
+        deadline = time.monotonic() + _START_SECONDS
+        listener.settimeout(0.2)
+        while len(self._channels) < self.number:
+            if self._launcher.poll() is not None or time.monotonic() > deadline:
+                raise CellFailed(
+                    "the ranks did not start; what they said is above, or in the notebook server's log", {}
+                )
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            came = accept(connection, token)
+            if came is not None:
+                self._channels[came[0]] = came[1]
+        errors = {}
+        for rank in sorted(self._channels):
+            try:
+                what, *rest = self._channels[rank].receive()
+                while what == "text":
+                    _print(rank, rest[0], rest[1])
+                    what, *rest = self._channels[rank].receive()
+                self._pids[rank], failed = rest
+            except OSError:
+                failed = "it ended while it started\n"
+            if failed is not None:
+                errors[rank] = failed
+        if errors:
+            self._raise(errors)
+
+    def _ask(self, ranks: Collection[int] | None, *question: Any) -> dict[int, Any]:
+        """What the ranks answer, in their order."""
+        if not self._in_order and len(self._channels) == self.number:
+            self._in_order = True
+            print(
+                "the ranks join a new group: a call that was interrupted or failed ended the last one", file=sys.stderr
+            )
+            failed = {rank: text for rank, text in self._ask(None, "join").items() if text is not None}
+            if failed:
+                self._in_order = False
+                self._raise(failed)
+        asked = sorted(range(self.number) if ranks is None else set(ranks))
+        unknown = [rank for rank in asked if not 0 <= rank < self.number]
+        if unknown:
+            raise UsageError(f"there is no rank {unknown[0]}: they are 0 to {self.number - 1}")
+        ended = [rank for rank in asked if rank not in self._channels]
+        if ended:
+            raise CellFailed(f"rank {ended[0]} has ended: restart() starts new ranks", {})
+        answers: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        pending: set[int] = set()
+        try:
+            for rank in asked:
+                pending.add(rank)
+                with suppress(OSError):  # it has ended, which _collect finds
+                    self._channels[rank].send(*question)
+                    self._channels[rank].owed += 1
+            with _CtrlC() as ctrl_c:
+                self._collect(pending, answers, errors, lambda: ctrl_c.came)
+            interrupted = ctrl_c.came
+        except KeyboardInterrupt:
+            interrupted = True
+        if interrupted:
+            self._interrupt(pending, answers, errors)
+        if errors:
+            self._raise(errors)
+        return {rank: answers[rank] for rank in asked}
+
+    def _interrupt(self, pending: set[int], answers: dict[int, Any], errors: dict[int, str]) -> NoReturn:
+        self._in_order = False
+        for rank in pending:
+            with suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGINT)
+        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        with _CtrlC() as again:
+            self._collect(pending, answers, errors, lambda: again.came or time.monotonic() > deadline)
+        if pending:
+            listed = ", ".join(map(str, sorted(pending)))
+            raise CellFailed(f"interrupted, and rank {listed} goes on: restart() starts new ranks", errors)
+        raise CellFailed("interrupted; the ranks are ready for another cell", errors)
+
+    def _collect(
+        self, pending: set[int], answers: dict[int, Any], errors: dict[int, str], given_up: Callable[[], bool]
+    ) -> None:
+        """Reads what the ranks print and answer, until all have answered or ended."""
+        with selectors.DefaultSelector() as selector:
+            for rank in pending:
+                selector.register(self._channels[rank].connection, selectors.EVENT_READ, rank)
+            while pending and not given_up():
+                for key, _ in selector.select(0.2):
+                    rank = int(key.data)
+                    try:
+                        what, *rest = self._channels[rank].receive()
+                    except Unreadable as error:
+                        what, rest = "done", [f"its answer cannot be read here: {error}\n", None, True]
+                    except OSError:
+                        what, rest = "done", ["it has ended: restart() starts new ranks\n", None, False]
+                        self._channels.pop(rank).connection.close()
+                    if what == "text":
+                        _print(rank, rest[0], rest[1])
+                        continue
+                    failed, answer, in_order = rest
+                    self._in_order = self._in_order and in_order
+                    channel = self._channels.get(rank)
+                    if channel is not None:
+                        channel.owed -= 1
+                        if channel.owed > 0:
+                            continue  # the answer to an earlier question, for which nobody waits any more
+                    selector.unregister(key.fileobj)
+                    pending.discard(rank)
+                    answers[rank] = answer
+                    if failed is not None:
+                        errors[rank] = failed
+
+    def _show(self, answers: dict[int, Any]) -> None:
+        for rank, text in answers.items():
+            if text is not None:
+                _print(rank, "stdout", f"{text}\n")
+
+    def _raise(self, errors: dict[int, str]) -> None:
+        """Shows equal tracebacks once."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in sorted(errors.items()):
+            by_text.setdefault(text, []).append(rank)
+        for text, ranks in by_text.items():
+            named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            print(f"[{named}] {text}", end="", file=sys.stderr)
+        last = next(iter(errors.values())).strip().rpartition("\n")[2]
+        raise CellFailed(f"{len(errors)} of {self.number} ranks failed: {last}", errors)
+
+
+class _CtrlC:
+    """Notes Ctrl-C instead of raising it. Raised while a message is received, it would lose what has just arrived."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._replaced = False
+
+    def __enter__(self) -> _CtrlC:
+        # Only the main thread is interrupted. A program's own handler stays.
+        if threading.current_thread() is threading.main_thread():
+            self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if self._replaced:
+                signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+def _print(rank: int, stream: str, text: str) -> None:
+    file = sys.stderr if stream == "stderr" else sys.stdout
+    for line in text.splitlines():
+        print(f"[rank {rank}] {line}", file=file)

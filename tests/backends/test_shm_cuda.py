@@ -1,0 +1,256 @@
+"""`shm` for CUDA tensors, on a stand-in for the driver. docs/proofs/shm_cuda.md has what was seen on a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
+from ringway.testing import RankContext, RankPool
+from ringway.testing.conformance import Report, Setting, all_cases, run_setting
+
+HERE = Path(__file__).parent
+BACKEND = "shm_stand_in"
+SOAK = os.environ.get("RINGWAY_SOAK") == "1"
+SOME = [
+    *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "all_to_all_single_uneven"),
+    *("input_is_a_slice_of_output", "output_is_a_slice_of_input", "all_to_all_in_place_is_right_or_refused"),
+    *("every_op_in_flight_at_once", "many_in_flight", "both_send_first", "all_reduce_coalesced"),
+]
+"""The conformance cases of a short run."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Ranks whose CUDA driver is the stand-in."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None, "a C++ compiler built the core; now it is gone"
+    library = tmp_path_factory.mktemp("driver") / "libcuda_ipc_stand_in.so"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
+    source = HERE / "cuda_ipc_stand_in.cpp"
+    subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True, timeout=120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RINGWAY_TEST_CUDA", str(library))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+        with RankPool(3, preload=["stand_in_cuda"]) as pool:
+            yield pool
+
+
+def _backend(dist: Any) -> Any:
+    return dist.communicator().devices.first
+
+
+@pytest.mark.processes
+def test_conformance_on_the_stand_in(ranks: RankPool) -> None:
+    """Every case, with every call direct that can be. The tensors are not in device memory, so all are staged."""
+    report = Report()
+    cases = list(all_cases()) if SOAK else SOME
+    run_setting(ranks, Setting(BACKEND, 3, every=3 if SOAK else 61), cases, report)
+    assert not report.findings, str(report)
+    assert len(report.seconds) == len(cases)
+
+
+def _in_device_memory(context: RankContext) -> list[Any]:
+    import stand_in_cuda
+
+    dist = context.start(BACKEND)
+    size, driver = context.world_size, stand_in_cuda.library()
+    tensor = stand_in_cuda.in_device_memory(1000, torch.float32)
+    dist.all_reduce(tensor.fill_(context.rank + 1))
+    backend = _backend(dist)
+    staged = []
+    backend._stage = lambda *given: staged.append(given)
+    dist.all_reduce(tensor)
+    seen: list[Any] = [tensor.unique().tolist(), backend.why_host, len(staged)]
+    # Memory is freed and allocated again at the same addresses while the others still have it mapped.
+    for step in range(150):
+        tensor = stand_in_cuda.in_device_memory(5000, torch.float32)
+        dist.all_reduce(tensor.fill_(context.rank + step))
+        assert tensor.unique().tolist() == [sum(rank + step for rank in range(size))], step
+        address = tensor.data_ptr()
+        del tensor
+        if step % 3:
+            driver.cuMemFree_v2(address)
+    seen.append(driver.stand_in_opened())
+    dist.destroy_process_group()
+    seen.append(driver.stand_in_opened())
+    return seen
+
+
+def test_device_memory_is_mapped_once_and_given_back(ranks: RankPool) -> None:
+    for seen in ranks.run(_in_device_memory, world_size=3):
+        assert seen[:3] == [[18.0], "", 0], "the ranks share device memory, and nothing was staged"
+        assert seen[3] <= 2 * 64, "each of two peers has at most 64 mappings here"
+        assert seen[4] == 0, "all are closed with the group"
+
+
+def _asynchronous(context: RankContext) -> None:
+    """Many calls in flight, direct ones and ones through the host (bool), in one order."""
+    dist = context.start(BACKEND)
+    size, works = context.world_size, []
+    for step in range(40):
+        total = torch.full((100,), float(context.rank + step))
+        gathered = torch.empty(50 * size)
+        either = torch.tensor([context.rank == step % size])
+        works.append((dist.all_reduce(total, async_op=True), total, sum(range(size)) + size * step))
+        works.append(
+            (dist.all_gather_into_tensor(gathered, torch.full((50,), float(step)), async_op=True), gathered, step)
+        )
+        works.append((dist.all_reduce(either, op=dist.ReduceOp.MAX, async_op=True), either, True))
+        if step % 10 == 9:
+            now = torch.ones(7)
+            dist.all_reduce(now)
+            assert now.unique().tolist() == [size]
+    for work, tensor, expected in works:
+        work.wait()
+        assert tensor.unique().tolist() == [expected]
+
+
+def test_asynchronous_calls_keep_their_order(ranks: RankPool) -> None:
+    ranks.run(_asynchronous, world_size=3)
+
+
+def _no_sharing(context: RankContext, whose: int) -> str:
+    import stand_in_cuda
+
+    driver = stand_in_cuda.library()
+    driver.stand_in_refuse(int(context.rank == whose))
+    try:
+        dist = context.start(BACKEND, group_name=f"refused by {whose}")
+        total = torch.full((10,), context.rank + 1.0)
+        dist.all_reduce(total)
+        assert total.unique().tolist() == [6.0]
+        why: str = _backend(dist).why_host
+        return why
+    finally:
+        driver.stand_in_refuse(0)
+
+
+def test_without_shared_device_memory_calls_go_through_the_host(ranks: RankPool) -> None:
+    for why in ranks.run(_no_sharing, 1, world_size=3):
+        assert why.startswith("rank 1 cannot share device memory"), "every rank knows who, and why"
+
+
+def _differ(context: RankContext, what: str) -> str:
+    dist = context.start(BACKEND, group_name=f"differ in {what}")
+    dist.barrier()
+
+    def call() -> None:
+        if what == "count":
+            dist.all_reduce(torch.ones(10 + (context.rank == 0)))
+        elif what == "op" and context.rank:
+            dist.all_reduce(torch.ones(10))
+        elif what == "op":
+            dist.broadcast(torch.ones(10), 0)
+        else:
+            rows = [2, 2, 2]
+            sent = [2, 1, 3] if context.rank == 0 else rows
+            dist.all_to_all_single(torch.empty(6), torch.empty(6), rows, sent)
+        dist.barrier()
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_ranks_that_call_different_things_are_told(ranks: RankPool) -> None:
+    for what in ("count", "op", "splits"):
+        for outcome in ranks.try_run(_differ, what, world_size=3, timeout=60):
+            assert outcome.ok, f"{what}: {outcome}"
+            assert "rank 0" in outcome.value, outcome.value
+
+
+def _loses(context: RankContext, after: float) -> tuple[int, str]:
+    dist = context.start(BACKEND, group_name=f"loses after {after}")
+    tensor = torch.ones(20_000)
+    dist.all_reduce(tensor)
+    if context.rank == 1:
+        threading.Timer(after, lambda: os.kill(os.getpid(), 9)).start()
+
+    def call() -> None:
+        while True:
+            works = [dist.all_reduce(tensor.fill_(1.0), async_op=True) for _ in range(3)]
+            for work in works:
+                work.wait()
+            dist.all_reduce(tensor.fill_(1.0))
+
+    with pytest.raises(PeerLost) as caught:
+        call()
+    dist.destroy_process_group()
+    return caught.value.rank, str(caught.value)
+
+
+def test_a_killed_rank_is_named(ranks: RankPool) -> None:
+    for after in (0.02, 0.05, 0.11):
+        outcomes = ranks.try_run(_loses, after, world_size=3, timeout=60)
+        assert [outcome.ok for outcome in outcomes] == [True, False, True], [str(outcome) for outcome in outcomes]
+        for outcome in (outcomes[0], outcomes[2]):
+            assert outcome.value[0] == 1
+            assert "SIGKILL" in outcome.value[1] or "ended" in outcome.value[1]
+
+
+def _stuck(context: RankContext) -> str:
+    """Rank 1's device does not get to its part: a kernel before it takes longer than the timeout."""
+    import stand_in_cuda
+
+    dist = context.start(BACKEND, group_name="stuck", timeout=timedelta(seconds=1.5))
+    dist.all_reduce(torch.ones(10))
+    finish = threading.Event()
+
+    def endless(_: int) -> None:
+        finish.wait(30)
+
+    kernel = stand_in_cuda.KERNEL(endless)
+    if context.rank == 1:
+        stand_in_cuda.library().stand_in_launch(7, kernel, 0)
+        threading.Timer(4, finish.set).start()
+
+    def call() -> None:
+        dist.all_reduce(torch.ones(10))
+        dist.settled()
+        dist.all_reduce(torch.ones(10))
+
+    with pytest.raises((CommTimeout, PeerLost)) as caught:
+        call()
+    dist.destroy_process_group()
+    return type(caught.value).__name__
+
+
+def test_a_device_that_is_stuck_ends_the_group_in_time(ranks: RankPool) -> None:
+    assert "CommTimeout" in ranks.run(_stuck, world_size=3, timeout=60)
+
+
+def test_the_backend_is_named_by_device() -> None:
+    from ringway.backends import registry
+
+    both = registry.combined("cpu:shm,cuda:shm")
+    assert both is not None
+    assert both.devices == ("cpu",)
+    assert list(both.others) == ["cuda"]
+    assert both.others["cuda"].one_host
+    assert registry.combined("cuda:shm") == both, "what serves CUDA tensors serves CPU tensors too"
+    assert registry.combined("shm") is None
+    assert registry.user_spelling(both.torch_name) == "cpu:shm,cuda:shm"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("interpreted", ["1", "0"] if SOAK else ["1"])
+def test_the_kernels_that_reduce(interpreted: str) -> None:
+    """Interpreted: the values. Compiled for an H200: the code."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted}
+    command = [sys.executable, "-W", "ignore", str(HERE / "cuda_kernel_checks.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[]"

@@ -1,0 +1,289 @@
+"""`ringway bench`: what it measures, what it says about it, and what it does when ranks die or the user stops it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ringway.bench.cases import CASES, BenchCase, Place, _wrong_elements
+from ringway.bench.compare import compare, in_words
+from ringway.bench.page import page
+from ringway.bench.plan import PAIRS, Plan, in_units, make_items, parse_sizes
+from ringway.bench.ranks import EVENTS, PLAN
+from ringway.bench.reading import reading
+from ringway.bench.runner import Estimate
+from ringway.bench.session import run_plan
+from ringway.bench.table import Row, from_json, to_csv, to_json
+from ringway.cli import app
+from ringway.errors import UsageError
+from ringway.launch import run as launcher
+from ringway.testing import RankContext, RankPool
+from ringway.testing.pool import RanksFailed
+
+
+def _row(op: str, nbytes: int, candidate: str, seconds: float, noise: float = 0.02, mode: str = "sync") -> Row:
+    estimate = Estimate(seconds, seconds * (1 - noise), seconds * (1 + noise), 21)
+    return Row(op, nbytes, "float32", 2, candidate, estimate, nbytes / seconds, nbytes / seconds, True, None, mode)
+
+
+def test_sizes_are_lists_and_ranges() -> None:
+    assert parse_sizes("8,64K, 4M") == (8, 64 << 10, 4 << 20)
+    assert parse_sizes("8:256M:x4")[:3] == (8, 32, 128)
+    assert parse_sizes("1K:4K") == (1 << 10, 2 << 10, 4 << 10)
+    assert parse_sizes("1kb,1KiB") == (1 << 10,)
+    for wrong in ("", "eight", "-8", "8:4M:4", "8:4M:x1", "8:4M:x2:x2", "0", "1e9", "999999999G"):
+        with pytest.raises(UsageError, match="--sizes"):
+            parse_sizes(wrong)
+
+
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, unique=True))
+def test_sizes_survive_being_written(sizes: list[int]) -> None:
+    assert parse_sizes(",".join(map(in_units, sizes))) == tuple(sizes)
+
+
+def test_wrong_names_are_refused() -> None:
+    for arguments in ((["all_sum"], [8]), (["send"], [8], ["float33"]), (["send"], [8], ["float32"], ["later"])):
+        with pytest.raises(UsageError, match="is none"):
+            make_items(*arguments)  # type: ignore[arg-type]
+
+
+def test_a_plan_survives_being_written() -> None:
+    plan = Plan(
+        make_items(["all_reduce", PAIRS], [8], ["int64"], ["async"]), ("shm",), ("int8",), rounds=5, seconds=2.0
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def _measured(context: RankContext, plan: Plan) -> list[dict[str, Any]]:
+    context.start("gloo")
+    events: list[dict[str, Any]] = []
+    run_plan(plan, events.append)
+    return events
+
+
+def test_every_op_and_mode_is_measured(pool: RankPool) -> None:
+    items = make_items([*CASES, PAIRS], [4096], modes=["sync", "async", "overlap"])
+    first, *others = pool.run(_measured, Plan(items, ("shm", "gloo"), ("int8",), rounds=3), world_size=3, timeout=200)
+    assert others == [[], []], "rank 0 tells"
+    table = [Row.from_dict(event["row"]) for event in first if "row" in event]
+    assert {row.op for row in table if row.mode == "sync"} == set(CASES)
+    assert {row.op for row in table if row.mode == "pair"} == {"0-1", "0-2", "1-2"}
+    assert {row.candidate for row in table if row.mode == "compressed"} == {"shm int8", "gloo int8"}
+    assert {row.candidate for row in table if row.mode == "overlap"} == {
+        f"{name} {how} compute" for name in ("shm", "gloo") for how in ("then", "under")
+    }
+    assert all(row.verified for row in table if row.mode in ("sync", "async", "compressed"))
+    assert from_json(to_json(table)) == table
+    assert len(to_csv(table).splitlines()) == len(table) + 1
+    assert reading(table)
+
+
+def test_time_limits_end_a_run_between_two_items(pool: RankPool) -> None:
+    plan = Plan(make_items(["broadcast"], [8, 16, 32]), ("gloo",), rounds=3, seconds=0.0)
+    events, _ = pool.run(_measured, plan, world_size=2)
+    assert events[-1] == {"late": 3}
+
+
+def _corrupted(context: RankContext) -> None:
+    right = CASES["all_reduce"]
+
+    def run(dist: Any, buffers: Any, place: Any) -> None:
+        right.run(dist, buffers, place)
+        if context.rank == 1:
+            buffers.taken[0][-1] += 1
+
+    CASES["all_reduce"] = BenchCase(right.op, right.buffers, run, right.expected)
+    _measured(context, Plan(make_items(["all_reduce"], [4096]), ("shm",), rounds=3))
+
+
+def test_a_backend_that_computes_wrong_is_caught(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="1 of 1024 elements of output 0 are wrong"):
+        pool.run(_corrupted, world_size=2, grace=1.0)
+    pool.replace()
+
+
+def _noisy(rows: list[Row], seed: int, factors: dict[str, float] | None = None) -> list[Row]:
+    """The rows of another run: each differs by up to 6 %, and the whole machine by up to 4 %."""
+    chance = random.Random(seed)
+    drift = chance.uniform(0.96, 1.04)
+    return [
+        replace(row, seconds=row.seconds.scaled(drift * chance.uniform(0.94, 1.06) * (factors or {}).get(row.op, 1.0)))
+        for row in rows
+    ]
+
+
+def test_compare_finds_a_change_of_20_percent_and_takes_a_rerun_for_the_same() -> None:
+    old = [_row(op, 8 << 2 * power, "shm", 1e-6 * 2**power) for op in ("all_reduce", "send") for power in range(8)]
+    same = sum(not any(change.changed for change in compare(old, _noisy(old, seed))) for seed in range(100))
+    assert same >= 90
+    for seed in range(100):
+        changed = [change.op for change in compare(old, _noisy(old, seed, {"send": 1.2})) if change.changed]
+        assert changed == ["send"]
+    (line,) = in_words(compare(old, _noisy(old, 1, {"send": 1.2})))
+    assert line.startswith("send on shm is 1.")
+    assert "slower" in line
+    assert "nothing changed" in in_words(compare(old, old))[0]
+    assert "nothing in common" in in_words(compare(old, [_row("gather", 8, "shm", 1e-6)]))[0]
+
+
+def test_the_reading_names_winners_latency_and_slow_links() -> None:
+    times = {8: (1e-6, 40e-6), 1024: (1.2e-6, 41e-6), 1 << 20: (1e-3, 0.9e-3)}
+    table = [
+        _row("all_reduce", size, name, each[place])
+        for size, each in times.items()
+        for place, name in enumerate(("shm", "gloo"))
+    ]
+    (line,) = reading(table)
+    assert "shm is fastest from 8 B to 1 KiB (40 × gloo); gloo is fastest at 1 MiB (1.1 × shm)" in line
+    assert "Up to 1 KiB latency-bound (about 1 µs)" in line
+    pairs = [
+        _row(f"{a}-{b}", 8, "shm", 1e-6 * (4 if (a, b) == (1, 2) else 1), mode="pair")
+        for a in range(3)
+        for b in range(a + 1, 3)
+    ]
+    assert reading(pairs) == ["messages of 8 B: ranks 1-2 are 4.0 times slower than the usual 1 µs."]
+
+
+def test_the_page_is_one_file_and_escapes_what_it_shows() -> None:
+    evil = "<script>alert(1)</script>"
+    table = [_row("all_reduce", size, evil, 1e-6) for size in (8, 1024)] + [_row("0-1", 8, "shm", 1e-6, mode="pair")]
+    text = page(table, {"torch": evil})
+    assert "<script" not in text
+    assert "http" not in text
+    assert text.count("<circle") == 2
+
+
+def test_calls_that_an_op_refuses_are_noted_and_the_rest_goes_on(pool: RankPool) -> None:
+    items = make_items(["all_reduce", "broadcast"], [64], ["float8_e4m3fn", "bool"], ["sync", "overlap"])
+    events, _ = pool.run(_measured, Plan(items, ("shm", "gloo"), rounds=3), world_size=2)
+    refused = {event["refused"] for event in events if "refused" in event}
+    assert refused == {
+        f"all_reduce 64 float8_e4m3fn{mode} on {name}" for mode in ("", " overlap") for name in ("shm", "gloo")
+    }
+    rows = {(event["row"]["op"], event["row"]["dtype"]) for event in events if "row" in event}
+    assert rows == {("broadcast", "float8_e4m3fn"), ("all_reduce", "bool"), ("broadcast", "bool")}
+    for wrong in ("qint8", "Tensor"):
+        with pytest.raises(UsageError, match="--dtypes"):
+            make_items(["all_reduce"], [8], [wrong])
+
+
+def test_no_backend_is_told(pool: RankPool) -> None:
+    plan = Plan(make_items([PAIRS, "all_reduce"], [8]), ("nccl",), rounds=3)
+    events, _ = pool.run(_measured, plan, world_size=2)
+    assert events[-1] == {"nothing": ["nccl"]}
+
+
+def test_sums_of_many_ranks_in_a_narrow_dtype_may_be_rounded() -> None:
+    for size, dtype in ((16, torch.bfloat16), (64, torch.bfloat16), (500, torch.bfloat16), (100, torch.float16)):
+        place = Place(0, size, 4 * size * 7, dtype=dtype)
+        wanted = place.total(0, 14)
+        summed = place.blank(14)
+        for rank in range(size):
+            summed += place.values(rank, 0, 14)
+        assert _wrong_elements(wanted, wanted, size) == 0
+        assert size > 16 or _wrong_elements(summed, wanted, size) == 0
+        if dtype == torch.float16 or size == 64:
+            assert not torch.equal(summed, wanted)
+            assert _wrong_elements(summed, wanted, size) == 0
+        broken = wanted.clone()
+        broken[3], broken[5] = 0, float("nan")
+        assert _wrong_elements(broken, wanted, min(size, 100)) == 2
+
+
+def test_files_that_cannot_be_written_or_read_are_refused_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(launcher, "run", _run_with([], [], started))
+    (tmp_path / "no.json").write_text("[]")
+    wrong = [[option, str(tmp_path / "absent" / "file")] for option in ("-o", "--csv", "--html", "--compare")]
+    wrong += [["--compare", str(tmp_path / "no.json")], ["-o", str(tmp_path)], ["--backends", "nosuch"]]
+    for options in wrong:
+        done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "send", "--sizes", "8", *options])
+        assert isinstance(done.exception, UsageError), (options, done.exception)
+    assert started == []
+
+
+def test_a_file_that_fails_at_the_end_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [[{"begun": "send 8", "number": 0}, {"row": _row("send", 8, "shm", 1e-6).to_dict()}]]
+    monkeypatch.setattr(launcher, "run", _run_with(told, [0], []))
+    done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "send", "--sizes", "8", "--csv", "/dev/full"])
+    assert done.exit_code == 1
+    assert "send: shm is fastest" in done.stdout
+    assert "send,8,float32" in done.stdout  # the CSV
+    assert "cannot write /dev/full: No space left" in done.output
+
+
+def test_restarted_ranks_have_only_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = [[{"begun": "send", "number": 0}]] * 4
+    given: list[float] = []
+    run = _run_with(began, [137] * 4, [])
+
+    def slow(command: list[str], ranks: int) -> launcher.Outcome:
+        given.append(Plan.from_json(Path(command[-1], PLAN).read_text()).seconds or 0.0)
+        time.sleep(0.05)
+        return run(command, ranks)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(launcher, "run", slow)
+    options = ["--ops", "send", "--sizes", "8:1M:x2", "--seconds", "0.12"]
+    done = CliRunner().invoke(app, ["bench", "-n", "2", *options])
+    assert done.exit_code == 1
+    assert given[0] == 0.12
+    assert given[1] <= 0.07
+    assert given[3] == 0
+    assert done.output.count("new ranks go on") == 3
+    assert "interrupted" not in done.output
+
+
+def _run_with(events: list[list[dict[str, Any]]], codes: list[int], started: list[int]) -> Any:
+    """A launcher whose ranks tell these events and end like this, one list for each start. 130 is Ctrl-C."""
+
+    def run(command: list[str], ranks: int) -> launcher.Outcome:
+        folder = Path(command[-1])
+        started.append(len(Plan.from_json((folder / PLAN).read_text()).items))
+        with (folder / EVENTS).open("w") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events[len(started) - 1])
+        code = codes[len(started) - 1]
+        return launcher.Outcome(code, "rank 1 was killed by SIGKILL", interrupted=code == 130)
+
+    return run
+
+
+def test_a_rank_that_dies_is_reported_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"row": _row("all_reduce", size, "shm", 1e-6).to_dict()} for size in (8, 32)]
+    told = [
+        [{"begun": "all_reduce 8", "number": 0}, rows[0], {"begun": "all_reduce 16", "number": 1}],
+        [{"begun": "all_reduce 32", "number": 0}, rows[1]],
+    ]
+    started: list[int] = []
+    monkeypatch.setattr(launcher, "run", _run_with(told, [137, 0], started))
+    done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "all_reduce", "--sizes", "8,16,32", "--json"])
+    assert (done.exit_code, started) == (1, [3, 1])
+    document = json.loads(done.stdout)
+    assert [row["nbytes"] for row in document["rows"]] == [8, 32]
+    assert document["notes"] == ["all_reduce 16 failed: rank 1 was killed by SIGKILL"]
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = [[{"begun": "send 8", "number": 0}, {"row": _row("send", 8, "shm", 1e-6).to_dict()}]]
+    monkeypatch.setattr(launcher, "run", _run_with(told, [130], []))
+    files = {name: tmp_path / f"file.{name}" for name in ("csv", "html", "json")}
+    options = ["--csv", str(files["csv"]), "--html", str(files["html"]), "--json", "-o", str(files["json"])]
+    done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "send", "--sizes", "8,16", *options])
+    assert done.exit_code == 130
+    assert json.loads(files["json"].read_text())["rows"][0]["op"] == "send"
+    assert "send" in files["csv"].read_text()
+    assert "<svg" in files["html"].read_text()
+    monkeypatch.setattr(launcher, "run", _run_with(told, [0], []))
+    again = ["bench", "-n", "2", "--ops", "send", "--sizes", "8", "--compare", str(files["json"])]
+    assert "nothing changed beyond the noise" in CliRunner().invoke(app, again).stdout

@@ -1,0 +1,125 @@
+"""Ranks that a notebook starts: cells, errors, Ctrl-C, deaths, and the example executed by a real kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ringway.notebook
+from ringway.errors import UsageError
+from ringway.notebook import CellFailed, Ranks
+from ringway.notebook.channel import TOKEN_BYTES, accept, introduce
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "notebook.ipynb"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield ringway.notebook.start(2, "shm")
+    ringway.notebook.stop()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_cells_values_errors_interrupts_and_deaths(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.run("tensor = torch.ones(1) * (rank + 1)\ndist.all_reduce(tensor)\nprint('summed', end='')\ntensor.item()")
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines[:2]) == ["[rank 0] summed", "[rank 1] summed"]  # as they come
+    assert lines[2:] == ["[rank 0] 3.0", "[rank 1] 3.0"]
+    ranks.push(three=3)
+    assert ranks.pull("three + rank") == [3, 4]
+    assert ranks.pull("rank", ranks=[1]) == [1]
+    with pytest.raises(CellFailed, match=r"cannot pickle|Can't pickle"):
+        ranks.pull("lambda: 0")
+    # What only one side can unpickle is an error, and neither ends a rank nor leaves answers behind.
+    ranks.run("class Own: pass")
+    with pytest.raises(CellFailed, match=r"cannot be read here: AttributeError"):
+        ranks.pull("Own()")
+    sys.modules["only_here"] = only_here = ModuleType("only_here")
+    exec("class Theirs: pass", only_here.__dict__)
+    try:
+        with pytest.raises(CellFailed, match="No module named 'only_here'"):
+            ranks.push(theirs=only_here.Theirs())
+    finally:
+        del sys.modules["only_here"]
+    assert ranks.pull("rank") == [0, 1]
+    with pytest.raises(UsageError, match="no rank 2"):
+        ranks.pull("rank", ranks=[2])
+    capsys.readouterr()
+
+    with pytest.raises(CellFailed, match="2 of 2 ranks failed: ZeroDivisionError") as failed:
+        ranks.run("value = 1\nvalue / 0")
+    shown = capsys.readouterr().err
+    assert shown.startswith("[ranks 0, 1] Traceback")  # equal tracebacks once
+    assert "    value / 0" in shown
+    assert set(failed.value.errors) == {0, 1}
+    with pytest.raises(CellFailed, match="SystemExit"):
+        ranks.run("raise SystemExit(1)", ranks=[0])
+
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(CellFailed, match="interrupted; the ranks are ready"):
+        ranks.run("import time\ndist.all_reduce(tensor) if rank == 0 else time.sleep(300)")
+    # The interrupted call ended the group, so the ranks join a new one.
+    assert ranks.pull("(dist.all_reduce(tensor), tensor.item())[1]") == [6.0, 6.0]
+
+    # A rank that does not heed Ctrl-C answers late, and its answer is not taken for that of the next question.
+    monkeypatch.setattr("ringway.notebook.ranks._INTERRUPT_SECONDS", 0.2)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    slow = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(3)\n'stale'"
+    with pytest.raises(CellFailed, match="interrupted, and rank 0 goes on"):
+        ranks.run(slow, ranks=[0])
+    assert ranks.pull("rank") == [0, 1]
+    monkeypatch.undo()
+
+    # Ctrl-C while a rank prints all the time.
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(CellFailed, match="interrupted; the ranks are ready"):
+        ranks.run("while True: print('x' * 300000)")
+    assert ranks.pull("rank") == [0, 1]
+    capsys.readouterr()
+
+    with pytest.raises(CellFailed) as failed:
+        ranks.run("import os\nos._exit(3) if rank == 1 else dist.all_reduce(tensor)")
+    assert "PeerLost" in failed.value.errors[0]
+    assert "has ended" in failed.value.errors[1]
+    with pytest.raises(CellFailed, match="rank 1 has ended: restart"):
+        ranks.run("rank")
+    ranks.restart()
+    assert ranks.pull("'tensor' in globals()") == [False, False]
+
+
+def test_a_stranger_is_not_taken_for_a_rank() -> None:
+    token = bytes(range(TOKEN_BYTES))
+    for said, rank in ((token, 1), (bytes(TOKEN_BYTES), None)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            introduce(theirs, said, 1)
+            came = accept(ours, token)
+            assert (came and came[0]) == rank
+
+
+def test_magic_without_ranks_says_what_to_do() -> None:
+    ringway.notebook.stop()
+    with pytest.raises(UsageError, match=r"ringway\.notebook\.start"):
+        ringway.notebook._cell("", "1")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_the_example_runs_in_a_kernel() -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLE, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    texts = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
+    assert "[rank 1] tensor([3., 3., 3., 3.])" in texts[2]
+    assert "1 of 2 ranks failed: ValueError: rank 1 does not like this" in "".join(texts)
