@@ -184,20 +184,22 @@ def test_64_mib_both_ways_at_once(pool: RankPool) -> None:
 
 
 def _killed_in_the_middle(context: RankContext) -> tuple[list[int | None], str]:
-    """The victim has sent a part of its message, and received a part of the other's."""
+    """The victim has sent a part of its message and received a part of the other's; on a busy machine it may have sent
+    and received all of them before it dies. Nobody sends the message that the last wait is for."""
     context.start("shm")
     other = 1 - context.rank
-    works = [dist.isend(torch.ones(LARGE), other), dist.irecv(torch.ones(LARGE), other, tag=1)]
-    works.append(dist.irecv(torch.ones(LARGE), other))
+    works = [dist.isend(torch.ones(LARGE), other), dist.irecv(torch.ones(LARGE), other)]
+    works.append(dist.irecv(torch.ones(LARGE), other, tag=1))
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     lost = []
     for work in works:
-        with pytest.raises(PeerLost) as caught:
+        try:
             work.wait()
-        lost.append(caught.value.rank)
+        except PeerLost as error:
+            lost.append(error.rank)
+            assert work.exception() is not None
         assert work.is_completed()
-        assert work.exception() is not None
     with pytest.raises(PeerLost):
         dist.isend(torch.ones(1), other)
     states = {call.op: call.state for call in dist.recent_calls() if call.op in ("send", "recv")}
@@ -205,11 +207,12 @@ def _killed_in_the_middle(context: RankContext) -> tuple[list[int | None], str]:
 
 
 def test_a_rank_killed_in_the_middle_ends_all_messages(pool: RankPool) -> None:
-    ends = pool.try_run(_killed_in_the_middle, world_size=2, timeout=30)
+    ends = pool.try_run(_killed_in_the_middle, world_size=2)
     pool.replace()
     assert ends[0].kind == "returned", ends[0]
     lost, states = ends[0].value
-    assert lost == [1, 1, 1]
+    assert lost, "the message that nobody sends arrived"
+    assert set(lost) == {1}
     assert "issued" not in states, states
 
 
