@@ -201,20 +201,19 @@ def test_a_killed_rank_is_named(ranks: RankPool) -> None:
 
 
 def _stuck(context: RankContext) -> str:
-    """Rank 1's device does not get to its part: a kernel before it takes longer than the timeout."""
+    """Rank 1's device does not get to its part: a kernel before it takes until another rank's call has ended."""
     import stand_in_cuda
 
-    dist = context.start(BACKEND, group_name="stuck", timeout=timedelta(seconds=1.5))
+    dist = context.start(BACKEND, group_name="stuck")
     dist.all_reduce(torch.ones(10))
-    finish = threading.Event()
+    dist.communicator().set_timeout(1.5)
 
     def endless(_: int) -> None:
-        finish.wait(30)
+        context.store.wait(["ended"], timedelta(seconds=300))
 
     kernel = stand_in_cuda.KERNEL(endless)
     if context.rank == 1:
         stand_in_cuda.library().stand_in_launch(7, kernel, 0)
-        threading.Timer(4, finish.set).start()
 
     def call() -> None:
         dist.all_reduce(torch.ones(10))
@@ -223,12 +222,13 @@ def _stuck(context: RankContext) -> str:
 
     with pytest.raises((CommTimeout, PeerLost)) as caught:
         call()
+    context.store.set("ended", "")
     dist.destroy_process_group()
     return type(caught.value).__name__
 
 
 def test_a_device_that_is_stuck_ends_the_group_in_time(ranks: RankPool) -> None:
-    assert "CommTimeout" in ranks.run(_stuck, world_size=3, timeout=60)
+    assert "CommTimeout" in ranks.run(_stuck, world_size=3)
 
 
 def test_the_backend_is_named_by_device() -> None:

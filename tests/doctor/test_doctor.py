@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -322,11 +323,13 @@ def test_between_two_hosts_blocked_ports_and_clocks_are_named(pool: RankPool) ->
             finally:
                 pool.replace()
 
-        findings = together(ahead=3.0)
+        findings = together(ahead=30.0)
         assert not [each for each in findings if each.level == "error" and each.subject.startswith("to ")], findings
         clock = _called(findings, "clocks")
         assert clock.level == "warning", clock
-        assert "3.0 s ahead" in clock.says, clock
+        ahead = re.search(r"([0-9.]+) s ahead", clock.says)  # known to half of the fastest answer's time
+        assert ahead is not None, clock
+        assert abs(float(ahead[1]) - 30) < 10, clock
         # Rank 1's host sends nothing to the ports of outgoing connections, the doctor's among them.
         rule = ("rule", "add", "ipproto", "tcp", "dport", "30000-65534", "prohibit")
         subprocess.run(["ip", "-n", namespaces[1], *rule], check=True, timeout=60)

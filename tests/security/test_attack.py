@@ -213,13 +213,14 @@ def _connect_under_attack(context: RankContext, port: int) -> str:
     os.environ.update(RANK=str(context.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_distributed(dist_backend="gloo", verbose=False)
     if context.rank == 1:
-        time.sleep(0.5)
+        context.store.wait(["deleted"])
     get = KeyedStore.multi_get
 
     def get_and_delete(store: KeyedStore, keys: list[str]) -> list[bytes]:
         values = get(store, keys)
         if context.rank == 0 and keys[0].endswith("//0/0"):
             store.inner.delete_key(keys[0])
+            context.store.set("deleted", "")
         return values
 
     try:
@@ -234,6 +235,6 @@ def _connect_under_attack(context: RankContext, port: int) -> str:
 
 def test_a_key_deleted_while_gloo_connects_is_named(pool: RankPool) -> None:
     environment: dict[str, str | None] = {"RINGWAY_JOB_SECRET": SECRET}
-    told = pool.run(_connect_under_attack, free_port(), world_size=2, timeout=60, environment=environment)
+    told = pool.run(_connect_under_attack, free_port(), world_size=2, environment=environment)
     assert any(map(_names_tampering, told)), told
     assert "fine" not in told
