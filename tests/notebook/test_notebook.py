@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -27,10 +28,31 @@ def ranks() -> Iterator[Ranks]:
     ringway.notebook.stop()
 
 
+@contextmanager
+def _ctrl_c_in_cell(folder: Path, ranks: int) -> Iterator[str]:
+    """Presses Ctrl-C once so many ranks have run the code that this yields."""
+    folder.mkdir()
+    ended = threading.Event()
+
+    def press() -> None:
+        while len(list(folder.iterdir())) < ranks:
+            if ended.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presses = threading.Thread(target=press)
+    presses.start()
+    try:
+        yield f"open(f'{folder}/{{rank}}', 'w').close()"
+    finally:
+        ended.set()
+        presses.join()
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 def test_cells_values_errors_interrupts_and_deaths(
-    ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ranks.run("tensor = torch.ones(1) * (rank + 1)\ndist.all_reduce(tensor)\nprint('summed', end='')\ntensor.item()")
     lines = capsys.readouterr().out.splitlines()
@@ -66,25 +88,37 @@ def test_cells_values_errors_interrupts_and_deaths(
     with pytest.raises(CellFailed, match="SystemExit"):
         ranks.run("raise SystemExit(1)", ranks=[0])
 
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(CellFailed, match="interrupted; the ranks are ready"):
-        ranks.run("import time\ndist.all_reduce(tensor) if rank == 0 else time.sleep(300)")
+    monkeypatch.setattr("ringway.notebook.ranks._INTERRUPT_SECONDS", 100.0)
+    with (
+        _ctrl_c_in_cell(tmp_path / "waits", 2) as begun,
+        pytest.raises(CellFailed, match="the ranks are ready"),
+    ):
+        ranks.run(f"{begun}\nimport time\ndist.all_reduce(tensor) if rank == 0 else time.sleep(300)")
     # The interrupted call ended the group, so the ranks join a new one.
     assert ranks.pull("(dist.all_reduce(tensor), tensor.item())[1]") == [6.0, 6.0]
 
     # A rank that does not heed Ctrl-C answers late, and its answer is not taken for that of the next question.
     monkeypatch.setattr("ringway.notebook.ranks._INTERRUPT_SECONDS", 0.2)
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    slow = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(3)\n'stale'"
-    with pytest.raises(CellFailed, match="interrupted, and rank 0 goes on"):
-        ranks.run(slow, ranks=[0])
+    go_on = tmp_path / "go on"
+    with (
+        _ctrl_c_in_cell(tmp_path / "slow", 1) as begun,
+        pytest.raises(CellFailed, match="interrupted, and rank 0 goes on"),
+    ):
+        ranks.run(
+            f"import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{begun}\n"
+            f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n'stale'",
+            ranks=[0],
+        )
+    go_on.touch()
     assert ranks.pull("rank") == [0, 1]
-    monkeypatch.undo()
+    monkeypatch.setattr("ringway.notebook.ranks._INTERRUPT_SECONDS", 100.0)
 
     # Ctrl-C while a rank prints all the time.
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(CellFailed, match="interrupted; the ranks are ready"):
-        ranks.run("while True: print('x' * 300000)")
+    with (
+        _ctrl_c_in_cell(tmp_path / "prints", 2) as begun,
+        pytest.raises(CellFailed, match="the ranks are ready"),
+    ):
+        ranks.run(f"{begun}\nwhile True: print('x' * 300000)")
     assert ranks.pull("rank") == [0, 1]
     capsys.readouterr()
 
