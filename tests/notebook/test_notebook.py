@@ -17,7 +17,7 @@ import pytest
 import ringway.notebook
 from ringway.errors import UsageError
 from ringway.notebook import CellFailed, Ranks
-from ringway.notebook.channel import TOKEN_BYTES, accept, introduce
+from ringway.notebook.channel import TOKEN_BYTES, Channel, accept, introduce
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "notebook.ipynb"
 
@@ -140,6 +140,21 @@ def test_a_stranger_is_not_taken_for_a_rank() -> None:
             introduce(theirs, said, 1)
             came = accept(ours, token)
             assert (came and came[0]) == rank
+
+
+def test_a_message_that_is_not_read_is_given_up_and_one_that_is_read_slowly_arrives() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader = threading.Thread(target=lambda: arrived.append(Channel(theirs).receive()))
+        arrived: list[tuple[object, ...]] = []
+        reader.start()
+        Channel(ours).send("x" * 5_000_000)
+        reader.join(120)
+        assert arrived == [("x" * 5_000_000,)]
+        with pytest.raises(OSError, match="did not read"):
+            Channel(ours).send("x" * 5_000_000, given_up=lambda: True)
+        with pytest.raises(OSError):  # noqa: PT011 - half a message, and then the end
+            Channel(theirs).receive()
 
 
 def test_magic_without_ranks_says_what_to_do() -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hmac
 import pickle
+import select
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -37,15 +39,21 @@ class Channel:
         """Questions that the other side has not answered yet. The notebook counts them."""
         self._sending = threading.Lock()
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: Any, given_up: Callable[[], bool] = lambda: False) -> None:
+        """If `given_up` says so, a message that the other side does not read ends the connection: half of one cannot be
+        taken back. Ctrl-C must not interrupt it: nobody would know how much was sent."""
         body = pickle.dumps(message)
+        rest = memoryview(_LENGTH.pack(len(body)) + body)
+        room = select.poll()
+        room.register(self.connection, select.POLLOUT)
         with self._sending:
-            try:
-                self.connection.sendall(_LENGTH.pack(len(body)) + body)
-            except KeyboardInterrupt:
-                with suppress(OSError):
-                    self.connection.shutdown(socket.SHUT_RDWR)  # half a message cannot be taken back
-                raise
+            while rest:
+                room.poll(200)
+                with suppress(BlockingIOError):
+                    rest = rest[self.connection.send(rest, socket.MSG_DONTWAIT) :]
+                if rest and given_up():
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    raise BrokenPipeError("the other side did not read the message in time")
 
     def receive(self) -> tuple[Any, ...]:
         """The next message. Raises OSError if the other side has ended, and Unreadable if the message cannot be

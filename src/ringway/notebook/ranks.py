@@ -166,12 +166,14 @@ class Ranks:
         errors: dict[int, str] = {}
         pending: set[int] = set()
         try:
-            for rank in asked:
-                pending.add(rank)
-                with suppress(OSError):  # it has ended, which _collect finds
-                    self._channels[rank].send(*question)
-                    self._channels[rank].owed += 1
             with _CtrlC() as ctrl_c:
+                for rank in asked:
+                    if ctrl_c.came:
+                        break
+                    pending.add(rank)
+                    with suppress(OSError):  # it has ended, which _collect finds
+                        self._channels[rank].send(*question, given_up=lambda: ctrl_c.came)
+                        self._channels[rank].owed += 1
                 self._collect(pending, answers, errors, lambda: ctrl_c.came)
             interrupted = ctrl_c.came
         except KeyboardInterrupt:
@@ -246,7 +248,8 @@ class Ranks:
 
 
 class _CtrlC:
-    """Notes Ctrl-C instead of raising it. Raised while a message is received, it would lose what has just arrived."""
+    """Notes Ctrl-C instead of raising it. Raised while a message is sent or received, it would lose how much of it has
+    gone or come."""
 
     def __init__(self) -> None:
         self.came = False
