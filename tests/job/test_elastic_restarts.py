@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -44,8 +43,8 @@ def _rank_of_torchrun(context: RankContext, port: int, attempt: int, several_hos
         processes.pid_namespace = lambda: f"{own} {context.rank}"  # neither sees the other's processes
     model, sizes = Sum(), []
     optimizer = optimizer_of(model)
-    began = time.monotonic()
-    with ElasticJob() as job:
+    # If the ranks of the first attempt were waited for, this one would not end in time.
+    with ElasticJob(grace=10 * SECONDS) as job:
         agent = c10d.TCPStore("127.0.0.1", port, is_master=False)
         agent.set(f"secret {attempt}", job._store._key.token("test"))
         job.data_parallel(model)
@@ -57,7 +56,7 @@ def _rank_of_torchrun(context: RankContext, port: int, attempt: int, several_hos
                 attempt_at_step.commit()
                 optimizer.step()
                 sizes.append(job.size)
-        return {"sizes": sizes, "contents": contents_of(model, optimizer), "seconds": time.monotonic() - began}
+        return {"sizes": sizes, "contents": contents_of(model, optimizer)}
 
 
 @pytest.mark.parametrize("several_hosts", [False, True])
@@ -77,4 +76,3 @@ def test_a_restarted_job_starts_again(pool: RankPool, several_hosts: bool) -> No
     for outcome in ended:
         assert outcome.value["sizes"] == [RANKS] * STEPS
         torch.testing.assert_close(torch.tensor(outcome.value["contents"]), torch.tensor(simulated([RANKS] * STEPS)))
-        assert outcome.value["seconds"] < 25, "the ranks of the first attempt were waited for"
