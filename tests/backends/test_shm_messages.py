@@ -64,28 +64,28 @@ def _moved_by_callers(context: RankContext) -> bool:
 
 
 def test_the_callers_thread_moves_both_directions(pool: RankPool) -> None:
-    assert pool.run(_moved_by_callers, world_size=2, timeout=60) == [True, True]
+    assert pool.run(_moved_by_callers, world_size=2) == [True, True]
 
 
-def _small_exchanges(context: RankContext) -> tuple[int, int]:
+def _small_exchanges(context: RankContext) -> set[str]:
+    """The threads that were started meanwhile. Those of earlier tests may end."""
     context.start("shm")
     other = 1 - context.rank
     dist.barrier()
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))
     for number in range(300):
         sent, received = torch.full((5,), float(number)), torch.zeros(5)
         work = dist.isend(sent, other)
         dist.recv(received, other)
         work.wait()
         assert torch.equal(received, sent)
-    after = len(os.listdir("/proc/self/task"))
+    started = set(os.listdir("/proc/self/task")) - before
     dist.barrier()
-    return before, after
+    return started
 
 
 def test_small_exchanges_start_no_thread(pool: RankPool) -> None:
-    for before, after in pool.run(_small_exchanges, world_size=2):
-        assert before == after
+    assert pool.run(_small_exchanges, world_size=2) == [set(), set()]
 
 
 def _sender_is_away(context: RankContext) -> None:
@@ -99,7 +99,7 @@ def _sender_is_away(context: RankContext) -> None:
         works.append(dist.irecv(wanted, other))
         assert all(isinstance(work, MessageWork) for work in works)
         store.wait(["received"])  # no call of the group
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -162,7 +162,7 @@ def _in_every_order(context: RankContext, sizes: list[int]) -> None:
 
 def test_exchanges_in_every_order(pool: RankPool) -> None:
     """Sizes around those of a frame with data, a piece, a ring."""
-    pool.run(_in_every_order, [0, 1, 8, 9, 16_384, 262_144, 1_000_000], world_size=2, timeout=100)
+    pool.run(_in_every_order, [0, 1, 8, 9, 16_384, 262_144, 1_000_000], world_size=2)
 
 
 def _large_both_ways(context: RankContext) -> None:
@@ -177,7 +177,7 @@ def _large_both_ways(context: RankContext) -> None:
 
 
 def test_64_mib_both_ways_at_once(pool: RankPool) -> None:
-    pool.run(_large_both_ways, world_size=2, timeout=60)
+    pool.run(_large_both_ways, world_size=2)
 
 
 # Ends
@@ -269,7 +269,7 @@ def _too_late(context: RankContext) -> None:
     done = threading.Event()
     report: Callable[[Any], None] = lambda error: (ended.append(error), done.set())[1]  # noqa: E731
     work.on_complete(report)
-    assert done.wait(30)
+    assert done.wait(100)
     assert ended == [None]
     assert work.wait()
     assert torch.equal(received, torch.ones(3))
@@ -323,14 +323,14 @@ def _is_freed(rank: int, other: int) -> bool:
     dist.isend(tensor, other)
     del tensor
     dist.barrier()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while alive() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     return alive() is None
 
 
 def test_messages_that_outlive_their_group_or_their_work(pool: RankPool) -> None:
-    for told, freed, last in pool.run(_after_their_group, world_size=2, timeout=100):
+    for told, freed, last in pool.run(_after_their_group, world_size=2):
         assert len(told) == 3
         assert all("closed" in text or "destroyed" in text for text in told[:2]), told
         assert freed
@@ -348,7 +348,7 @@ def _waits_for_another(context: RankContext) -> None:
     done = dist.isend(torch.ones(1), 1, tag=5)
     received = torch.empty(LARGE)
     work = dist.irecv(received, other)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not work.is_completed():
         done.wait()
         assert time.monotonic() < deadline
@@ -357,4 +357,4 @@ def _waits_for_another(context: RankContext) -> None:
 
 
 def test_a_wait_for_what_is_done_does_not_stop_the_rest(pool: RankPool) -> None:
-    pool.run(_waits_for_another, world_size=2, timeout=60)
+    pool.run(_waits_for_another, world_size=2)
