@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ringway
-from elastic_model import simulated
+from elastic_model import SECONDS, simulated
 from elastic_processes import MOMENTS, SPLIT, Fate, Process, run_job
 from ringway.job.elastic.job import ElasticJob
 from ringway.testing import RankContext, RankPool
@@ -74,7 +74,7 @@ def _run_programs(seeds: range) -> None:
     assert failed == []  # here, so that what the processes printed is shown
 
 
-@pytest.mark.timeout(60 + 3 * PROGRAMS)
+@pytest.mark.timeout(60 + 8 * PROGRAMS)
 def test_random_programs(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     """On half of the cores, in rounds. With RINGWAY_SOAK=1, each round is reported."""
     workers = max(2, min(pool.size, len(os.sched_getaffinity(0)) // 2))
@@ -84,7 +84,7 @@ def test_random_programs(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> 
         begins = [first + done + rank * each for rank in range(workers)]
         ends = [*begins[1:], first + done + ROUND]
         shares = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
-        pool.run(_programs_of_rank, shares, world_size=workers, timeout=60 + 3 * ROUND, grace=60 + 3 * ROUND)
+        pool.run(_programs_of_rank, shares, world_size=workers, timeout=50 + 8 * ROUND, grace=50 + 8 * ROUND)
         if PROGRAMS > ROUND:
             with capsys.disabled():
                 print(f"{done + ROUND} of {PROGRAMS} programs, {time.monotonic() - began:.0f} s", flush=True)
@@ -144,7 +144,8 @@ def _with_faults(context: RankContext, seed: int) -> tuple[int, list[float], lis
 
 
 def test_the_loss_after_20_faults_is_that_of_a_run_without_faults(pool: RankPool) -> None:
-    ((killed, faulty, calm),) = pool.run(_with_faults, random.SystemRandom().randrange(1 << 30), world_size=1)
+    seed = random.SystemRandom().randrange(1 << 30)
+    ((killed, faulty, calm),) = pool.run(_with_faults, seed, world_size=1, timeout=2 * SECONDS + 20)
     pool.replace()
     assert killed == FAULTS
     torch.testing.assert_close(torch.tensor(faulty), torch.tensor(calm), rtol=2e-4, atol=2e-5)
