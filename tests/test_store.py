@@ -211,3 +211,19 @@ def test_a_process_remembers_a_bounded_number_of_keys() -> None:
     for number in range(3000):
         store.set(str(number), "")
     assert len(store._known._latest) == 1024
+
+
+def test_what_came_while_a_process_stood_still_is_found() -> None:
+    """The deadline passes after the first question, before the answer is there."""
+    asked: list[str | None] = []
+
+    class Passes(Deadline):
+        def left(self) -> float:
+            return 0.0 if asked else 1.0
+
+    def question() -> str | None:
+        asked.append("here" if asked else None)
+        return asked[-1]
+
+    assert Passes(1.0).poll(question) == "here"
+    assert Passes(1.0).poll(lambda: None) is None

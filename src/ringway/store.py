@@ -47,11 +47,13 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def poll(self, question: Callable[[], Value | None], longest_pause: float = _LONGEST_PAUSE) -> Value | None:
-        """Asks until there is an answer or no time is left. The pauses grow."""
+        """Asks until there is an answer or no time is left. The pauses grow. The last question comes after the end: a
+        process that stood still finds what came meanwhile."""
         pause = _FIRST_PAUSE
         while True:
+            is_last = self.left() == 0
             answer = question()
-            if answer is not None or self.left() == 0:
+            if answer is not None or is_last:
                 return answer
             time.sleep(min(pause, self.left()))
             pause = min(pause * 1.5, longest_pause)

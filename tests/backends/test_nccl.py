@@ -332,9 +332,8 @@ def _reconfigured(context: RankContext) -> dict[str, Any]:
     dist._reconfigure(1, [handle]).wait()
     first = dist.communicator()
     pending = first.devices.made()[0].all_reduce(_call())
-    began = time.monotonic()
+    nccl._LEAVE_SECONDS = 1000.0  # it must not wait for the call that hangs
     dist._reconfigure(2, [handle]).wait()
-    took = time.monotonic() - began
     second = dist.communicator()
     assert second is not first
     assert first.closed
@@ -343,7 +342,6 @@ def _reconfigured(context: RankContext) -> dict[str, Any]:
         "made": [(name, size) for name, size, _ in made],
         "aborted": [group.aborted for *_, group in made],
         "shut down": [group.shut_down for *_, group in made],
-        "took": took,
         "pending": pending is not None,
     }
 
@@ -355,7 +353,6 @@ def test_members_are_replaced_by_abort_and_reconnect(pool: RankPool) -> None:
     assert seen["shut down"] == [0, 0]
     assert [size for _, size in seen["made"]] == [1, 1]
     assert seen["made"][0] != seen["made"][1], "the second group would read what the first left in the store"
-    assert seen["took"] < 5, "it waited for the call that hangs"
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
