@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def _cpu_seconds_of_others() -> float:
     own, total = threading.get_native_id(), 0
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != own:
-            total += int((task / "schedstat").read_text().split()[0])
+            with suppress(OSError):  # it has ended
+                total += int((task / "schedstat").read_text().split()[0])
     return total / 1e9
 
 
