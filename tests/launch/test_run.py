@@ -225,8 +225,11 @@ def test_an_elastic_run_ends_with_too_few_ranks(pool: RankPool) -> None:
     assert "1 ranks are left, and the job needs 2: it ends" in output
 
 
-def test_a_rank_that_an_elastic_run_lost_for_good_is_no_failure_of_the_job(pool: RankPool) -> None:
-    (code, _), output = _try_elastic(pool, "test $RANK = 0 && exit 4; sleep 0.3", 2, 1, 0)
+def test_a_rank_that_an_elastic_run_lost_for_good_is_no_failure_of_the_job(pool: RankPool, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    script = f"test $RANK = 0 && echo $$ >{lost} && exit 4; while ! test -s {lost}; do sleep 0.02; done"
+    script += f"; while kill -0 $(cat {lost}); do sleep 0.02; done"  # until the launcher has seen its end
+    (code, _), output = _try_elastic(pool, script, 2, 1, 0)
     assert code == 0, output
     assert "failed with exit code 4; 1 of 2 run" in output
 
