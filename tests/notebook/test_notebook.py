@@ -132,6 +132,33 @@ def test_cells_values_errors_interrupts_and_deaths(
     assert ranks.pull("'tensor' in globals()") == [False, False]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("when", "how", "said"),
+    [
+        ("import", "os._exit(3)", "failed with exit code 3"),
+        ("import", "os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import", "os._exit(0)", "finished"),
+        ("join", "os._exit(3)", "failed with exit code 3"),
+    ],
+)
+def test_a_rank_that_dies_while_it_starts_is_reported_at_once(
+    when: str, how: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before it reaches the notebook, or after that, while the others wait for it. The time limit of a start is far
+    longer than that of this test."""
+    dies = f"os.write(2, b'out of luck\\n'); {how}"
+    if when == "join":
+        dies = f"import ringway; ringway.init_distributed = lambda *_, **__: exec({dies!r}, dict(os=os))"
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n    {dies}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("ringway.notebook.ranks._START_SECONDS", 100_000.0)
+    with pytest.raises(CellFailed, match=f"1 of 2 ranks failed: it {said} while it started") as failed:
+        Ranks(2, "shm")
+    assert failed.value.errors == {1: f"out of luck\nit {said} while it started\n"}
+    assert "[rank 1] out of luck" in capfd.readouterr().err
+
+
 def test_a_stranger_is_not_taken_for_a_rank() -> None:
     token = bytes(range(TOKEN_BYTES))
     for said, rank in ((token, 1), (bytes(TOKEN_BYTES), None)):

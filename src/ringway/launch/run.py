@@ -76,13 +76,14 @@ def run(
     elastic: Elastic | None = None,
     listen: Listen | None = None,
     bindings: Sequence[Binding] | None = None,
+    ended: Callable[[int, str], None] | None = None,
 ) -> Outcome:
     """Start `ranks` copies of a command and wait for them to end.
 
     With `on_death="stop"`, the first rank that fails ends the others, which get `grace` seconds to exit; with "keep",
     they continue without it. With `elastic`, it is started again. `bindings` say on which CPUs each rank of this host
-    runs. Processes that ranks started and left behind end with
-    the run, or with the launcher, even if that is killed.
+    runs. `ended` is called with each rank of this host that ends while others may go on, and how it ended. Processes
+    that ranks started and left behind end with the run, or with the launcher, even if that is killed.
     """
     fewest = None if elastic is None else elastic.fewest
     with shortage_named(f"a run of {ranks} ranks"):
@@ -94,7 +95,7 @@ def run(
         local = LocalRanks(ranks, ranks, bindings=bindings)
         with store_of_a_run() as variables:
             if elastic is None:
-                return _run(command, local, variables, on_death, grace)
+                return _run(command, local, variables, on_death, grace, ended=ended)
             environment = {**variables, "RINGWAY_MIN_RANKS": str(elastic.fewest)}
             with Invitation(environment, ranks):
                 _say(f"more ranks can join with: ringway run --join {os.getpid()} -n 1 ...")
@@ -189,6 +190,7 @@ def _run(
     elastic: Elastic | None = None,
     launchers: hosts.Launchers | None = None,
     store: RunStore | None = None,
+    ended: Callable[[int, str], None] | None = None,
 ) -> Outcome:
     started = time.monotonic()
     progress = Progress(store, None if elastic is None else elastic.look)
@@ -205,7 +207,7 @@ def _run(
                     break
                 processes.start(command, environment)
             if elastic is None:
-                failed, stopped = _supervise(processes, signals, on_death, elsewhere)
+                failed, stopped = _supervise(processes, signals, on_death, elsewhere, ended)
             else:
                 failed, stopped = _supervise_elastic(processes, signals, elastic, command, environments, progress)
             ended_by = signals.ending
@@ -250,7 +252,11 @@ class _Elsewhere:
 
 
 def _supervise(
-    processes: RankProcesses, signals: Signals, on_death: str, elsewhere: _Elsewhere
+    processes: RankProcesses,
+    signals: Signals,
+    on_death: str,
+    elsewhere: _Elsewhere,
+    ended: Callable[[int, str], None] | None,
 ) -> tuple[list[int], list[int]]:
     """Wait until all ranks have ended, or until the others must end. Returns the ranks that failed, in their order,
     and those that still run."""
@@ -262,6 +268,9 @@ def _supervise(
         codes = {rank: processes.code(rank) for rank in running}
         failed += [rank for rank, code in codes.items() if code]
         running = [rank for rank, code in codes.items() if code is None]
+        for rank, code in codes.items():
+            if code is not None and ended is not None:
+                ended(rank, _how(code))
     return failed, running
 
 

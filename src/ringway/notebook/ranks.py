@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
+from ringway import threads
 from ringway.errors import RingwayError, UsageError
 from ringway.notebook.channel import TOKEN, TOKEN_BYTES, Channel, Unreadable, accept
 
 _START_SECONDS = 300.0
+_OTHERS_SECONDS = 3.0
 _STOP_SECONDS = 10.0
 _INTERRUPT_SECONDS = 10.0
 
@@ -73,17 +75,18 @@ class Ranks:
         self._in_order = True
         self._start()
 
-    def stop(self) -> None:
-        """End the ranks."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the ranks. A rank that waits for a cell ends by itself; `at_once` does not wait for that."""
         for channel in self._channels.values():
-            channel.connection.close()  # a rank that waits for a cell ends
+            channel.connection.close()
         self._channels.clear()
         launcher, self._launcher = self._launcher, None
         if launcher is None:
             return
         try:
-            for end in (lambda: None, launcher.terminate, launcher.kill):
-                end()
+            for end in (launcher.terminate, launcher.kill) if at_once else (None, launcher.terminate, launcher.kill):
+                if end is not None:
+                    end()
                 with suppress(subprocess.TimeoutExpired):
                     launcher.wait(_STOP_SECONDS if end != launcher.terminate else 3 * _STOP_SECONDS)
                     return
@@ -97,52 +100,31 @@ class Ranks:
             path = str(Path(folder, "socket"))
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 listener.bind(path)
-                listener.listen(self.number)
-                arguments = [path] if self._backend is None else [path, self._backend]
-                command = [sys.executable, "-m", "ringway", "run", "-n", str(self.number), "--on-death", "keep"]
+                listener.listen(self.number + 1)
+                arguments = [path, str(self.number), *([] if self._backend is None else [self._backend])]
                 # In a session of its own: a terminal's Ctrl-C is meant for the cell, not for the ranks.
                 self._launcher = subprocess.Popen(
-                    [*command, "-m", "ringway.notebook.rank", *arguments],
+                    [sys.executable, "-m", "ringway.notebook.launcher", *arguments],
                     env={**os.environ, TOKEN: token.hex()},
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+                assert self._launcher.stdout is not None
+                output = _Output(self._launcher.stdout)
                 try:
-                    self._gather(listener, token)
+                    start = _Start(listener, token, self.number)
+                    self._channels, self._pids, errors = start.channels, start.pids, start.wait(self._launcher)
+                    if errors:
+                        self.stop(at_once=True)
+                        words = output.last_words(start.ended, self.number)
+                        self._raise({rank: words.get(rank, "") + error for rank, error in errors.items()})
                 except BaseException:
-                    self.stop()
+                    self.stop(at_once=True)
                     raise
-
-    def _gather(self, listener: socket.socket, token: bytes) -> None:
-        assert self._launcher is not None
-        deadline = time.monotonic() + _START_SECONDS
-        listener.settimeout(0.2)
-        while len(self._channels) < self.number:
-            if self._launcher.poll() is not None or time.monotonic() > deadline:
-                raise CellFailed(
-                    "the ranks did not start; what they said is above, or in the notebook server's log", {}
-                )
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            came = accept(connection, token)
-            if came is not None:
-                self._channels[came[0]] = came[1]
-        errors = {}
-        for rank in sorted(self._channels):
-            try:
-                what, *rest = self._channels[rank].receive()
-                while what == "text":
-                    _print(rank, rest[0], rest[1])
-                    what, *rest = self._channels[rank].receive()
-                self._pids[rank], failed = rest
-            except OSError:
-                failed = "it ended while it started\n"
-            if failed is not None:
-                errors[rank] = failed
-        if errors:
-            self._raise(errors)
+                finally:
+                    output.show()
 
     def _ask(self, ranks: Collection[int] | None, *question: Any) -> dict[int, Any]:
         """What the ranks answer, in their order."""
@@ -245,6 +227,108 @@ class Ranks:
             print(f"[{named}] {text}", end="", file=sys.stderr)
         last = next(iter(errors.values())).strip().rpartition("\n")[2]
         raise CellFailed(f"{len(errors)} of {self.number} ranks failed: {last}", errors)
+
+
+class _Start:
+    """Waits until all ranks have joined a group, or one of them cannot."""
+
+    def __init__(self, listener: socket.socket, token: bytes, number: int) -> None:
+        self.channels: dict[int, Channel] = {}
+        self.pids: dict[int, int] = {}
+        self.ended: set[int] = set()
+        """The ranks whose process has ended."""
+        self._listener, self._token, self._number = listener, token, number
+        self._errors: dict[int, str] = {}
+
+    def wait(self, launcher: subprocess.Popen[bytes]) -> dict[int, str]:
+        """What went wrong on which rank."""
+        deadline = time.monotonic() + _START_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while len(self.pids) + len(self._errors) < self._number and not self.ended:
+                if launcher.poll() is not None:
+                    raise CellFailed("the ranks did not start; what they said is above", {})
+                if time.monotonic() > deadline:
+                    break
+                for key, _ in selector.select(0.2):
+                    if key.data is None:
+                        self._accept(selector)
+                    elif not self._receive(*key.data):
+                        selector.unregister(key.fileobj)  # how a rank ended is for the launcher to say
+                if self._errors:  # the others may fail likewise, or wait for this rank
+                    deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
+        if len(self.pids) < self._number and not self._errors:
+            missing = sorted(set(range(self._number)) - set(self.pids))
+            self._errors = dict.fromkeys(missing, f"it did not start within {_START_SECONDS:.0f} s\n")
+        return self._errors
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        connection, _ = self._listener.accept()
+        came = accept(connection, self._token)
+        if came is None:
+            connection.close()
+            return
+        selector.register(connection, selectors.EVENT_READ, came)
+        if came[0] < self._number:
+            self.channels[came[0]] = came[1]
+
+    def _receive(self, rank: int, channel: Channel) -> bool:
+        """Takes a message of a rank, or of the launcher, whose number is the one after theirs."""
+        try:
+            what, *rest = channel.receive()
+        except OSError:
+            return False
+        if what == "ended":
+            rank, how = rest
+            self.ended.add(rank)
+            self._errors[rank] = f"it {how} while it started\n"
+        elif what == "text":
+            _print(rank, rest[0], rest[1])
+        else:
+            pid, failed = rest
+            if failed is None:
+                self.pids[rank] = pid
+            else:
+                self._errors[rank] = failed
+        return True
+
+
+class _Output:
+    """What the launcher writes: what ranks write past Python's streams, or before the notebook hears of them. It is
+    shown once they have started."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._lock = threading.Lock()
+        self._held_back: list[str] | None = []
+        self._thread = threads.start("ringway-notebook-output", self._read, pipe)
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                text = line.decode(errors="replace")
+                with self._lock:
+                    if self._held_back is None:
+                        print(text, end="", file=sys.stderr, flush=True)
+                    else:
+                        self._held_back.append(text)
+
+    def show(self) -> None:
+        with self._lock:
+            print("".join(self._held_back or ()), end="", file=sys.stderr, flush=True)
+            self._held_back = None
+
+    def last_words(self, ranks: Collection[int], number: int) -> dict[int, str]:
+        """What these ranks wrote, once the launcher has ended. The other lines are shown."""
+        self._thread.join()
+        names = {rank: f"[rank {rank}] " if number > 1 else "" for rank in ranks}
+        words = dict.fromkeys(ranks, "")
+        for line in self._held_back or ():
+            rank = next((rank for rank, name in names.items() if line.startswith(name)), None)
+            if rank is None:
+                print(line, end="", file=sys.stderr, flush=True)
+            else:
+                words[rank] += line.removeprefix(names[rank])
+        return words
 
 
 class _CtrlC:
