@@ -6,12 +6,14 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -292,17 +294,66 @@ def test_a_torch_that_is_too_old(tmp_path: Path) -> None:
     assert "needs torch 2.8 or newer, and torch 2.5.1+cpu is installed" in ended.stderr
 
 
+@pytest.mark.processes
+def test_a_clock_that_is_off(tmp_path: Path) -> None:
+    """libfaketime shows rank 1, and nobody else, a wall clock that is 3 s ahead."""
+    slow_link.needed()
+    if shutil.which("faketime") is None:
+        pytest.skip("libfaketime is not installed (Debian's package faketime)")
+    # libfaketime 0.9.10 breaks the call that time.sleep uses.
+    sleep = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds) and None\n"
+    (tmp_path / "sitecustomize.py").write_text(sleep)
+    ahead = ["faketime", "-m", "--exclude-monotonic", "-f", "+3s"]
+    with slow_link.two_hosts() as hosts, ExitStack() as ends:
+        ranks = []
+        for rank, host in enumerate(hosts):
+            environ = {**os.environ, **_place_of(rank, hosts[0].address)}
+            if rank == 1:
+                environ["PYTHONPATH"] = str(tmp_path)
+            command = [
+                *(ahead if rank == 1 else []),
+                sys.executable,
+                "-m",
+                "ringway",
+                "doctor",
+                "--json",
+                "--timeout",
+                "100",
+            ]
+            ranks.append(
+                ends.enter_context(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", host.namespace, *command],
+                        env=environ,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+            )
+        said = [rank.communicate(timeout=120) for rank in ranks]
+    findings = [Finding(**entry) for entry in json.loads(said[0][0])["findings"]]
+    clock = _called(findings, "clocks")
+    assert clock.level == "warning", said
+    assert "3.0 s ahead" in clock.says, said
+
+
+def _place_of(rank: int, address: str) -> dict[str, str]:
+    """The variables of a rank, alone on its host, in a job of two."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "29511",
+        "RINGWAY_JOB_SECRET": "ab" * 32,
+    }
+
+
 def _on_host(context: RankContext, namespaces: list[str], address: str, ahead: float) -> list[Finding] | None:
     slow_link.enter(namespaces[context.rank])
-    os.environ.update(
-        RANK=str(context.rank),
-        WORLD_SIZE="2",
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR=address,
-        MASTER_PORT="29511",
-        RINGWAY_JOB_SECRET="ab" * 32,
-    )
+    os.environ.update(_place_of(context.rank, address))
     if context.rank == 1 and ahead:
         true_time = time.time_ns
         time.time_ns = lambda: true_time() + int(ahead * 1e9)
