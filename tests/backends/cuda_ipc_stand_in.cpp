@@ -17,9 +17,11 @@
 #include <new>
 #include <thread>
 
+#include "cuda_stand_in.h"
+
 namespace {
 
-constexpr int kInvalid = 1, kNotReady = 600;
+constexpr int kInvalid = 1;
 
 class Stream {
   public:
@@ -66,7 +68,6 @@ std::map<uint64_t, size_t>& opened = *new std::map<uint64_t, size_t>;
 std::map<void*, Stream*>& streams = *new std::map<void*, Stream*>;
 std::atomic<uint64_t> ids{0};
 std::atomic<int> mps{0}, refuses{0}, delay_us{0};
-thread_local void* current = nullptr;
 
 Stream& stream_of(void* handle) {
     const std::lock_guard<std::mutex> guard(lock);
@@ -108,21 +109,8 @@ void stand_in_wait_event(void* stream, void* event) {
 }
 
 // The driver's side
-int cuInit(unsigned) { return 0; }
-int cuDeviceGet(int* device, int ordinal) {
-    *device = ordinal;
-    return 0;
-}
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-    *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1000);
-    return 0;
-}
-int cuCtxGetCurrent(void** context) {
-    *context = current;
-    return 0;
-}
-int cuCtxSetCurrent(void* context) {
-    current = context;
+    *context = context_of(device);
     return 0;
 }
 int cuEventCreate(void** event, unsigned) {
@@ -146,7 +134,6 @@ int cuStreamIsCapturing(void*, int* status) {
     *status = 0;
     return 0;
 }
-int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 int cuGetErrorName(int status, const char** name) {
     *name = status == kInvalid ? "CUDA_ERROR_INVALID_VALUE" : nullptr;
     return *name == nullptr ? 1 : 0;

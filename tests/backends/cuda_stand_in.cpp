@@ -6,6 +6,8 @@
 #include <mutex>
 #include <thread>
 
+#include "cuda_stand_in.h"
+
 // Python's, which has loaded this
 extern "C" {
 int PyGILState_Ensure();
@@ -15,7 +17,6 @@ void* PyObject_CallObject(void* callable, void* arguments);
 
 namespace {
 
-constexpr int kNotReady = 600;
 constexpr double kStep = 0.5;  // milliseconds
 struct Event {
     void* stream = nullptr;
@@ -27,7 +28,6 @@ std::map<void*, uint64_t> recorded, reached;
 std::atomic<int> capturing{0}, failure{0}, events{0}, hold{0}, held{0};
 double now = 0;
 void* const idle = &now;  // a stream whose events pass at once
-thread_local void* current = nullptr;
 
 }  // namespace
 
@@ -62,28 +62,15 @@ void stand_in_hold(int on) { hold = on; }
 int stand_in_held() { return held; }
 
 // The driver's side
-int cuInit(unsigned) { return 0; }
-int cuDeviceGet(int* device, int ordinal) {
-    *device = ordinal;
-    return 0;
-}
 int cuDevicePrimaryCtxRetain(void** context, int device) {
     for (held = hold.load(); hold != 0;) std::this_thread::yield();
-    *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1000);
-    return 0;
-}
-int cuCtxGetCurrent(void** context) {
-    *context = current;
-    return 0;
-}
-int cuCtxSetCurrent(void* context) {
-    current = context;
+    *context = context_of(device);
     return 0;
 }
 int cuEventCreate(void** event, unsigned) {
     ++events;
     *event = new Event;
-    return current == nullptr ? 201 : 0;
+    return current_context == nullptr ? 201 : 0;
 }
 int cuEventRecord(void* event, void* stream) {
     if (failure != 0) return failure;
@@ -113,7 +100,6 @@ int cuStreamIsCapturing(void*, int* status) {
     *status = capturing;
     return 0;
 }
-int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 int cuGetErrorName(int status, const char** name) {
     *name = status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : nullptr;
     return *name == nullptr ? 1 : 0;

@@ -114,13 +114,13 @@ class StandInDriver:
         return int(self._library.stand_in_events())
 
 
-def build_stand_in(folder: Path) -> Path:
+def build_stand_in(folder: Path, name: str = "cuda_stand_in") -> Path:
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None, "a C++ compiler built the core; now it is gone"
-    library = folder / "libcuda_stand_in.so"
-    source = Path(__file__).with_name("cuda_stand_in.cpp")
-    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-o", str(library), str(source)]
-    subprocess.run(command, check=True, timeout=120)
+    library = folder / f"lib{name}.so"
+    source = Path(__file__).with_name(f"{name}.cpp")
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
+    subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True, timeout=120)
     return library
 
 

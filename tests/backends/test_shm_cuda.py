@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_cuda import build_stand_in
 
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.testing import RankContext, RankPool
@@ -34,12 +34,7 @@ SOME = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Ranks whose CUDA driver is the stand-in."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None, "a C++ compiler built the core; now it is gone"
-    library = tmp_path_factory.mktemp("driver") / "libcuda_ipc_stand_in.so"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
-    source = HERE / "cuda_ipc_stand_in.cpp"
-    subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True, timeout=120)
+    library = build_stand_in(tmp_path_factory.mktemp("driver"), "cuda_ipc_stand_in")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RINGWAY_TEST_CUDA", str(library))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))

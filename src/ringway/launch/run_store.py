@@ -8,30 +8,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistNetworkError, DistStoreError
-
 from ringway.descriptors import shortage_named
 from ringway.errors import UsageError
 from ringway.keys import TAG_BYTES, Key
+from ringway.launch.store_client import StoreClient, not_an_integer, too_late, unanswered
 from ringway.launch.store_protocol import CLIENT, HEAD_BYTES, HELLO_SECONDS, NONCE_BYTES, RUN_BYTES, Session
 
 _FOREVER = (1 << 31) - 1
 _MARGIN = 30.0  # seconds for a reply beyond the request's own limit
 
 
-class RunStore(Store):
-    """A client of the launcher's store. Any number of threads may use it: a wait blocks only its own caller.
+class RunStore(StoreClient):
+    """A client of the launcher's store. A wait blocks only its own caller.
 
     `place` is the path of a unix socket, or HOST:PORT.
     """
 
     key: Key
     """The key of everything else between the ranks, once they have held their roll call."""
-    host: str
-    """The ranks reach each other through the interface that leads there. For a unix socket, all are on this host."""
-    port: int | None
-    timeout: timedelta  # torch's property
 
     def __init__(self, place: str, key: Key, timeout: float) -> None:
         super().__init__()
@@ -52,10 +46,9 @@ class RunStore(Store):
             with shortage_named("the store of ringway run"), self._link() as link:
                 values = link.ask(request, seconds + _MARGIN)
         except OSError as error:
-            raise DistNetworkError(f"the store of ringway run does not answer: {error}") from error
+            raise unanswered("the store of ringway run", error) from error
         if not values and op == "get" and fields:
-            keys = ", ".join(field.decode(errors="replace") for field in fields[:4])
-            raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {keys}")
+            raise too_late([field.decode(errors="replace") for field in fields], seconds)
         return values
 
     @contextmanager
@@ -78,16 +71,10 @@ class RunStore(Store):
             raise
         idle.append(link)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._ask("get", key, limit=self.timeout)[0]
-
     def add(self, key: str, amount: int) -> int:
         total = self._ask("add", key, str(amount))
         if not total:
-            raise ValueError(f"add: the value of {key!r} in the job's store is not an integer")
+            raise not_an_integer(key)
         return int(total[0])
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -105,7 +92,7 @@ class RunStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._ask("get", *keys, limit=self.timeout)
 
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         self._ask("set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def delete_key(self, key: str) -> bool:
@@ -113,15 +100,6 @@ class RunStore(Store):
 
     def num_keys(self) -> int:
         return int(self._ask("count")[0])
-
-    deleteKey = delete_key  # noqa: N815 - the names that torch's C++ code calls
-    getNumKeys = num_keys  # noqa: N815
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def clone(self) -> RunStore:
-        return self
 
 
 def address_of(place: str) -> tuple[str, int] | None:

@@ -18,10 +18,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError
 
 from ringway.errors import UsageError
+from ringway.launch.store_client import StoreClient, not_an_integer, too_late, unanswered
 from ringway.store import Deadline
 
 VARIABLE = "RINGWAY_WITNESS"
@@ -51,13 +51,8 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 T = TypeVar("T")
 
 
-class RedisStore(Store):
-    """A store in a Redis server. Any number of threads, and forked children, may use it."""
-
-    host: str
-    """The ranks reach each other through the interface that leads there."""
-    port: int | None
-    timeout: timedelta  # torch's property
+class RedisStore(StoreClient):
+    """A store in a Redis server."""
 
     def __init__(self, url: str, job: str, timeout: float) -> None:
         """`job` names the hash. Raises `UsageError` if the URL names no witness."""
@@ -117,10 +112,7 @@ class RedisStore(Store):
         try:
             return question()
         except self._errors as error:
-            raise DistNetworkError(f"the witness {self} does not answer: {error}") from error
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.multi_set([key], [value])
+            raise unanswered(f"the witness {self}", error) from error
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         def store() -> None:
@@ -130,9 +122,6 @@ class RedisStore(Store):
                 together.execute()
 
         self._ask(store)
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         def look() -> list[bytes] | None:
@@ -144,7 +133,7 @@ class RedisStore(Store):
     def _awaited(self, look: Callable[[], T | None], keys: Sequence[str], limit: timedelta) -> T:
         found = Deadline(limit.total_seconds()).poll(look, _LONGEST_PAUSE)
         if found is None:
-            raise DistStoreError(f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(keys[:4])}")
+            raise too_late(keys, limit.total_seconds())
         return found
 
     def check(self, keys: list[str]) -> bool:
@@ -164,7 +153,7 @@ class RedisStore(Store):
             total = self._ask(lambda: self._client.hincrby(self._hash, key, amount))
         except DistNetworkError as error:
             if isinstance(error.__cause__, self._not_an_integer):
-                raise ValueError(f"add: the value of {key!r} in the job's store is not an integer") from None
+                raise not_an_integer(key) from None
             raise
         return int(total)
 
@@ -180,15 +169,6 @@ class RedisStore(Store):
 
     def num_keys(self) -> int:
         return int(self._ask(lambda: self._client.hlen(self._hash))) - 1  # the server's run id is ringway's
-
-    deleteKey = delete_key  # noqa: N815 - the names that torch's C++ code calls
-    getNumKeys = num_keys  # noqa: N815
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def clone(self) -> RedisStore:
-        return self
 
 
 def _without_password(url: str) -> str:

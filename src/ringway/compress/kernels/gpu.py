@@ -27,6 +27,9 @@ MEASURE_TILE = 8192
 """Elements that one program sums. It can take more because it keeps nothing."""
 LARGEST_BLOCK = 16384
 """A block must fit in the registers of one program."""
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""A fused multiply-add skips the rounding of the product. The mean of the frames would then differ from the reference's
+in its last bit, and with it the scale of a block."""
 
 
 def interpreted() -> bool:
@@ -50,9 +53,19 @@ def _views(frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return frames, frames.view(torch.float32), frames.view(torch.int32)
 
 
-def _rows(frames: Tensor) -> tuple[int, float, int]:
+def rows(frames: Tensor) -> tuple[int, float, int]:
     """What a kernel needs to average the frames: their number, its reciprocal, and the distance between them."""
     return frames.shape[0], 1.0 / frames.shape[0], frames.stride(0)
+
+
+def extent(frames: Tensor, window: Window) -> tuple[int, int, int, int, int]:
+    """What a kernel needs to find the elements of a window, and the frames they belong to."""
+    return frames.stride(0), window.numel, window.shard, window.start, window.stop
+
+
+def grid(tile: int, columns: int, rows: int = 1) -> tuple[int, int]:
+    """One program for each tile of each row."""
+    return -(-columns // tile), rows
 
 
 def _tiled(block: int | None, least: int) -> tuple[int, dict[str, Any]]:
@@ -71,9 +84,7 @@ class TritonKernels(Kernels):
         super().__init__(codec)
         assert isinstance(codec, ScaledCodec)
         loss = {"LARGEST_INVERSE": 1.0 / codec.largest if isinstance(codec, RoundingCodec) else 0.0}
-        # A fused multiply-add skips the rounding of the product. The mean of the frames would then differ from the
-        # reference's in its last bit, and with it the scale of a block.
-        self._kind: dict[str, Any] = {"KIND": codec.code, "enable_fp_fusion": False}
+        self._kind: dict[str, Any] = {"KIND": codec.code, **EXACT}
         self._tile, shape = _tiled(codec.block, TILE)
         self._shape: dict[str, Any] = {**self._kind, **shape}
         self._lossy: dict[str, Any] = {**self._shape, **loss}
@@ -107,22 +118,18 @@ class TritonKernels(Kernels):
     def encode(
         self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, scale: Tensor | None
     ) -> None:
-        _device_code().encode[self._grid(window.columns, frames.shape[0])](
+        _device_code().encode[grid(self._tile, window.columns, frames.shape[0])](
             values,
             residual,
             *_views(frames),
             scale,
-            frames.stride(0),
-            window.numel,
-            window.shard,
-            window.start,
-            window.stop,
+            *extent(frames, window),
             **self._lossy,
             HAS_RESIDUAL=residual is not None,
         )
 
     def measure_mean(self, frames: Tensor, residual: Tensor | None, count: int) -> Tensor:
-        sizes = (*_rows(frames), count)
+        sizes = (*rows(frames), count)
         return self._statistic(_statistics_code().measure_mean, _views(frames), residual, sizes, count)
 
     def encode_mean(
@@ -130,36 +137,31 @@ class TritonKernels(Kernels):
     ) -> None:
         if count == 0:
             return
-        _device_code().encode_mean[(-(-count // self._mean_tile),)](
+        _device_code().encode_mean[grid(self._mean_tile, count)](
             *_views(frames),
             residual,
             *_views(frame),
             scale,
-            *_rows(frames),
+            *rows(frames),
             count,
             **self._lossy_mean,
             HAS_RESIDUAL=residual is not None,
         )
 
     def decode(self, frames: Tensor, window: Window, values: Tensor) -> None:
-        _device_code().decode[self._grid(window.columns, frames.shape[0])](
+        _device_code().decode[grid(self._tile, window.columns, frames.shape[0])](
             *_views(frames),
             values,
-            frames.stride(0),
-            window.numel,
-            window.shard,
-            window.start,
-            window.stop,
+            *extent(frames, window),
             **self._shape,
         )
 
     def decode_mean(self, frames: Tensor, count: int, values: Tensor) -> None:
         if count == 0:
             return
-        _device_code().decode_mean[self._grid(count)](*_views(frames), values, *_rows(frames), count, **self._shape)
-
-    def _grid(self, columns: int, rows: int = 1) -> tuple[int, int]:
-        return -(-columns // self._tile), rows
+        _device_code().decode_mean[grid(self._tile, count)](
+            *_views(frames), values, *rows(frames), count, **self._shape
+        )
 
     def _statistic(
         self, kernel: Any, sources: tuple[Tensor, ...], residual: Tensor | None, sizes: tuple[float, ...], count: int

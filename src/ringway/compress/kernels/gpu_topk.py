@@ -11,7 +11,7 @@ from torch import Tensor
 from ringway.compress.codecs.codec import Codec
 from ringway.compress.codecs.topk import CHUNK, TopK
 from ringway.compress.kernels.base import Kernels
-from ringway.compress.kernels.gpu import TritonKernels
+from ringway.compress.kernels.gpu import EXACT, TritonKernels, extent, grid, rows
 from ringway.compress.windows import HEADER_BYTES, Window
 
 
@@ -29,13 +29,12 @@ class TritonTopK(Kernels):
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec)
         assert isinstance(codec, TopK)
-        # As in `TritonKernels`, without fused multiply-adds.
         self._shape: dict[str, Any] = {
             "KEPT": codec.kept,
             "BITS": codec.bits,
             "RECORD": codec.nbytes(CHUNK),
             "num_warps": 8,
-            "enable_fp_fusion": False,
+            **EXACT,
         }
         # The unary part of a record has less than 3 bits for each kept element.
         self._decoding = {**self._shape, "UNARY": 1 << (3 * codec.kept - 1).bit_length()}
@@ -69,33 +68,25 @@ class TritonTopK(Kernels):
         self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, sources: Tensor | None
     ) -> None:
         frames[:, HEADER_BYTES:].zero_()
-        _device_code().encode[self._grid(window.columns, frames.shape[0])](
+        _device_code().encode[grid(CHUNK, window.columns, frames.shape[0])](
             values,
             residual,
             frames,
             frames.view(torch.int32),
             None if sources is None else sources.view(torch.int32),
             0 if sources is None else sources.stride(0),
-            frames.stride(0),
-            window.numel,
-            window.shard,
-            window.start,
-            window.stop,
+            *extent(frames, window),
             SOURCES=0 if sources is None else sources.shape[0],
             HAS_RESIDUAL=residual is not None,
             **self._shape,
         )
 
     def decode(self, frames: Tensor, window: Window, values: Tensor) -> None:
-        _device_code().decode[self._grid(window.columns, frames.shape[0])](
+        _device_code().decode[grid(CHUNK, window.columns, frames.shape[0])](
             frames,
             frames.view(torch.int32),
             values,
-            frames.stride(0),
-            window.numel,
-            window.shard,
-            window.start,
-            window.stop,
+            *extent(frames, window),
             **self._decoding,
         )
 
@@ -103,18 +94,12 @@ class TritonTopK(Kernels):
         if count == 0:
             return
         sums = values if values.dtype == torch.float32 else torch.empty(count, device=values.device)
-        _device_code().decode_mean[self._grid(count)](
+        _device_code().decode_mean[grid(CHUNK, count)](
             frames,
             frames.view(torch.int32),
             sums,
             values,
-            frames.shape[0],
-            1.0 / frames.shape[0],
-            frames.stride(0),
+            *rows(frames),
             count,
             **self._decoding,
         )
-
-    @staticmethod
-    def _grid(columns: int, rows: int = 1) -> tuple[int, int]:
-        return -(-columns // CHUNK), rows
