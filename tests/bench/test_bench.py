@@ -97,12 +97,17 @@ def test_time_limits_end_a_run_between_two_items(pool: RankPool) -> None:
 def _corrupted(context: RankContext) -> None:
     right = CASES["all_reduce"]
 
-    def run(dist: Any, buffers: Any, place: Any) -> None:
-        right.run(dist, buffers, place)
-        if context.rank == 1:
-            buffers.taken[0][-1] += 1
+    def call(dist: Any, buffers: Any, place: Any) -> Any:
+        rightly = right.call(dist, buffers, place)
 
-    CASES["all_reduce"] = BenchCase(right.op, right.buffers, run, right.expected)
+        def wrongly() -> None:
+            rightly()
+            if context.rank == 1:
+                buffers.taken[0][-1] += 1
+
+        return wrongly
+
+    CASES["all_reduce"] = BenchCase(right.op, right.buffers, call, right.expected)
     _measured(context, Plan(make_items(["all_reduce"], [4096]), ("shm",), rounds=3))
 
 

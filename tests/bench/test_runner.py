@@ -142,6 +142,27 @@ def test_a_short_call_is_made_once_before_the_clock_starts() -> None:
     assert measured.seconds.median < 0.001
 
 
+def test_the_first_calls_of_a_sample_do_not_make_it_short() -> None:
+    """After other candidates had their turn, caches are cold. Many calls must follow, or these few decide."""
+    now = calls = 0
+
+    def clock() -> int:
+        return now
+
+    def prepare() -> None:
+        nonlocal calls
+        calls = 0
+
+    def run() -> None:
+        nonlocal now, calls
+        calls += 1
+        now += 50_000 if calls <= 5 else 1_000
+
+    (measured,) = measure([Candidate("cold", run, prepare)], rounds=3, sample_seconds=0.002, clock_ns=clock)
+    assert measured.calls_per_sample == 1000
+    assert measured.seconds.median == pytest.approx(1.2e-6, rel=0.01)
+
+
 def test_candidates_may_share_their_memory() -> None:
     place = Place(0, 1, 64)
     case = CASES["all_reduce"]

@@ -72,11 +72,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One op. `expected` is None for each output that the op leaves undefined on this rank."""
+    """One op. `call` makes the call that is timed: its arguments are looked up once, as they are not the op's cost.
+    `expected` is None for each output that the op leaves undefined on this rank."""
 
     op: ops.Op
     buffers: Callable[[Place], Buffers]
-    run: Callable[[Any, Buffers, Place], object]
+    call: Callable[[Any, Buffers, Place], Callable[[], object]]
     expected: Callable[[Place], list[Tensor | None]]
     min_size: int = 1
 
@@ -99,7 +100,7 @@ class BenchCase:
             for tensor, original in zip(buffers.given, originals, strict=True):
                 tensor.copy_(original)
 
-        run = partial(self.run, dist, buffers, place)
+        run = self.call(dist, buffers, place)
 
         def verify() -> None:
             prepare()
@@ -190,27 +191,37 @@ def _only_at_root(place: Place, tensors: list[Tensor | None]) -> list[Tensor | N
     return tensors if place.rank == 0 else [None] * len(tensors)
 
 
-def _gather(dist: Any, buffers: Buffers, place: Place) -> object:
+def _gather(dist: Any, buffers: Buffers, place: Place) -> Callable[[], object]:
     into = buffers.taken if place.rank == 0 else None
-    return dist.gather(buffers.given[0], into, group=place.group, group_dst=0)
+    return partial(dist.gather, buffers.given[0], into, group=place.group, group_dst=0)
 
 
-def _scatter(dist: Any, buffers: Buffers, place: Place) -> object:
+def _scatter(dist: Any, buffers: Buffers, place: Place) -> Callable[[], object]:
     parts = buffers.given if place.rank == 0 else None
-    return dist.scatter(buffers.taken[0], parts, group=place.group, group_src=0)
+    return partial(dist.scatter, buffers.taken[0], parts, group=place.group, group_src=0)
 
 
-def _send_round(dist: Any, buffers: Buffers, place: Place) -> object:
+def _send_round(dist: Any, buffers: Buffers, place: Place) -> Callable[[], object]:
     """Each rank sends to the next and receives from the previous one."""
     target, source = (place.rank + 1) % place.size, (place.rank - 1) % place.size
-    work = dist.isend(buffers.given[0], group=place.group, group_dst=target)
-    dist.recv(buffers.taken[0], group=place.group, group_src=source)
-    return work.wait()
+    send = partial(dist.isend, buffers.given[0], group=place.group, group_dst=target)
+    receive = partial(dist.recv, buffers.taken[0], group=place.group, group_src=source)
+
+    def both() -> None:
+        work = send()
+        receive()
+        work.wait()
+
+    return both
 
 
-def _all_gather_coalesced(dist: Any, buffers: Buffers, place: Place) -> object:
+def _all_gather_coalesced(dist: Any, buffers: Buffers, place: Place) -> Callable[[], object]:
     outputs = [[tensor] for tensor in buffers.taken]
-    return dist.all_gather_coalesced(outputs, buffers.given, group=place.group)
+    return partial(dist.all_gather_coalesced, outputs, buffers.given, group=place.group)
+
+
+def _reduce_scatter_coalesced(dist: Any, buffers: Buffers, place: Place) -> Callable[[], object]:
+    return lambda: buffers.taken[0].copy_(dist.reduce_scatter_coalesced(buffers.given, group=place.group)[0])
 
 
 CASES: dict[str, BenchCase] = {
@@ -219,31 +230,31 @@ CASES: dict[str, BenchCase] = {
         BenchCase(
             ops.BROADCAST,
             _in_place,
-            lambda dist, b, p: dist.broadcast(b.taken[0], group=p.group, group_src=0),
+            lambda dist, b, p: partial(dist.broadcast, b.taken[0], group=p.group, group_src=0),
             lambda p: [p.values(0, 0, p.whole)],
         ),
         BenchCase(
             ops.ALL_REDUCE,
             _in_place,
-            lambda dist, b, p: dist.all_reduce(b.taken[0], group=p.group),
+            lambda dist, b, p: partial(dist.all_reduce, b.taken[0], group=p.group),
             lambda p: [p.total(0, p.whole)],
         ),
         BenchCase(
             ops.REDUCE,
             _in_place,
-            lambda dist, b, p: dist.reduce(b.taken[0], group=p.group, group_dst=0),
+            lambda dist, b, p: partial(dist.reduce, b.taken[0], group=p.group, group_dst=0),
             lambda p: _only_at_root(p, [p.total(0, p.whole)]),
         ),
         BenchCase(
             ops.ALL_GATHER,
             _part_to_parts,
-            lambda dist, b, p: dist.all_gather(b.taken, b.given[0], group=p.group),
+            lambda dist, b, p: partial(dist.all_gather, b.taken, b.given[0], group=p.group),
             _gathered,
         ),
         BenchCase(
             ops.ALL_GATHER_SINGLE,
             _part_to_whole,
-            lambda dist, b, p: dist.all_gather_into_tensor(b.taken[0], b.given[0], group=p.group),
+            lambda dist, b, p: partial(dist.all_gather_into_tensor, b.taken[0], b.given[0], group=p.group),
             lambda p: [torch.cat([p.values(rank, 0, p.part) for rank in range(p.size)])],
         ),
         BenchCase(ops.GATHER, _part_to_parts, _gather, lambda p: _only_at_root(p, _gathered(p))),
@@ -251,28 +262,30 @@ CASES: dict[str, BenchCase] = {
         BenchCase(
             ops.REDUCE_SCATTER,
             _parts_to_part,
-            lambda dist, b, p: dist.reduce_scatter(b.taken[0], b.given, group=p.group),
+            lambda dist, b, p: partial(dist.reduce_scatter, b.taken[0], b.given, group=p.group),
             _own_total,
         ),
         BenchCase(
             ops.REDUCE_SCATTER_SINGLE,
             _whole_to_part,
-            lambda dist, b, p: dist.reduce_scatter_tensor(b.taken[0], b.given[0], group=p.group),
+            lambda dist, b, p: partial(dist.reduce_scatter_tensor, b.taken[0], b.given[0], group=p.group),
             _own_total,
         ),
         BenchCase(
             ops.ALL_TO_ALL,
             _parts_to_parts,
-            lambda dist, b, p: dist.all_to_all(b.taken, b.given, group=p.group),
+            lambda dist, b, p: partial(dist.all_to_all, b.taken, b.given, group=p.group),
             lambda p: list(_exchanged(p)),
         ),
         BenchCase(
             ops.ALL_TO_ALL_SINGLE,
             _whole_to_whole,
-            lambda dist, b, p: dist.all_to_all_single(b.taken[0], b.given[0], group=p.group),
+            lambda dist, b, p: partial(dist.all_to_all_single, b.taken[0], b.given[0], group=p.group),
             lambda p: [torch.cat(_exchanged(p))],
         ),
-        BenchCase(ops.BARRIER, _whole_to_nothing, lambda dist, b, p: dist.barrier(group=p.group), lambda p: []),
+        BenchCase(
+            ops.BARRIER, _whole_to_nothing, lambda dist, b, p: partial(dist.barrier, group=p.group), lambda p: []
+        ),
         BenchCase(
             ops.SEND,
             _whole_to_whole,
@@ -283,14 +296,14 @@ CASES: dict[str, BenchCase] = {
         BenchCase(
             ops.ALL_REDUCE_COALESCED,
             _pieces_in_place,
-            lambda dist, b, p: dist.all_reduce_coalesced(b.taken, group=p.group),
+            lambda dist, b, p: partial(dist.all_reduce_coalesced, b.taken, group=p.group),
             lambda p: [p.total(start, length) for start, length in _pieces(p)],
         ),
         BenchCase(ops.ALL_GATHER_COALESCED, _part_to_parts, _all_gather_coalesced, _gathered),
         BenchCase(
             ops.REDUCE_SCATTER_COALESCED,
             _whole_to_part,
-            lambda dist, b, p: b.taken[0].copy_(dist.reduce_scatter_coalesced(b.given, group=p.group)[0]),
+            _reduce_scatter_coalesced,
             _own_total,
         ),
     )

@@ -157,10 +157,16 @@ def _verified(candidate: Candidate) -> bool:
 def _calls_per_sample(
     candidate: Candidate, take: Callable[[Candidate, int], float], ranks: Ranks, seconds: float, most: int
 ) -> int:
-    """The number of calls that makes a sample last about `seconds`, the same on every rank."""
-    trials = [take(candidate, 3) for _ in range(3)]
-    (longest,) = ranks.slowest([min(trials)])
-    return max(1, min(most, round(seconds / longest)))
+    """The number of calls that makes a sample last about `seconds`, the same on every rank. The first calls of a sample
+    may take longer than the others, so the number grows until the samples are that long."""
+    calls = 2
+    while True:
+        trials = [take(candidate, calls) for _ in range(3)]
+        (longest,) = ranks.slowest([min(trials)])
+        wanted = max(1, min(most, round(seconds / longest)))
+        if wanted <= 2 * calls:
+            return wanted
+        calls = min(wanted, 10 * calls)
 
 
 def _sample(candidate: Candidate, calls: int, ranks: Ranks, clock_ns: Callable[[], int]) -> float:

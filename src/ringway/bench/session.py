@@ -23,6 +23,8 @@ _ONE_FORM = ("send", "all_gather_coalesced", "reduce_scatter_coalesced")
 _LEAST_COMPRESSED = 1024
 """Bytes: nobody compresses less."""
 _FEWEST_ROUNDS = 5
+_SAMPLE_SECONDS, _MOST_CALLS = 0.005, 5000
+"""After other candidates had their turn, the first calls of a sample take longer. The sample outweighs them."""
 _ITEM_SECONDS = 2.0
 """Slow items get fewer rounds, so that they take about this long."""
 Tell = Callable[[dict[str, Any]], None]
@@ -113,7 +115,8 @@ def _measure(item: Item, plan: Plan, groups: Mapping[str, Any], control: Ranks) 
             for name, group in groups.items()
         ]
     able, rounds = _try(candidates, control, plan.rounds, refused)
-    table = rows(case, place, measure(able, control, rounds=rounds), item.mode) if able else []
+    measured = measure(able, control, rounds=rounds, sample_seconds=_SAMPLE_SECONDS, most_calls=_MOST_CALLS)
+    table = rows(case, place, measured, item.mode) if able else []
     return [row if row.candidate in exact else replace(row, mode="compressed") for row in table], refused
 
 
