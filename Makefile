@@ -133,6 +133,16 @@ $(DOCS)/.ready: constraints.txt
 docs: $(DOCS)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict && echo "wrote build/site/index.html"
 
+# make screenshots  the pictures of top, report and bench in the documentation, by headless Chromium (2 minutes)
+# make figures    the charts of the README, from the measurements in docs/figures
+.PHONY: screenshots figures
+
+screenshots: build
+	@$(PY) scripts/screenshots.py
+
+figures:
+	@$(PYTHON) scripts/figures.py
+
 # make torch-suite  torch's own suite for backends, on gloo and on shm, compared (minutes)
 .PHONY: torch-suite
 

@@ -21,7 +21,7 @@ from ringway.errors import RingwayError, UsageError
 from ringway.groups.world import world
 from ringway.observe.log import straggler
 from ringway.observe.report import figures, report
-from ringway.observe.report.events import TracedCall, read
+from ringway.observe.report.events import Events, TracedCall, read
 from ringway.observe.report.page import as_data
 from ringway.observe.report.reading import reading
 from ringway.observe.trace.writer import HEAD, Part, encoded
@@ -186,6 +186,15 @@ def test_the_page_draws_everything_and_makes_no_request(trace_file: Path, tmp_pa
         # The page begins with what matters: rank 1 slept before its calls.
         assert "Rank 1 is late at " in browser.evaluate("document.querySelector('#reading').textContent")
         assert count("#places tr") >= 2
+        assert f"The files are in {Path(__file__).parent}." in browser.evaluate("document.body.textContent")
+        # On a phone, the pictures are as wide as the screen.
+        wide = "Math.max(...[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().right))"
+        phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        browser.command("Emulation.setDeviceMetricsOverride", session=True, **phone)
+        browser.open(page.as_uri())
+        assert browser.evaluate(wide) <= browser.evaluate("document.documentElement.scrollWidth") == 390
+        browser.command("Emulation.clearDeviceMetricsOverride", session=True)
+        browser.open(page.as_uri())
         widest = (
             "Math.max(...[...document.querySelectorAll('#timeline rect.bar')].map(bar => +bar.getAttribute('width')))"
         )
@@ -271,6 +280,16 @@ def test_the_reading_names_the_late_rank_its_line_and_what_failed() -> None:
         ["train.py:41", "0", 2, "8.0 MB", 140.0],
         ["eval.py:7", "0", 1, "4.0 MB", 80.0],
     ]
+
+
+def test_lines_are_shown_without_the_folder_that_all_are_in() -> None:
+    calls = _calls((0, 0, 1, "/home/me/train.py:41"), (1, 0, 1, "/home/me/lib/step.py:7"), (0, 1, 1, ""))
+    events, folder = Events(calls, 3).in_one_folder()
+    assert (folder, [call.site for call in events.calls]) == ("/home/me", ["train.py:41", "lib/step.py:7", ""])
+    assert events.dropped == 3
+    for elsewhere in ("/usr/lib/step.py:7", "<stdin>:1"):
+        mixed = Events([*calls, calls[0]._replace(site=elsewhere)], 0)
+        assert mixed.in_one_folder() == (mixed, "")
 
 
 def test_calls_on_a_device_are_drawn_by_its_streams_and_times(tmp_path: Path) -> None:

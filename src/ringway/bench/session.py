@@ -115,8 +115,10 @@ def _measure(item: Item, plan: Plan, groups: Mapping[str, Any], control: Ranks) 
             for name, group in groups.items()
         ]
     able, rounds = _try(candidates, control, plan.rounds, refused)
+    if not able:
+        return [], refused
     measured = measure(able, control, rounds=rounds, sample_seconds=_SAMPLE_SECONDS, most_calls=_MOST_CALLS)
-    table = rows(case, place, measured, item.mode) if able else []
+    table = rows(case, place, measured, item.mode)
     return [row if row.candidate in exact else replace(row, mode="compressed") for row in table], refused
 
 

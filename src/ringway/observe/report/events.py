@@ -45,6 +45,18 @@ class Events:
     calls: list[TracedCall]
     dropped: int
 
+    def in_one_folder(self) -> tuple[Events, str]:
+        """The same with sites relative to the folder that all of them are in, and that folder; "" if there is none."""
+        folders = {os.path.dirname(call.site) for call in self.calls if call.site}
+        if not folders or not all(map(os.path.isabs, folders)):
+            return self, ""
+        folder = os.path.commonpath(folders)
+        if folder == os.sep:
+            return self, ""
+        start = len(folder) + len(os.sep)
+        short = {site: intern(site[start:]) for site in {call.site for call in self.calls}}
+        return Events([call._replace(site=short[call.site]) for call in self.calls], self.dropped), folder
+
 
 def read(path: str | os.PathLike[str]) -> Events:
     """Read a trace that `ringway.trace` wrote."""

@@ -27,7 +27,9 @@ def as_data(value: Any) -> str:
 
 
 def page(events: Events, title: str) -> str:
+    events, folder = events.in_one_folder()
     facts = {
+        "folder": folder,
         "title": title,
         "dropped": events.dropped,
         "reading": reading(events.calls),
