@@ -9,7 +9,9 @@
 
 #include "agreement.h"
 #include "python/call_view.h"
+#include "python/fast_method.h"
 #include "python/fast_path.h"
+#include "python/world_fast_path.h"
 #include "record/callsite.h"
 
 namespace nb = nanobind;
@@ -59,6 +61,40 @@ void translate(const std::exception_ptr& thrown, void* calls_differ) {
         PyErr_SetString(static_cast<PyObject*>(calls_differ), "ranks of the group called different things");
     }
 }
+
+// The arguments, with the usual values for those that are missing.
+struct WorldArguments {
+    WorldArguments(PyObject* const* given, Py_ssize_t count, PyObject* const* usual) {
+        for (Py_ssize_t i = 0; i < kMost; ++i) all[i] = i < count ? given[i] : usual[i - kLeast];
+    }
+    static bool fit(Py_ssize_t count) {
+        if (kLeast <= count && count <= kMost) return true;
+        PyErr_SetString(PyExc_TypeError, "a fast path takes op, outputs, inputs, and up to three more arguments");
+        return false;
+    }
+    static constexpr Py_ssize_t kLeast = 3, kMost = WorldFastPath::kArguments;
+    PyObject* all[kMost];
+};
+
+PyObject* run_on_world(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    static PyObject* const table = PyUnicode_InternFromString("by_op");
+    static PyObject* const usual[] = {PyLong_FromLong(-1), PyLong_FromLong(0), Py_True};
+    if (!WorldArguments::fit(count)) return nullptr;
+    const WorldArguments arguments(given, count, usual);
+    return or_raise([&] { return nb::inst_ptr<WorldFastPath>(self)->call(table, arguments.all, Py_False); });
+}
+
+PyObject* start_on_world(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    static PyObject* const table = PyUnicode_InternFromString("starts");
+    static PyObject* const usual[] = {PyLong_FromLong(-1), PyLong_FromLong(static_cast<int>(Reduce::Sum)),
+                                      PyLong_FromLong(0)};
+    if (!WorldArguments::fit(count)) return nullptr;
+    const WorldArguments arguments(given, count, usual);
+    return or_raise([&] { return nb::inst_ptr<WorldFastPath>(self)->call(table, arguments.all, Py_None); });
+}
+
+PyMethodDef world_methods[] = {fast_method("run", &run_on_world), fast_method("start", &start_on_world), {}};
+PyType_Slot world_slots[] = {{Py_tp_methods, world_methods}, {0, nullptr}};
 
 }  // namespace
 
@@ -118,6 +154,10 @@ void bind_group(nb::module_& m) {
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
         .def("hold", &FastPath::hold, nb::arg("change"))
         .def("has", &FastPath::has, nb::arg("op"));
+
+    nb::class_<WorldFastPath>(m, "WorldFastPath", nb::type_slots(world_slots))
+        .def(nb::init<nb::object, nb::object>(), nb::arg("c10d"), nb::arg("failure"))
+        .def("serve", &WorldFastPath::serve, nb::arg("group").none(), nb::arg("paths").none());
 
     m.def("pass_on", [](nb::object function, nb::args arguments) {
         GroupRecord::passing_on();

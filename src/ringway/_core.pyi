@@ -81,6 +81,18 @@ class FastPath:
     def hold(self, change: int) -> None: ...
     def has(self, op: int) -> bool: ...
 
+class WorldFastPath:
+    """The fast paths of the default group. `c10d` is torch's module that knows this group; `failure` turns the error of
+    a path into the one to raise."""
+
+    def __init__(self, c10d: Any, failure: Callable[[BaseException], BaseException]) -> None: ...
+    def serve(self, group: Any, paths: Any) -> None:
+        """The default group is this one from now on, with these paths (`FastPaths`). None for no group."""
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int = -1, tag: int = 0, wait: bool = True, /) -> bool:
+        """Whether a path of torch's default group has done the call. If not, nothing has happened."""
+    def start(self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Any = 0, tag: int = 0, /) -> Any:
+        """The Work of an asynchronous call that a path has started; None if nothing has happened."""
+
 class StreamWatch:
     """Loads the CUDA driver, or raises RuntimeError."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as c10d
+from torch.distributed import distributed_c10d
 
 import ringway as dist
 import ringway._core as _core
@@ -45,6 +46,8 @@ from ringway.call import (
     Reduce,
     reduces,
 )
+from ringway.errors import CollectiveMismatch, UsageError
+from ringway.groups.world import world
 from ringway.store import Deadline, key_of, read
 from ringway.testing import RankContext, RankPool
 
@@ -145,9 +148,56 @@ def _python_functions(context: RankContext) -> list[str]:
     return [code.co_name for code in called if "ringway" in code.co_filename]
 
 
-def test_a_small_all_reduce_is_four_python_functions(pool: RankPool) -> None:
+def test_a_small_all_reduce_is_one_python_function(pool: RankPool) -> None:
     for called in pool.run(_python_functions, world_size=2):
-        assert called == ["all_reduce", "communicator", "all_reduce", "run_fast"]
+        assert called == ["all_reduce"]
+
+
+def _default_group_changes(context: RankContext) -> list[float]:
+    """The fast path of the default group follows torch's default group, and raises what the group's own path raises."""
+    sums = []
+    for _ in range(2):
+        context.start("shm")
+        tensor = torch.ones(2)
+        for _ in range(2):  # the first call finds the group, the second takes its path
+            dist.all_reduce(tensor)
+        sums.append(tensor[0].item())
+        before = dist.communicator().record.collectives
+        assert world.fast.run(ALL_REDUCE.code, tensor, tensor)
+        assert dist.communicator().record.collectives == before + 1
+        dist.destroy_process_group()
+        assert not world.fast.run(ALL_REDUCE.code, tensor, tensor)
+        with pytest.raises(UsageError, match="no group yet"):
+            dist.all_reduce(tensor)
+    context.start("shm")
+    dist.barrier()
+    other = 1 - context.rank
+    with pytest.raises(UsageError, match="itself"):
+        dist.send(tensor, context.rank)
+    with pytest.raises(UsageError, match="not a rank of the group"):
+        dist.broadcast(tensor, 7)
+    with pytest.raises(TypeError, match="op, outputs, inputs"):
+        world.fast.run(ALL_REDUCE.code)
+    with pytest.raises(IndexError):
+        world.fast.run(99, tensor, tensor)
+    replaced = distributed_c10d._world
+    try:
+        distributed_c10d._world = type(replaced)()  # as torch's own tests do
+        assert not world.fast.run(BARRIER.code, (), ())
+    finally:
+        distributed_c10d._world = replaced
+    assert dist.recv(tensor, other) == other if context.rank else dist.send(tensor, other) is None
+    with pytest.raises(CollectiveMismatch) as caught:
+        dist.all_reduce(torch.ones(2 + context.rank))
+    with pytest.raises(CollectiveMismatch) as again:
+        dist.all_reduce(torch.ones(2))
+    assert str(again.value) == str(caught.value)
+    return sums
+
+
+def test_the_default_groups_fast_path(pool: RankPool) -> None:
+    assert pool.run(_default_group_changes, world_size=2) == [[4.0, 4.0]] * 2
+    pool.replace()
 
 
 def _fast_messages(context: RankContext) -> None:

@@ -1,6 +1,7 @@
 """The collectives as functions, with torch.distributed's names and signatures.
 
-Each finds the communicator of its group and forwards to it. Under `torch.compile`, those that the compiler can trace
+A plain synchronous call of the default group goes straight to a fast path (`on_world`). Otherwise each function finds
+the communicator of its group and forwards to it. Under `torch.compile`, those that the compiler can trace
 forward to torch's own function instead; the others (messages, barriers, coalesced forms) are not part of a graph.
 """
 
@@ -15,14 +16,35 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ringway.call import ReduceOp
+from ringway.call import (
+    ALL_GATHER,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    SEND,
+    ReduceOp,
+)
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import NON_MEMBER, world
-from ringway.work import Work
+from ringway.work import Work, sent
 
 _compiling = torch.compiler.is_dynamo_compiling
 find = world.communicator
+on_world = world.fast.run
+start_on_world = world.fast.start
+
+_SUM = ReduceOp.SUM
+_ALL_REDUCE, _BARRIER, _SEND, _RECV = ALL_REDUCE.code, BARRIER.code, SEND.code, RECV.code
+_NO_TAG = 0
 
 Group = c10d.ProcessGroup | None
 
@@ -53,6 +75,9 @@ def broadcast(
 ) -> Work | None:
     if _compiling():
         return c10d.broadcast(tensor, src, group, async_op, group_src)
+    plain = group is None and type(src) is int and group_src is None and not async_op and log_name is None
+    if plain and on_world(BROADCAST.code, tensor, tensor, src):
+        return None
     member = member_of(group, "broadcast")
     return None if member is None else member.broadcast(tensor, src, async_op, group_src, log_name=log_name)
 
@@ -62,8 +87,8 @@ def all_reduce(
 ) -> Work | None:
     if _compiling():
         return c10d.all_reduce(tensor, op, group, async_op)
-    if group is None:
-        return find(None).all_reduce(tensor, op, async_op, log_name=log_name)
+    if group is None and op is _SUM and not async_op and log_name is None and on_world(_ALL_REDUCE, tensor, tensor):
+        return None
     member = member_of(group, "all_reduce")
     return None if member is None else member.all_reduce(tensor, op, async_op, log_name=log_name)
 
@@ -90,6 +115,11 @@ def reduce(
 ) -> Work | None:
     if _compiling():
         return c10d.reduce(tensor, dst, op, group, async_op, group_dst)
+    plain = (
+        group is None and op is _SUM and type(dst) is int and group_dst is None and not async_op and log_name is None
+    )
+    if plain and on_world(REDUCE.code, tensor, tensor, dst):
+        return None
     member = member_of(group, "reduce")
     return None if member is None else member.reduce(tensor, dst, op, async_op, group_dst, log_name=log_name)
 
@@ -104,6 +134,8 @@ def all_gather(
 ) -> Work | None:
     if _compiling():
         return c10d.all_gather(tensor_list, tensor, group, async_op)
+    if group is None and not async_op and log_name is None and on_world(ALL_GATHER.code, tensor_list, tensor):
+        return None
     member = member_of(group, "all_gather")
     return None if member is None else member.all_gather(tensor_list, tensor, async_op, log_name=log_name)
 
@@ -118,6 +150,9 @@ def all_gather_into_tensor(
 ) -> Work | None:
     if _compiling():
         return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    plain = group is None and not async_op and log_name is None
+    if plain and on_world(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
+        return None
     member = member_of(group, "all_gather_into_tensor")
     if member is None:
         return None
@@ -136,6 +171,9 @@ def gather(
 ) -> Work | None:
     if _compiling():
         return c10d.gather(tensor, gather_list, dst, group, async_op, group_dst)
+    plain = group is None and group_dst is None and not async_op and log_name is None
+    if plain and (dst is None or type(dst) is int) and on_world(GATHER.code, gather_list, tensor, dst or 0):
+        return None
     member = member_of(group, "gather")
     return None if member is None else member.gather(tensor, gather_list, dst, async_op, group_dst, log_name=log_name)
 
@@ -152,6 +190,9 @@ def scatter(
 ) -> Work | None:
     if _compiling():
         return c10d.scatter(tensor, scatter_list, src, group, async_op, group_src)
+    plain = group is None and group_src is None and not async_op and log_name is None
+    if plain and (src is None or type(src) is int) and on_world(SCATTER.code, tensor, scatter_list, src or 0):
+        return None
     member = member_of(group, "scatter")
     return None if member is None else member.scatter(tensor, scatter_list, src, async_op, group_src, log_name=log_name)
 
@@ -167,6 +208,9 @@ def reduce_scatter(
 ) -> Work | None:
     if _compiling():
         return c10d.reduce_scatter(output, input_list, op, group, async_op)
+    plain = group is None and op is _SUM and not async_op and log_name is None
+    if plain and on_world(REDUCE_SCATTER.code, output, input_list):
+        return None
     member = member_of(group, "reduce_scatter")
     return None if member is None else member.reduce_scatter(output, input_list, op, async_op, log_name=log_name)
 
@@ -182,6 +226,9 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     if _compiling():
         return c10d.reduce_scatter_tensor(output, input, op, group, async_op)
+    plain = group is None and op is _SUM and not async_op and log_name is None
+    if plain and on_world(REDUCE_SCATTER_SINGLE.code, output, input):
+        return None
     member = member_of(group, "reduce_scatter_tensor")
     return None if member is None else member.reduce_scatter_tensor(output, input, op, async_op, log_name=log_name)
 
@@ -214,6 +261,9 @@ def all_to_all_single(
 ) -> Work | None:
     if _compiling():
         return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    plain = group is None and not (output_split_sizes or input_split_sizes or async_op) and log_name is None
+    if plain and on_world(ALL_TO_ALL_SINGLE.code, output, input):
+        return None
     member = member_of(group, "all_to_all_single")
     if member is None:
         return None
@@ -264,7 +314,10 @@ def send(
     *,
     log_name: str | None = None,
 ) -> None:
-    member = find(None) if group is None else member_of(group, "send")
+    plain = group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None
+    if plain and on_world(_SEND, (), tensor, dst):
+        return
+    member = member_of(group, "send")
     if member is not None:
         member.send(tensor, dst, tag, group_dst, log_name=log_name)
 
@@ -279,7 +332,10 @@ def recv(
     log_name: str | None = None,
 ) -> int:
     """Returns the global rank of the sender; -1 on a rank outside the group."""
-    member = find(None) if group is None else member_of(group, "recv")
+    plain = group is None and type(src) is int and group_src is None and tag is _NO_TAG and log_name is None
+    if plain and on_world(_RECV, tensor, (), src):
+        return src
+    member = member_of(group, "recv")
     return -1 if member is None else member.recv(tensor, src, tag, group_src, log_name=log_name)
 
 
@@ -292,7 +348,12 @@ def isend(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    member = find(None) if group is None else member_of(group, "isend")
+    if group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None:
+        if on_world(_SEND, (), tensor, dst, _NO_TAG, False):
+            return sent()
+        if (work := start_on_world(_SEND, (), tensor, dst)) is not None:
+            return work
+    member = member_of(group, "isend")
     return None if member is None else member.isend(tensor, dst, tag, group_dst, log_name=log_name)
 
 
@@ -305,7 +366,10 @@ def irecv(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    member = find(None) if group is None else member_of(group, "irecv")
+    plain = group is None and type(src) is int and group_src is None and tag is _NO_TAG and log_name is None
+    if plain and (work := start_on_world(_RECV, tensor, (), src)) is not None:
+        return work
+    member = member_of(group, "irecv")
     return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
 
 
@@ -370,6 +434,8 @@ def barrier(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    if group is None and not async_op and timeout is None and log_name is None and on_world(_BARRIER, (), ()):
+        return None
     member = member_of(group, "barrier")
     return None if member is None else member.barrier(async_op, device_ids, timeout, log_name=log_name)
 

@@ -67,6 +67,9 @@ class World:
         self._all: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._default: Communicator | None = None
         self._default_group: Callable[[], c10d.ProcessGroup | None] = lambda: None
+        self.fast = _core.WorldFastPath(c10d_module, self._fast_failure)
+        """The fast paths of the default group. Until `communicator` has found that group, and while its paths are
+        closed, they take no call."""
 
     @cached_property
     def max_object_bytes(self) -> int:
@@ -103,14 +106,23 @@ class World:
             torch_world: Any = c10d_module._world
             group = torch_world._default_pg
             if group is None:
-                self._default = None
+                self._forget()
                 raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
             if self._default is not None and group is self._default_group():
                 return self._default
             self._default = self._find(group)
             self._default_group = weakref.ref(group)
+            self.fast.serve(group, self._default.paths)
             return self._default
         return self._find(group)
+
+    def _forget(self) -> None:
+        """Look for the default group again."""
+        self._default = None
+        self.fast.serve(None, None)
+
+    def _fast_failure(self, error: BaseException) -> BaseException:
+        return error if self._default is None else self._default.calls.fast_failure(error)
 
     def _find(self, group: Any) -> Communicator:
         if isinstance(group, Bridge):
@@ -156,7 +168,7 @@ class World:
 
     def reconfigured(self) -> None:
         """A group has another communicator: look for the default group's again."""
-        self._default = None
+        self._forget()
 
     @contextmanager
     def naming(self, name: str | None) -> Iterator[None]:
@@ -178,7 +190,7 @@ class World:
 
     def forget_default(self) -> None:
         """After the default group was destroyed: releases what it holds, such as the job's store."""
-        self._default = None
+        self._forget()
         self.store = None
 
     def start_over(self) -> list[Communicator]:
