@@ -335,7 +335,9 @@ def test_a_clock_that_is_off(tmp_path: Path) -> None:
     findings = [Finding(**entry) for entry in json.loads(said[0][0])["findings"]]
     clock = _called(findings, "clocks")
     assert clock.level == "warning", said
-    assert "3.0 s ahead" in clock.says, said
+    ahead = re.search(r"([0-9.]+) s ahead", clock.says)  # known to half of the fastest answer's time
+    assert ahead is not None, said
+    assert abs(float(ahead[1]) - 3) < 2.5, said
 
 
 def _place_of(rank: int, address: str) -> dict[str, str]:
