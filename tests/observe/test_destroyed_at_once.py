@@ -20,7 +20,7 @@ from ringway.backends.several.hierarchical import HierarchicalBackend
 from ringway.compare import one_host
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
 from ringway.groups.world import world
-from ringway.observe.stall import explain
+from ringway.observe.stall import explain, fault_board
 from ringway.observe.stall.watch import StallWatch
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
@@ -174,3 +174,27 @@ def _started_again(context: RankContext) -> list[float]:
 @pytest.mark.timeout(120)
 def test_the_failure_of_an_earlier_group_in_the_same_store_ends_no_later_one(pool: RankPool) -> None:
     assert pool.run(_started_again, world_size=2, timeout=100) == [[2.0, 4.0]] * 2
+
+
+def _starts_again(context: RankContext) -> tuple[str, BaseException | None]:
+    """The first world fails. Rank 1's watch looks for the reason just as the second world starts there."""
+    context.start("shm")
+    watch = world.listener(StallWatch)
+    assert watch.job is not None
+    fault_board.write(watch.job, world.communicator(None), PeerLost("the first world has failed", rank=0))
+    dist.barrier()
+    dist.destroy_process_group()
+    begin = watch._start
+    if context.rank == 1:
+        watch._start = lambda job: (watch._give_up_what_failed(), begin(job))[1]  # type: ignore[method-assign]
+    context.start("shm")
+    watch._give_up_what_failed()
+    dist.barrier()
+    second = world.communicator(None)
+    return second.name, second.fault
+
+
+def test_a_world_does_not_end_for_what_ended_the_one_before(pool: RankPool) -> None:
+    pool.replace()
+    assert pool.run(_starts_again, world_size=2) == [("0", None)] * 2
+    pool.replace()

@@ -144,9 +144,9 @@ class World:
     def add(self, info: GroupInfo, backends: dict[str, Any]) -> Communicator:
         """Makes the communicator of a new group."""
         communicator = Communicator(info, backends, self.recorder, self.listeners)
-        self._all.add(communicator)
         for listener in list(self.listeners):
             listener.created(communicator)
+        self._all.add(communicator)  # last: whoever finds it finds the listeners ready for it
         return communicator
 
     def communicators(self) -> list[Communicator]:

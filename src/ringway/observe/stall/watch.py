@@ -315,10 +315,11 @@ class StallWatch(Listener):
 
     def _give_up_what_failed(self) -> None:
         """Ends the groups that failed on another rank: calls in flight whose backend still waits, and later calls."""
-        job = self.job
+        groups = world.communicators()
+        job = self.job  # read last: the job before may have failed in a group of the same name
         if job is None:
             return
-        for group in world.communicators():
+        for group in groups:
             if group.fault is None:
                 error = fault_board.read(job, group)
                 if error is not None:
