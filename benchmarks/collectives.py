@@ -1,6 +1,7 @@
 """shm compared with its peers, from Python, in one run.
 
-    python benchmarks/collectives.py [--ranks 2] [--peers ...] [--ops ...] [--sizes ...] [--rounds 15] [--json FILE]
+    python benchmarks/collectives.py [--ranks 2] [--peers ...] [--ops ...] [--sizes ...] [--rounds 15] [--beside 0]
+        [--json FILE]
 
 Each peer has its own ranks (collectives_rank.py): ours; torch's gloo; MPICH and Open MPI through mpi4py, in
 environments that scripts/mpi_env.py makes from PyPI wheels; DeepSpeed's shared-memory op, from a folder filled by `pip
@@ -300,6 +301,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=15, help="for all_reduce; the other ops get half of them")
     parser.add_argument("--deepspeed", type=Path, default=DEEPSPEED, help="a folder with deepspeed")
+    parser.add_argument("--beside", type=int, default=0, help="so many processes compute without end meanwhile")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     absent = []
@@ -313,6 +315,8 @@ def main() -> int:
                 print(f"{peer} does not take part: {reason}", flush=True)
         if OURS in absent:
             return 2
+        for _ in range(arguments.beside):
+            ends.callback(_ended, subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         rows = measured(teams, arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1))

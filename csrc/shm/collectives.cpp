@@ -13,7 +13,7 @@ Collectives::Collectives(Membership& members)
       segment_(members.segment()),
       rank_(members.rank()),
       size_(members.size()),
-      waiter_(segment_.header().waiting, rank_, size_, members.ranks_fit_cpus(), *this),
+      waiter_(segment_.header().waiting, segment_.header().cpu, rank_, size_, members.ranks_fit_cpus(), *this),
       facts_(&segment_.control(rank_).facts[0]),
       met_(static_cast<size_t>(size_)),
       sources_(static_cast<size_t>(size_)),

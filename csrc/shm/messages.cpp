@@ -30,7 +30,7 @@ PointToPoint::PointToPoint(Shared& owner, Membership& members)
       rank_(members.rank()),
       size_(members.size()),
       ring_bytes_(segment_.geometry().ring_bytes),
-      waiter_(segment_.header().waiting_p2p, rank_, size_, members.ranks_fit_cpus(), *this),
+      waiter_(segment_.header().waiting_p2p, segment_.header().cpu_p2p, rank_, size_, members.ranks_fit_cpus(), *this),
       outbox_(static_cast<size_t>(size_)),
       outlets_(static_cast<size_t>(size_)),
       inbox_(static_cast<size_t>(size_)),

@@ -111,6 +111,8 @@ struct Header {
     Fault fault;
     alignas(kLine) std::atomic<uint32_t> waiting[kMaxRanks];      // in a collective: rank waited for, plus 1
     alignas(kLine) std::atomic<uint32_t> waiting_p2p[kMaxRanks];  // likewise in point-to-point
+    alignas(kLine) std::atomic<uint32_t> cpu[kMaxRanks];      // where the rank last waited in a collective, plus 1
+    alignas(kLine) std::atomic<uint32_t> cpu_p2p[kMaxRanks];  // likewise in point-to-point
     alignas(kLine) std::atomic<uint8_t> joined[kMaxRanks];
     alignas(kLine) std::atomic<uint8_t> left[kMaxRanks];
     alignas(kLine) std::atomic<int32_t> have_cells;

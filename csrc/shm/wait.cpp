@@ -1,6 +1,7 @@
 #include "shm/wait.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -19,6 +20,7 @@ constexpr int kOneIn = 16;
 constexpr int64_t kHoldGil = 2'000;       // a wait this short keeps the GIL
 constexpr int64_t kSleepSlice = 20'000'000;  // between two checks for dead peers and signals
 constexpr int kLooksPerClock = 16;
+constexpr int64_t kBetweenMoves = 5'000'000;  // the kernel may have a reason to put both ranks on one CPU
 
 // tests/native makes this slow, so that other threads act in the window between announcement and sleep.
 void dawdle() {
@@ -31,6 +33,18 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
 
+uint32_t current_cpu() { return static_cast<uint32_t>(sched_getcpu()) + 1; }
+
+// Moves this thread to another CPU that it may use, and leaves it free to move on.
+void change_cpu() {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    cpu_set_t others = allowed;
+    CPU_CLR(static_cast<size_t>(sched_getcpu()), &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 }  // namespace
 
 int64_t now_ns() {
@@ -41,8 +55,9 @@ int64_t now_ns() {
 
 thread_local Interruptible* Interruptible::latest_ = nullptr;
 
-Waiter::Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guard& guard)
+Waiter::Waiter(std::atomic<uint32_t>* words, std::atomic<uint32_t>* cpus, int rank, int size, bool spin, Guard& guard)
     : words_(words),
+      cpus_(cpus),
       rank_(rank),
       size_(size),
       own_(static_cast<uint32_t>(rank) + 1),
@@ -55,7 +70,7 @@ void wake(std::atomic<uint32_t>& word) {
 
 Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
     const bool hopeful = misses_ < kMissesBorne || ++waits_ % kOneIn == 0;
-    if (may_spin_ && hopeful && spin(patience, ready)) return Waking::Ready;
+    if (may_spin_ && hopeful && spin(peer, patience, ready)) return Waking::Ready;
     patience.host.block();
     const Waking waking = sleep(peer, patience, ready);
     // A rank that gives up at the same moment must still be able to read which rank this one waited for.
@@ -63,7 +78,22 @@ Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
     return waking;
 }
 
-bool Waiter::spin(Patience& patience, const Look& ready) {
+void Waiter::tell_cpu() const { cpus_[rank_].store(current_cpu(), std::memory_order_relaxed); }
+
+// Whether the peer, if it is where it last waited, can run while this rank spins.
+bool Waiter::leave_cpu_of(int peer) {
+    tell_cpu();
+    if (peer == kAnyone && size_ == 2) peer = 1 - rank_;
+    const auto shared = [&] { return peer >= 0 && cpus_[peer].load(std::memory_order_relaxed) == current_cpu(); };
+    if (!shared()) return true;
+    if (rank_ < peer || now_ns() - moved_ns_ < kBetweenMoves) return false;
+    moved_ns_ = now_ns();
+    change_cpu();
+    tell_cpu();
+    return !shared();
+}
+
+bool Waiter::spin(int peer, Patience& patience, const Look& ready) {
     const int64_t start = now_ns();
     patience.deadline_ns(start);
     for (;;) {
@@ -74,6 +104,7 @@ bool Waiter::spin(Patience& patience, const Look& ready) {
             }
             relax();
         }
+        if (!leave_cpu_of(peer)) return false;
         const int64_t spent = now_ns() - start;
         if (spent > kHoldGil) patience.host.block();
         if (spent > kSpin) {
@@ -98,8 +129,10 @@ Waking Waiter::sleep(int peer, Patience& patience, const Look& ready) {
         const int64_t slice = std::min(left, kSleepSlice);
         const timespec timeout{slice / 1'000'000'000, slice % 1'000'000'000};
         const long rc = futex(&words_[rank_], FUTEX_WAIT, announced, &timeout);
-        look_for_dead = rc != 0 && errno == ETIMEDOUT;
-        look_for_signals = rc != 0 && errno != EAGAIN;
+        const int error = errno;
+        tell_cpu();
+        look_for_dead = rc != 0 && error == ETIMEDOUT;
+        look_for_signals = rc != 0 && error != EAGAIN;
     }
 }
 

@@ -1,5 +1,9 @@
 // Waiting for another rank: a bounded spin if each rank has a CPU, then sleep on a futex.
 //
+// A rank that spins on the CPU on which its peer last ran keeps the peer from running. If other processes want the CPUs
+// too, the kernel may leave both ranks there for long. So ranks tell each other where they wait, and the one with the
+// higher number moves to another CPU that it may use.
+//
 // A sleeping rank's waiting word says which rank it waits for. A rank that posts something looks at those words and wakes
 // only the ranks that wait for it. The futex sleeps on the same word, so a poster that clears it between the announcement
 // and the sleep is not missed.
@@ -96,8 +100,8 @@ void wake(std::atomic<uint32_t>& word);
 
 class Waiter {
   public:
-    // `words` has one word per rank. `spin` is false if there are more ranks than CPUs.
-    Waiter(std::atomic<uint32_t>* words, int rank, int size, bool spin, Guard& guard);
+    // `words` and `cpus` have one word per rank. `spin` is false if there are more ranks than CPUs.
+    Waiter(std::atomic<uint32_t>* words, std::atomic<uint32_t>* cpus, int rank, int size, bool spin, Guard& guard);
 
     // Returns once `ready()` is true, or the reason why not. `peer` is the rank whose post makes it true, or kAnyone.
     template <class Ready>
@@ -128,10 +132,13 @@ class Waiter {
     static constexpr uint32_t kForAnyone = UINT32_MAX;
 
     Waking slowly(int peer, Patience& patience, const Look& ready);
-    bool spin(Patience& patience, const Look& ready);
+    bool spin(int peer, Patience& patience, const Look& ready);
+    void tell_cpu() const;
+    bool leave_cpu_of(int peer);
     Waking sleep(int peer, Patience& patience, const Look& ready);
 
     std::atomic<uint32_t>* words_;
+    std::atomic<uint32_t>* cpus_;
     int rank_;
     int size_;
     uint32_t own_;
@@ -139,6 +146,7 @@ class Waiter {
     bool may_spin_;
     int misses_ = 0;  // fruitless spins since the last fruitful one
     unsigned waits_ = 0;
+    int64_t moved_ns_ = 0;  // when this rank last tried another CPU
 };
 
 }  // namespace ringway::shm

@@ -8,6 +8,7 @@ import resource
 import secrets
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -198,6 +199,33 @@ def _default_group_changes(context: RankContext) -> list[float]:
 def test_the_default_groups_fast_path(pool: RankPool) -> None:
     assert pool.run(_default_group_changes, world_size=2) == [[4.0, 4.0]] * 2
     pool.replace()
+
+
+def _beside_busy_processes(context: RankContext) -> tuple[bool, float]:
+    """Ranks that start on one CPU, beside processes that want all CPUs. They may move, and leave their affinity alone."""
+    context.start("shm")
+    allowed = os.sched_getaffinity(0)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in allowed]
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        os.sched_setaffinity(0, allowed)
+        tensor = torch.ones(1)
+        for _ in range(2000):
+            dist.all_reduce(tensor.fill_(1))
+        other = 1 - context.rank
+        for _ in range(200):
+            work = dist.isend(tensor, other)
+            dist.recv(torch.empty(1), other)
+            work.wait()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    return os.sched_getaffinity(0) == allowed, tensor.item()
+
+
+def test_ranks_beside_busy_processes(pool: RankPool) -> None:
+    assert pool.run(_beside_busy_processes, world_size=2, timeout=200) == [(True, 2.0)] * 2
 
 
 def _fast_messages(context: RankContext) -> None:
