@@ -316,7 +316,9 @@ def main() -> int:
         if OURS in absent:
             return 2
         for _ in range(arguments.beside):
-            ends.callback(_ended, subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            ends.callback(busy.wait)
+            ends.callback(busy.kill)
         rows = measured(teams, arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1))
