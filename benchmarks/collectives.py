@@ -321,7 +321,9 @@ def main() -> int:
             ends.callback(busy.kill)
         rows = measured(teams, arguments)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        from machine import machine
+
+        arguments.json.write_text(json.dumps({"facts": machine(), "rows": rows}, indent=1) + "\n")
     goals = missed(rows)
     print("\n".join(["Goals that do not hold:", *goals]) if goals else "The goals hold.")
     return 1 if goals else 2 if arguments.peers and absent else 0

@@ -1,6 +1,6 @@
 """Compressed against plain all-reduce over a link of 1 Gbit/s, with the bytes on the wire counted.
 
-    sudo python benchmarks/slow_link.py
+    sudo python benchmarks/slow_link.py [--rate 1gbit] [--json FILE]
 
 Two network namespaces joined by a veth pair, each end limited to 1 Gbit/s by `tc tbf`: a real link for TCP, with one
 rank at each end. Times are the median of several calls on 64 MB of fp32 on the slower rank; bytes are those that rank
@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 SPACES = ("ringway-slow-0", "ringway-slow-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -153,6 +155,7 @@ def report(results: dict[str, Any], rate: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit", help="the link's rate, as tc spells it")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -166,6 +169,9 @@ def main() -> int:
         with slow_link(options.rate):
             run_ranks(result)
         results = json.loads(result.read_text())
+    if options.json is not None:
+        measured = {"facts": machine(), "rate": options.rate, "megabytes": NUMEL * 4 / 1e6, "results": results}
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
     fine = report(results, options.rate)
     from ringway.testing import RankPool
 

@@ -8,7 +8,8 @@ Each wheel is installed into a fresh environment. As nobody, in a sandbox withou
 64 MB (scripts/sandbox.py, which needs root), `ringway demo`, `ringway bench` and `ringway doctor` must end within two
 minutes each without a warning or a traceback, and the conformance suite and the tests of exits must pass. Results must
 be those of the native build of the Python that runs this, bit by bit. Then `ringway bench` alternates between the two.
-torch is installed without the CUDA packages that it asks for: nothing here uses a GPU.
+
+On free-threaded Python the GIL is on (PYTHON_GIL=1): ringway does not declare that it runs without it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ TESTS = ("tests/test_conformance.py", "tests/groups/test_teardown.py")
 TEST_SECONDS = 600
 BENCH = ("bench", "-n", "2", "--backends", "shm", "--ops", "all_reduce,all_gather", "--sizes", "8,64K,4M", "--json")
 WRONG = re.compile(r"Traceback|Warning\b")
-TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
-RINGWAY_NEEDS = ("numpy", "rich", "typer", "tomli")
+UV = "uv==0.13.7"
 TEST_NEEDS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 
@@ -55,6 +55,15 @@ class Result:
     failures: list[str] = field(default_factory=list)
 
 
+def uv() -> Path:
+    """uv, which links files from its cache: the environments need the space of one torch, and of one CUDA."""
+    folder = CACHE / "uv"
+    if not (folder / "bin" / "uv").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(folder / "bin" / "pip"), "--disable-pip-version-check", "install", "-q", UV], check=True)
+    return folder / "bin" / "uv"
+
+
 def environment(target: wheels.Target, interpreter: Path, wheel: Path) -> Path:
     """A fresh environment with this wheel, and with torch and the wheel's other requirements from PyPI."""
     folder = CACHE / target.name
@@ -62,23 +71,26 @@ def environment(target: wheels.Target, interpreter: Path, wheel: Path) -> Path:
     torch = next(line for line in (proofs.ROOT / "constraints.txt").read_text().splitlines() if line[:7] == "torch==")
     done = folder / "torch.txt"
     if not done.exists() or done.read_text() != torch:  # torch is large, and the wheel is what must be fresh
-        subprocess.run([str(interpreter), "-m", "venv", "--clear", str(folder)], check=True)
-        _pip(folder, "--no-deps", torch)
-        _pip(folder, *TORCH_NEEDS, *RINGWAY_NEEDS)
+        subprocess.run([str(uv()), "venv", "--quiet", "--clear", "-p", str(interpreter), str(folder)], check=True)
+        _install(folder, torch)
         done.write_text(torch)
-    _pip(folder, "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    _install(folder, "--reinstall-package", "ringway", str(wheel))
     return folder
 
 
-def _pip(folder: Path, *arguments: str) -> None:
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "--no-warn-script-location", *arguments], check=True)
+def _install(folder: Path, *arguments: str) -> None:
+    variables = {"UV_CACHE_DIR": str(proofs.ROOT / ".cache" / "uv"), **os.environ}
+    command = [str(uv()), "pip", "install", "--quiet", "-p", str(folder / "bin" / "python"), *arguments]
+    subprocess.run(command, check=True, env=variables)
 
 
 class Sandbox:
     """Runs commands of an environment in scripts/sandbox.py, in a scratch folder that belongs to nobody."""
 
-    def __init__(self, folder: Path, interpreter: Path, scratch: Path, profile: Path | None) -> None:
+    def __init__(
+        self, folder: Path, interpreter: Path, scratch: Path, profile: Path | None, variables: dict[str, str]
+    ) -> None:
+        self._variables = variables
         reach = interpreter.resolve().parent.parent
         seccomp = () if profile is None else ("--seccomp", str(profile.resolve()))
         self._before = [sys.executable, str(proofs.ROOT / "scripts" / "sandbox.py"), *seccomp, "--reach", str(reach)]
@@ -92,6 +104,7 @@ class Sandbox:
             "PATH": f"{self._folder / 'bin'}:/usr/bin:/bin",
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(self._scratch),
+            **self._variables,
         }
         began = time.monotonic()
         try:
@@ -126,7 +139,8 @@ def test(target: wheels.Target, wheel: Path, profile: Path | None, rounds: int) 
         shutil.rmtree(scratch / "tests" / "frameworks")
         for path in [scratch, *scratch.rglob("*")]:
             shutil.chown(path, 65534, 65534)
-        sandbox = Sandbox(folder, interpreter, scratch, profile)
+        variables = {"PYTHON_GIL": "1"} if target.python.endswith("t") else {}
+        sandbox = Sandbox(folder, interpreter, scratch, profile, variables)
         for name, arguments in COMMANDS.items():
             status, output, seconds = sandbox.run(LIMIT, "ringway", *arguments)
             result.seconds[name] = seconds
@@ -148,7 +162,7 @@ def test(target: wheels.Target, wheel: Path, profile: Path | None, rounds: int) 
         result.bits = f"{len(theirs) - len(differing)} of {len(theirs)} equal"
         if differing or not theirs:
             result.failures.append(f"bits differ: {', '.join(differing) or 'nothing was compared'}")
-        _pip(folder, "-c", str(proofs.ROOT / "constraints.txt"), *TEST_NEEDS)
+        _install(folder, "-c", str(proofs.ROOT / "constraints.txt"), *TEST_NEEDS)
         status, output, seconds = sandbox.run(
             TEST_SECONDS, "python", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS
         )
@@ -196,27 +210,17 @@ def why_untested(target: wheels.Target) -> str | None:
 
 
 def sdist_builds() -> str:
-    """Builds the sdist as pip does: in an environment of its own, from the sdist alone."""
+    """Builds the sdist as an installer does: in an environment of its own, from the sdist alone."""
     (sdist,) = wheels.DIST.glob("ringway-*.tar.gz")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         variables = {k: v for k, v in os.environ.items() if k not in ("CMAKE_ARGS", "PYTHONPATH", "VIRTUAL_ENV")}
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "-w",
-            folder,
-        ]
-        subprocess.run([*pip, str(sdist)], check=True, cwd=folder, env=variables)
+        build = [str(uv()), "build", "--quiet", "--wheel", "-p", sys.executable, "-o", folder, str(sdist)]
+        subprocess.run(build, check=True, cwd=folder, env=variables)
         (made,) = Path(folder).glob("*.whl")
         return (
             f"`{sdist.name}` ({sdist.stat().st_size / 1e3:.0f} kB) builds `{made.name}` with this machine's compiler, \
-in an environment of pip's own, in {time.monotonic() - began:.0f} s."
+in an environment of its own, in {time.monotonic() - began:.0f} s."
         )
 
 

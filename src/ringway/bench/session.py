@@ -45,12 +45,12 @@ class Asynchronous:
         return issue_and_wait
 
 
-def run_plan(plan: Plan, tell: Tell) -> None:
+def run_plan(plan: Plan, tell: Tell, began: float | None = None) -> None:
     """`tell` is called on rank 0 with what happens: an item begun, a row, a backend skipped, a refused call,
-    that no backend works, or that time is up."""
+    that no backend works, or that time is up. The time counts from `began`, of `time.monotonic`; default: now."""
     rank = ringway.get_rank()
     say = tell if rank == 0 else lambda event: None
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     names = plan.backends or (tune.CANDIDATES if plan.device == "cpu" else ("shm", "nccl", "gloo"))
     if plan.device != "cpu":
         torch.cuda.set_device(ringway.get_local_rank() % torch.cuda.device_count())
