@@ -1,7 +1,9 @@
 """Tests the wheels of dist/ that this machine can run, and writes docs/proofs/wheels.md (make wheel-test).
 
     python scripts/wheel_test.py                      all of them
-    python scripts/wheel_test.py cp311-aarch64        some of them; --page writes the page anyway
+    python scripts/wheel_test.py cp311-aarch64        some of them
+    python scripts/wheel_test.py --speed cp311-aarch64  only compares the speed, for a quiet moment
+    python scripts/wheel_test.py --page               only writes the page: what was found out about the wheels of dist/
     python scripts/wheel_test.py --seccomp FILE       docker's default seccomp profile, as scripts/sandbox.py takes it
 
 Each wheel is installed into a fresh environment. As nobody, in a sandbox without a compiler and with a /dev/shm of
@@ -15,6 +17,7 @@ On free-threaded Python the GIL is on (PYTHON_GIL=1): ringway does not declare t
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -25,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import proofs
@@ -46,13 +49,29 @@ TEST_NEEDS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 @dataclass
 class Result:
-    """What was found out about one wheel."""
+    """What was found out about one wheel. Failures are not kept: such a wheel counts as untested."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     tests: str = ""
     bits: str = ""
     ratios: dict[str, float] = field(default_factory=dict)
+    seccomp: bool = False
     failures: list[str] = field(default_factory=list)
+
+    def keep(self, wheel: Path) -> None:
+        file = CACHE / f"{wheel.name}.json"
+        file.write_text(json.dumps({**asdict(self), "digest": _digest(wheel)}))
+
+    @staticmethod
+    def kept(wheel: Path) -> Result | None:
+        """What was kept about exactly this wheel."""
+        file = CACHE / f"{wheel.name}.json"
+        facts = json.loads(file.read_text()) if file.exists() else {"digest": None}
+        return Result(**facts) if facts.pop("digest") == _digest(wheel) else None
+
+
+def _digest(wheel: Path) -> str:
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def uv() -> Path:
@@ -125,10 +144,10 @@ class Sandbox:
         return ended.returncode, ended.stdout, time.monotonic() - began
 
 
-def test(target: wheels.Target, wheel: Path, profile: Path | None, rounds: int) -> Result:
+def test(target: wheels.Target, wheel: Path, profile: Path | None) -> Result:
     interpreter = wheels.interpreter(target.python)
     assert interpreter is not None
-    folder, result = environment(target, interpreter, wheel), Result()
+    folder, result = environment(target, interpreter, wheel), Result(seccomp=profile is not None)
     with tempfile.TemporaryDirectory(prefix="wheel-") as made:
         scratch = Path(made, "nobody")
         scratch.mkdir()
@@ -169,7 +188,6 @@ def test(target: wheels.Target, wheel: Path, profile: Path | None, rounds: int) 
         result.tests = f"{_last(output)}"
         if status != 0:
             result.failures.append(f"tests: status {status}\n{output[-3000:]}")
-    result.ratios = speeds(folder / "bin" / "python", rounds) if rounds else {}
     return result
 
 
@@ -224,7 +242,7 @@ in an environment of its own, in {time.monotonic() - began:.0f} s."
         )
 
 
-def page(results: dict[str, Result], sdist: str, profile: Path | None) -> str:
+def page(results: dict[str, Result], sdist: str) -> str:
     lines = ["    make wheels wheel-test", "", f"{platform.machine()}, {os.cpu_count()} cores.", ""]
     lines += ["| wheel | kB | tested |", "|---|---|---|"]
     for target in wheels.TARGETS.values():
@@ -234,10 +252,11 @@ def page(results: dict[str, Result], sdist: str, profile: Path | None) -> str:
             continue
         told = "yes" if target.name in results else f"**no**: {why_untested(target) or 'not in this run'}"
         lines.append(f"| `{wheel.name}` | {wheel.stat().st_size / 1e3:.0f} | {told} |")
-    filtered = "docker's default seccomp profile" if profile else "no seccomp profile, as none was given"
+    filtered = all(result.seccomp for result in results.values())
+    profile = "docker's default seccomp profile" if filtered else "without a seccomp profile"
     lines += [
         "",
-        f"Tested as nobody, without a compiler, with a /dev/shm of 64 MB and {filtered}. Seconds of each command, what "
+        f"Tested as nobody, without a compiler, with a /dev/shm of 64 MB and {profile}. Seconds of each command, what "
         "the conformance suite and the tests of exits said, and bits compared with the native build's:",
         "",
         f"| wheel | {' | '.join(COMMANDS)} | tests | bits |",
@@ -269,28 +288,40 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(wheels.TARGETS))
     parser.add_argument("--seccomp", type=Path, help="docker's default profile")
     parser.add_argument("--rounds", type=int, default=5, help="runs of ringway bench for each side; 0: no comparison")
-    parser.add_argument("--page", action="store_true", help="write the page even if only some wheels were named")
+    parser.add_argument("--speed", action="store_true", help="only compare the speed of wheels that were tested")
+    parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--commit", help="for a tree without git history")
     parser.add_argument("--output", type=Path, default=proofs.FOLDER / "wheels.md")
     given = parser.parse_args()
-    results: dict[str, Result] = {}
-    for name in given.targets or wheels.TARGETS:
+    tested: dict[str, Result] = {}
+    for name in [] if given.page else given.targets or wheels.TARGETS:
         target = wheels.TARGETS[name]
         wheel, why = find(target), why_untested(target)
         if wheel is None or why is not None:
             print(f"{name}: not tested: {why or 'not built'}", flush=True)
             continue
-        result = results[name] = test(target, wheel, given.seccomp, given.rounds)
+        known = Result.kept(wheel) if given.speed else test(target, wheel, given.seccomp)
+        if known is None:
+            print(f"{name}: its speed is compared once it was tested", flush=True)
+            continue
+        result = tested[name] = known
+        if given.rounds and not result.failures:
+            result.ratios = speeds(CACHE / name / "bin" / "python", given.rounds)
         ratios = ", ".join(f"{case}: {ratio:.2f}" for case, ratio in result.ratios.items())
         print(f"{name}: {result.tests}; {ratios}", flush=True)
         for failure in result.failures:
             print(f"{name}: FAILED {failure}", flush=True)
-    if not results:
-        print("no wheel was tested", file=sys.stderr)
-    if not results or any(result.failures for result in results.values()):
+        if not result.failures:
+            result.keep(wheel)
+    if any(result.failures for result in tested.values()):
         return 1
     if given.page or not given.targets:
-        proofs.write(given.output, TITLE, PROVES, page(results, sdist_builds(), given.seccomp), given.commit)
+        made = {name: wheel for name, target in wheels.TARGETS.items() if (wheel := find(target)) is not None}
+        results = {name: known for name, wheel in made.items() if (known := Result.kept(wheel)) is not None}
+        if not results:
+            print("no wheel was tested", file=sys.stderr)
+            return 1
+        proofs.write(given.output, TITLE, PROVES, page(results, sdist_builds()), given.commit)
     return 0
 
 

@@ -218,9 +218,12 @@ def build(target: Target, bin_folder: Path) -> Path:
     }
     made = CACHE / "made" / target.name
     shutil.rmtree(made, ignore_errors=True)
+    # All versions share a folder: what needs no Python is compiled once. What CMake found out about Python is not kept.
+    folder = proofs.ROOT / "build" / "wheels" / target.architecture
+    (folder / "CMakeCache.txt").unlink(missing_ok=True)
     command = [str(bin_folder / "python"), "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made)]
     built = subprocess.run(
-        [*command, f"-Cbuild-dir=build/wheels/{target.name}", str(proofs.ROOT)],
+        [*command, f"-Cbuild-dir={folder}", str(proofs.ROOT)],
         check=False,
         env=variables,
         stdout=subprocess.PIPE,
