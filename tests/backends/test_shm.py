@@ -202,7 +202,7 @@ def test_the_default_groups_fast_path(pool: RankPool) -> None:
 
 
 def _beside_busy_processes(context: RankContext) -> tuple[bool, float]:
-    """Ranks that start on one CPU, beside processes that want all CPUs. They may move, and leave their affinity alone."""
+    """Ranks that start on one CPU, beside processes that want all CPUs. They may move, but keep their affinity."""
     context.start("shm")
     allowed = os.sched_getaffinity(0)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in allowed]
