@@ -20,6 +20,7 @@ constexpr int kOneIn = 16;
 constexpr int64_t kHoldGil = 2'000;       // a wait this short keeps the GIL
 constexpr int64_t kSleepSlice = 20'000'000;  // between two checks for dead peers and signals
 constexpr int kLooksPerClock = 16;
+constexpr int kClocksPerCpu = 8;  // asking for the CPU is a system call with old C libraries
 constexpr int64_t kBetweenMoves = 5'000'000;  // the kernel may have a reason to put both ranks on one CPU
 
 // tests/native makes this slow, so that other threads act in the window between announcement and sleep.
@@ -96,7 +97,8 @@ bool Waiter::leave_cpu_of(int peer) {
 bool Waiter::spin(int peer, Patience& patience, const Look& ready) {
     const int64_t start = now_ns();
     patience.deadline_ns(start);
-    for (;;) {
+    for (int clocks = 0;; ++clocks) {
+        if (clocks % kClocksPerCpu == 0 && !leave_cpu_of(peer)) return false;
         for (int i = 0; i < kLooksPerClock; ++i) {
             if (ready()) {
                 misses_ = 0;
@@ -104,7 +106,6 @@ bool Waiter::spin(int peer, Patience& patience, const Look& ready) {
             }
             relax();
         }
-        if (!leave_cpu_of(peer)) return false;
         const int64_t spent = now_ns() - start;
         if (spent > kHoldGil) patience.host.block();
         if (spent > kSpin) {
