@@ -75,8 +75,8 @@ def broadcast(
 ) -> Work | None:
     if _compiling():
         return c10d.broadcast(tensor, src, group, async_op, group_src)
-    plain = group is None and type(src) is int and group_src is None and not async_op and log_name is None
-    if plain and on_world(BROADCAST.code, tensor, tensor, src):
+    plain = group is None and group_src is None and not async_op and log_name is None
+    if plain and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src):
         return None
     member = member_of(group, "broadcast")
     return None if member is None else member.broadcast(tensor, src, async_op, group_src, log_name=log_name)
@@ -115,10 +115,8 @@ def reduce(
 ) -> Work | None:
     if _compiling():
         return c10d.reduce(tensor, dst, op, group, async_op, group_dst)
-    plain = (
-        group is None and op is _SUM and type(dst) is int and group_dst is None and not async_op and log_name is None
-    )
-    if plain and on_world(REDUCE.code, tensor, tensor, dst):
+    plain = group is None and op is _SUM and group_dst is None and not async_op and log_name is None
+    if plain and type(dst) is int and on_world(REDUCE.code, tensor, tensor, dst):
         return None
     member = member_of(group, "reduce")
     return None if member is None else member.reduce(tensor, dst, op, async_op, group_dst, log_name=log_name)
@@ -314,8 +312,8 @@ def send(
     *,
     log_name: str | None = None,
 ) -> None:
-    plain = group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None
-    if plain and on_world(_SEND, (), tensor, dst):
+    plain = group is None and group_dst is None and tag is _NO_TAG and log_name is None
+    if plain and type(dst) is int and on_world(_SEND, (), tensor, dst):
         return
     member = member_of(group, "send")
     if member is not None:
@@ -332,8 +330,8 @@ def recv(
     log_name: str | None = None,
 ) -> int:
     """Returns the global rank of the sender; -1 on a rank outside the group."""
-    plain = group is None and type(src) is int and group_src is None and tag is _NO_TAG and log_name is None
-    if plain and on_world(_RECV, tensor, (), src):
+    plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
+    if plain and type(src) is int and on_world(_RECV, tensor, (), src):
         return src
     member = member_of(group, "recv")
     return -1 if member is None else member.recv(tensor, src, tag, group_src, log_name=log_name)
@@ -366,8 +364,8 @@ def irecv(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    plain = group is None and type(src) is int and group_src is None and tag is _NO_TAG and log_name is None
-    if plain and (work := start_on_world(_RECV, tensor, (), src)) is not None:
+    plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
+    if plain and type(src) is int and (work := start_on_world(_RECV, tensor, (), src)) is not None:
         return work
     member = member_of(group, "irecv")
     return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
