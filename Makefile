@@ -32,6 +32,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/preflight.sh
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
 $(VENV)/.built: $(VENV)/.ready $(SOURCES)
+	@echo "Compiling ringway's core and installing what its tests need (about 4 minutes of two cores)"
 	@flock $(VENV)/.ready $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 

@@ -39,8 +39,8 @@ def _print(facts: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     title = f"{facts['ranks']} ranks, backend {facts['backend']}, torch {facts['torch']}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("what", "result", "median time", "bus bandwidth"):
-        table.add_column(column, justify="left" if column in ("what", "result") else "right")
+    for column in ("what", "on every rank", "median time", "bus bandwidth"):
+        table.add_column(column, justify="left" if column in ("what", "on every rank") else "right")
     for row in facts["rows"]:
         table.add_row(*(Text(row[column]) for column in ("what", "result", "time", "bandwidth")))
     console.print(table)

@@ -82,7 +82,7 @@ def _measure(op: str, rank: int, size: int) -> list[dict[str, str]]:
         rows.append(
             {
                 "what": f"{op}, {label}",
-                "result": "correct on every rank" if correct else "WRONG",
+                "result": "correct" if correct else "WRONG",
                 "time": f"{median * 1e6:.0f} µs",
                 "bandwidth": f"{rate:.2f} GB/s" if size > 1 else "-",
             }
@@ -95,7 +95,7 @@ def _objects(rank: int, size: int) -> dict[str, str]:
     gathered = dist.allgather_object({"rank": rank})
     seconds = time.perf_counter() - start
     right = gathered == [{"rank": other} for other in range(size)]
-    result = "correct on every rank" if dist.reduce_object(int(right), dist.ReduceOp.MIN) else "WRONG"
+    result = "correct" if dist.reduce_object(int(right), dist.ReduceOp.MIN) else "WRONG"
     return {"what": "allgather_object", "result": result, "time": f"{seconds * 1e6:.0f} µs", "bandwidth": "-"}
 
 
