@@ -211,7 +211,7 @@ def test_demo_ends_with_a_table_in_which_all_is_right(
         return launcher.Outcome(0, f"{ranks} ranks finished")
 
     monkeypatch.setattr(launcher, "run", run)
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     app(["demo"], standalone_mode=False)
     printed = capsys.readouterr().out
     assert "on every rank" in printed
