@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ringway.backends import registry, select
 from ringway.backends.select import Choice, Obstacle, RankFacts, decide, obstacle
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.ask_mpi import mpi_failure
+from ringway.launch.gpus import gpu_of_rank
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 from ringway.testing import RankContext, RankPool
@@ -127,6 +131,81 @@ def test_several_hosts_under_mpi_get_mpi_if_all_ranks_have_it(monkeypatch: pytes
 def test_cuda_goes_to_nccl() -> None:
     info = LaunchInfo(rank=0, size=1, source="torchrun")
     assert decide(None, "", info, {0: RankFacts(True, {})}).backend == "cpu:shm,cuda:nccl"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (("a", "b"), "cpu:shm,cuda:nccl"),
+        (("a", "a"), "cpu:shm,cuda:shm"),
+        (("a", "b", "c", "b"), "cpu:shm,cuda:shm"),
+        (("a", None), "cpu:shm,cuda:nccl"),
+        (("a",), "cpu:shm,cuda:nccl"),
+    ],
+)
+def test_ranks_that_share_a_gpu_get_shm(gpus: tuple[str | None, ...], expected: str) -> None:
+    info = LaunchInfo(rank=0, size=len(gpus), source="torchrun")
+    facts = {rank: RankFacts(True, {}, gpu=gpu) for rank, gpu in enumerate(gpus)}
+    choice = decide(None, "", info, facts)
+    assert choice.backend == expected
+    sharing = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    assert ("share a GPU" in choice.reason) == bool(sharing)
+    assert not sharing or f"ranks {', '.join(sharing)} share a GPU" in choice.reason
+
+
+def test_ranks_that_share_a_gpu_on_several_hosts_get_nccl() -> None:
+    info = LaunchInfo(rank=0, size=4, source="torchrun")
+    facts = {rank: RankFacts(rank < 2, {}, host="ab"[rank // 2], gpu="ab"[rank // 2]) for rank in range(4)}
+    assert decide(None, "", info, facts).backend == "cpu:hierarchical,cuda:nccl"
+
+
+class _Driver:
+    """Stands in for libcuda: the UUID of device n ends with n + 1."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "libcuda.so.1"
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:  # noqa: N802
+        device._obj.value = number
+        return 0
+
+    def cuDeviceGetUuid_v2(self, uuid: Any, device: ctypes.c_int) -> int:  # noqa: N802
+        uuid.raw = bytes(15) + bytes([device.value + 1])
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "current", "local_ranks", "expected"),
+    [
+        (1, None, (0, 1), (1, 1)),
+        (4, None, (0, 1, 3), (1, 2, 4)),
+        (2, None, (0, 1, 2, 3), (1, 2, 1, 2)),
+        (4, 0, (0, 1), (1, 2)),  # used, but not set
+        (4, 3, (0, 1), (4, 4)),
+    ],
+)
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: int,
+    current: int | None,
+    local_ranks: tuple[int, ...],
+    expected: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(ctypes, "CDLL", _Driver)
+    found = [gpu_of_rank(rank) for rank in local_ranks]
+    assert found == [f"{number:032x}" for number in expected]
+
+
+def test_no_gpu_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_of_rank(0) is None
 
 
 def test_explicit_choice_wins() -> None:

@@ -2,9 +2,9 @@
 
 An explicit choice wins, or fails with what to install. Otherwise, for the CPU: `shm` if all ranks proved to be on one
 host. On several hosts: `mpi` if an MPI launcher started them and every rank has mpi4py, `hierarchical` if the hosts
-have equally many ranks, at least two, and `gloo` otherwise. CUDA tensors go to nccl if every rank has it. Each rank
-puts what it can do, where it is and which policy it loaded into the store. So all ranks decide alike, and an obstacle
-on one rank is an error on all.
+have equally many ranks, at least two, and `gloo` otherwise. CUDA tensors go to shm if the CPU's do and ranks share a
+GPU, and to nccl otherwise, if every rank has it. Each rank puts what it can do, where it is and which policy it loaded
+into the store. So all ranks decide alike, and an obstacle on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ringway.backends.several.policy import Policy
 from ringway.descriptors import shortage_named
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
 from ringway.launch.ask_mpi import BY_MPI4PY, mpi_failure
+from ringway.launch.gpus import gpu_of_rank
 from ringway.launch.info import LaunchInfo
 from ringway.launch.locality import meeting_point, shares_host
 from ringway.store import Deadline, absent, read
@@ -56,8 +57,8 @@ class Choice:
 @dataclass(frozen=True)
 class RankFacts:
     """What one rank reports to the others: whether it shares rank 0's host (proven), its host (by its own account), the
-    backends it lacks, the backend it was configured to use, the digest of its policy or the error in it, and its
-    user's number."""
+    backends it lacks, the backend it was configured to use, the digest of its policy or the error in it, its user's
+    number, and its GPU."""
 
     with_rank_0: bool
     obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class RankFacts:
     policy: str | None = None
     policy_error: str | None = None
     uid: int = field(default_factory=os.geteuid)
+    gpu: str | None = None
 
 
 def _no_mpi() -> Obstacle | None:
@@ -147,7 +149,8 @@ def select(
     names = tuple(registry.parse(explicit).values()) if explicit else _candidates(info)
     wrong = str(policy) if isinstance(policy, ConfigError) else None
     digest = policy.digest if isinstance(policy, Policy) else None
-    mine = RankFacts(True, obstacles(names), explicit, host_identity(), digest, wrong)
+    gpu = None if explicit else gpu_of_rank(info.local_rank or 0)
+    mine = RankFacts(True, obstacles(names), explicit, host_identity(), digest, wrong, gpu=gpu)
     try:
         facts = _tell_each_other(mine, info, store, timeout)
     except c10d.DistError as error:
@@ -173,9 +176,25 @@ def decide(explicit: str | None, said_by: str, info: LaunchInfo, facts: Mapping[
             _require(name, lacking, _elsewhere(facts), info.size)
         return Choice(explicit, f"chosen by {said_by}")
     cpu = for_cpu(info, facts)
+    sharing = _ranks_on_one_gpu(facts)
+    if cpu.backend == "shm" and sharing:
+        numbers = ", ".join(map(str, sharing[:8]))
+        return Choice(
+            "cpu:shm,cuda:shm", f"{cpu.reason}; ranks {numbers} share a GPU, which is not what NCCL is made for"
+        )
     if "nccl" not in lacking:
         return Choice(f"cpu:{cpu.backend},cuda:nccl", f"{cpu.reason}; every rank has CUDA and NCCL")
     return cpu
+
+
+def _ranks_on_one_gpu(facts: Mapping[int, RankFacts]) -> list[int]:
+    """The ranks of the first GPU that several have, if every rank has one."""
+    on_gpu: dict[str, list[int]] = {}
+    for rank, said in facts.items():
+        if said.gpu is None:
+            return []
+        on_gpu.setdefault(said.gpu, []).append(rank)
+    return next((ranks for ranks in on_gpu.values() if len(ranks) > 1), [])
 
 
 def _lacking(facts: Mapping[int, RankFacts]) -> dict[str, tuple[int, Obstacle]]:

@@ -73,12 +73,15 @@ def report() -> dict[str, Any]:
 def _rank_facts(info: LaunchInfo) -> dict[int, RankFacts]:
     """What the ranks would report to each other, as far as the launcher says where they are."""
     from ringway.backends.select import RankFacts, obstacles
+    from ringway.launch.gpus import gpu_of_rank
 
-    lacking = obstacles()
-    if info.local_size is None:
+    lacking, width = obstacles(), info.local_size
+    if width is None:
         return {rank: RankFacts(rank == 0, lacking) for rank in range(min(info.size, 2))}
-    hosts = [rank // info.local_size for rank in range(info.size)]
-    return {rank: RankFacts(host == 0, lacking, host=f"host {host}") for rank, host in enumerate(hosts)}
+    return {
+        rank: RankFacts(rank < width, lacking, host=f"host {rank // width}", gpu=gpu_of_rank(rank % width))
+        for rank in range(info.size)
+    }
 
 
 def _seen(entry: Seen) -> dict[str, Any]:
