@@ -286,7 +286,7 @@ def test_a_leftover_rank() -> None:
 def test_a_torch_that_is_too_old(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text('__version__ = "2.5.1+cpu"\n')
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     ended = subprocess.run(
         [sys.executable, "-m", "ringway", "doctor"], env=environ, capture_output=True, text=True, timeout=100
     )
