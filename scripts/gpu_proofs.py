@@ -22,30 +22,29 @@ from pathlib import Path
 
 import proofs
 
-SUITE = ["scripts/suite_proof.py"]
-PROOFS: dict[str, list[str]] = {
-    "suite_gpu": [*SUITE, "suite_gpu"],
-    "kills": [*SUITE, "kills"],
-    "elastic_programs": [*SUITE, "elastic_programs"],
-    "numerics_gpu": ["scripts/numerics_proof.py"],
-    "topk_gpu": ["scripts/topk_proof.py"],
-    "shm_cuda": ["scripts/shm_cuda_proof.py"],
-    "nccl": ["scripts/nccl_proof.py"],
-    "nccl_faults": ["scripts/nccl_faults.py"],
-    "elastic": "benchmarks/elastic.py --chaos --ranks 32 --minutes 8 --every 29 --calm 20 --check".split(),
+PROOFS = {
+    "suite_gpu": "scripts/suite_proof.py suite_gpu",
+    "kills": "scripts/suite_proof.py kills",
+    "elastic_programs": "scripts/suite_proof.py elastic_programs",
+    "numerics_gpu": "scripts/numerics_proof.py",
+    "topk_gpu": "scripts/topk_proof.py",
+    "shm_cuda": "scripts/shm_cuda_proof.py",
+    "nccl": "scripts/nccl_proof.py",
+    "nccl_faults": "scripts/nccl_faults.py",
+    "elastic": "benchmarks/elastic.py --chaos --ranks 32 --minutes 8 --every 29 --calm 20 --check",
 }
 """By page: the command that makes it. All take --output and --commit."""
-MEASUREMENTS: dict[str, list[str]] = {
-    "gpu_turns": ["-m", "ringway", "run", "-n", "2", "benchmarks/gpu_turns.py"],
-    "elastic_nccl": "benchmarks/elastic.py --cuda --ranks 2 --check".split(),
-    "lowcomm_loss": "benchmarks/lowcomm.py loss --task gpt --device cuda --backend cpu:shm,cuda:shm --pairs 3".split(),
+MEASUREMENTS = {
+    "gpu_turns": "-m ringway run -n 2 benchmarks/gpu_turns.py",
+    "elastic_nccl": "benchmarks/elastic.py --cuda --ranks 2 --check",
+    "lowcomm_loss": "benchmarks/lowcomm.py loss --task gpt --device cuda --backend cpu:shm,cuda:shm --pairs 3",
 }
 """What only prints."""
 WITH_NCCL = {"shm_cuda", "nccl", "nccl_faults", "elastic_nccl"}
 
 
 def run(name: str, seconds: float, folder: Path, commit: str | None) -> None:
-    command = [sys.executable, *(PROOFS.get(name) or MEASUREMENTS[name])]
+    command = [sys.executable, *(PROOFS.get(name) or MEASUREMENTS[name]).split()]
     if name in PROOFS:
         command += ["--output", str(folder / f"{name}.md"), *(["--commit", commit] if commit else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
