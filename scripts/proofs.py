@@ -37,6 +37,7 @@ MADE_BY = {
     "shm_cuda": "python scripts/shm_cuda_proof.py",
     "shm_x86": "python benchmarks/collectives.py",
     "timing": "make timing",
+    "topk_gpu": "python scripts/topk_proof.py",
     "torch_2_11": "make torch-versions",
     "torch_2_15": "make torch-versions",
     "vllm": "make vllm",

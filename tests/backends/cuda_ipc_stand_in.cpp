@@ -67,7 +67,7 @@ std::map<uint64_t, Allocation>& allocations = *new std::map<uint64_t, Allocation
 std::map<uint64_t, size_t>& opened = *new std::map<uint64_t, size_t>;
 std::map<void*, Stream*>& streams = *new std::map<void*, Stream*>;
 std::atomic<uint64_t> ids{0};
-std::atomic<int> mps{0}, refuses{0}, delay_us{0};
+std::atomic<int> mps{0}, gpu{0}, refuses{0}, delay_us{0};
 
 Stream& stream_of(void* handle) {
     const std::lock_guard<std::mutex> guard(lock);
@@ -82,6 +82,8 @@ extern "C" {
 
 // The test's side
 void stand_in_mps(int on) { mps = on; }
+// Which GPU this process has.
+void stand_in_gpu(int number) { gpu = number; }
 // While set, no memory can be exported.
 void stand_in_refuse(int on) { refuses = on; }
 // Every operation of a stream takes this long.
@@ -179,8 +181,8 @@ int cuDeviceGetAttribute(int* value, int, int) {
     *value = mps;
     return 0;
 }
-int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
-    std::memset(uuid, device, 16);
+int cuDeviceGetUuid_v2(unsigned char* uuid, int) {
+    std::memset(uuid, gpu, 16);
     return 0;
 }
 struct Handle {

@@ -137,6 +137,48 @@ def test_without_shared_device_memory_calls_go_through_the_host(ranks: RankPool)
         assert why.startswith("rank 1 cannot share device memory"), "every rank knows who, and why"
 
 
+def _arranged(context: RankContext, gpus: int, mps: bool) -> list[tuple[int, int]]:
+    """The kernels that this rank launched for an all_reduce and for a broadcast, of shared memory and of staged."""
+    import stand_in_cuda
+
+    driver, size = stand_in_cuda.library(), context.world_size
+    driver.stand_in_mps(int(mps))
+    driver.stand_in_gpu(context.rank % gpus)
+    try:
+        dist = context.start(BACKEND, group_name=f"on {gpus} GPUs, MPS {mps}")
+        backend, launched = _backend(dist), []
+        for tensor in (stand_in_cuda.in_device_memory(1001, torch.int32), torch.empty(1001, dtype=torch.int32)):
+            counts = [len(backend.device._kernels)]
+            dist.all_reduce(tensor.fill_(context.rank + 1))
+            assert tensor.unique().tolist() == [size * (size + 1) // 2]
+            counts.append(len(backend.device._kernels))
+            for source in (tensor, tensor[1:], tensor.view(torch.uint8)[3:]):  # no two are equally aligned
+                dist.broadcast(source.fill_(context.rank), 1)
+                assert source.unique().tolist() == [1]
+            dist.broadcast(tensor[:0], 1)
+            counts.append(len(backend.device._kernels))
+            launched.append((counts[1] - counts[0], counts[2] - counts[1]))
+        dist.destroy_process_group()
+        return launched
+    finally:
+        driver.stand_in_mps(0)
+        driver.stand_in_gpu(0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mps", "expected"),
+    [
+        (1, False, [(1, 0), (0, 3), (0, 0)]),  # one rank reduces for all, and the root writes to all
+        (1, True, [(1, 0), (1, 3), (1, 0)]),
+        (3, False, [(1, 0), (1, 0), (1, 0)]),
+        (2, True, [(1, 0), (1, 0), (1, 0)]),
+    ],
+)
+def test_who_does_the_work(ranks: RankPool, gpus: int, mps: bool, expected: list[tuple[int, int]]) -> None:
+    for launched, each in zip(ranks.run(_arranged, gpus, mps, world_size=3), expected, strict=True):
+        assert launched == [each, each]
+
+
 def _differ(context: RankContext, what: str) -> str:
     dist = context.start(BACKEND, group_name=f"differ in {what}")
     dist.barrier()

@@ -139,35 +139,35 @@ def compare(case: Case, name: str, device: torch.device = CPU) -> None:
 POISONS = (float("nan"), float("inf"), -float("inf"))
 
 
-def check_not_finite(spec: str, name: str, poisons: Sequence[float] = POISONS) -> None:
+def check_not_finite(spec: str, name: str, poisons: Sequence[float] = POISONS, device: torch.device = CPU) -> None:
     """A value that is not finite sets the frame's status and leaves the residuals unchanged."""
     codec = get_codec(spec)
-    kernels = kernels_for(codec, CPU, name)
+    kernels = kernels_for(codec, device, name)
     for poison in poisons:
         sharding = Sharding(400, 2)
         (window,) = sharding.windows(sharding.shard)
-        values = torch.linspace(-1, 1, 400)
+        values = torch.linspace(-1, 1, 400, device=device)
         values[17] = poison
-        worker, server = torch.full((400,), 0.5), torch.full((sharding.shard,), 0.25)
+        worker = torch.full((400,), 0.5, device=device)
+        server = torch.full((sharding.shard,), 0.25, device=device)
         scale = codec.scale(kernels.measure(values, worker), 400) if codec.tensor_scale else None
-        frames = new_frames(codec, 2, window.columns, CPU)
+        frames = new_frames(codec, 2, window.columns, device)
         kernels.encode(values, worker, window, frames, scale)
         assert statuses(frames)[0] == 1, (spec, poison)
         assert torch.isfinite(worker).all()
         assert worker[17] == 0.5
-        sound = new_frames(codec, 2, window.columns, CPU)
-        kernels.encode(
-            torch.linspace(-1, 1, 400), None, window, sound, torch.tensor(0.1) if scale is not None else None
-        )
+        sound = new_frames(codec, 2, window.columns, device)
+        known = None if scale is None else torch.tensor(0.1, device=device)
+        kernels.encode(torch.linspace(-1, 1, 400, device=device), None, window, sound, known)
         arrived = torch.stack([sound[0], frames[0]])
-        out = new_frames(codec, 1, window.columns, CPU)[0]
+        out = new_frames(codec, 1, window.columns, device)[0]
         mean_scale = None
         if codec.tensor_scale:
             mean_scale = codec.scale(kernels.measure_mean(arrived, server, window.count(0)), window.count(0))
         kernels.encode_mean(arrived, server, window.count(0), out, mean_scale)
         assert statuses(out.unsqueeze(0))[0] == 2, "the second frame was the bad one"
-        assert torch.equal(server, torch.full((sharding.shard,), 0.25))
-        result = torch.zeros(400)
+        assert server.unique().tolist() == [0.25]
+        result = torch.zeros(400, device=device)
         kernels.decode(torch.stack([out, sound[1]]), window, result)
         assert torch.isnan(result[17])
         assert torch.isfinite(result[sharding.shard :]).all()

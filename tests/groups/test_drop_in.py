@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ringway as dist
 from ringway import torch_patches
 from ringway.compress import OneBitAdam, ddp_hook
-from ringway.errors import CommTimeout
+from ringway.errors import CommTimeout, UsageError
 from ringway.parallel import register_data_parallel_hooks
 from ringway.testing import RankContext, RankPool
 
@@ -268,3 +268,18 @@ def test_patches_of_torch_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.warns(UserWarning, match="ringway has no patch 'monitored_barier'"):
         torch_patches.enabled("new_group")
     torch_patches._left_out.cache_clear()
+
+
+def _unsorted(context: RankContext) -> None:
+    dist = context.start("shm")
+    group = dist.new_group([0, 1], sort_ranks=False)  # sorted anyway, so every torch can
+    dist.all_reduce(total := torch.ones(3), group=group)
+    assert total.unique().tolist() == [2.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "new_group", lambda ranks, timeout: pytest.fail("torch was asked"))
+        with pytest.raises(UsageError, match="sort_ranks=False needs a newer torch"):
+            dist.new_group([1, 0], sort_ranks=False)
+
+
+def test_ranks_in_another_order_need_a_torch_that_can(pool: RankPool) -> None:
+    pool.run(_unsorted, world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from contextlib import nullcontext
 from datetime import timedelta
@@ -108,9 +109,13 @@ def new_group(
     sort_ranks: bool = True,
 ) -> Any:
     """Like torch's function. The default backend is the one given to `set_backend`, or else the world's."""
-    extra = {} if sort_ranks else {"sort_ranks": False}
     name = _named(backend)
     members = None if ranks is None else list(ranks)
+    extra = {} if sort_ranks or members is None or members == sorted(members) else {"sort_ranks": False}
+    if extra and "sort_ranks" not in inspect.signature(c10d.new_group).parameters:
+        raise UsageError(
+            f"torch {torch.__version__} sorts the ranks of every group: sort_ranks=False needs a newer torch"
+        )
     apart = range(get_world_size()) if members is None else members
     counted = world.group_counts.members_only(apart) if use_local_synchronization else nullcontext()
     with counted, world.binding(device_id):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -44,6 +45,8 @@ _DIRECT = 1 << 34
 """Distinguishes a direct call from one through the host when ranks compare: their bits of the amount are never that
 high."""
 _CAPTURED = 1 << 35
+_UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""What bytes are moved as."""
 
 
 class _DirectHandle(Handle):
@@ -148,6 +151,7 @@ class ShmCudaBackend(ShmBackend):
         self._met = group.size == 1 or group.size > _core.SHM_DEVICE_RANKS
         self._from = 0
         self._reduces = False
+        self.takes_turns = self.spreads = False
         self._staging: Span = (0, 0)
         self._last: tuple[Any, Any] | None = None
         self._ending = threading.Lock()
@@ -300,8 +304,10 @@ class ShmCudaBackend(ShmBackend):
         lacking = next((what["no_kernels"] for what in said if what["no_kernels"]), None)
         self._reduces = lacking is None
         self.why_host = "" if lacking is None else lacking
-        apart = len({what["uuid"] for what in said}) == len(said)
-        self._from = self.direct_from[apart or all(what["mps"] for what in said)]
+        gpus, at_once = len({what["uuid"] for what in said}), all(what["mps"] for what in said)
+        self.takes_turns = gpus == 1 and not at_once
+        self.spreads = gpus == 1 and self._reduces
+        self._from = self.direct_from[at_once or gpus == len(said)]
 
     def _all_say(self, call: Call, near: Tensor, facts: dict[str, Any], more: bytes) -> tuple[list[Any], bytes]:
         """Every rank's facts, in rank order, and the rest of what they said."""
@@ -441,6 +447,10 @@ class ShmCudaBackend(ShmBackend):
     def enqueue_reduction(self, stream: Any, call: Call, ins: list[int], outs: list[int], count: int) -> None:
         dtype, parts = reduced_as(call)
         self.device.reduce(stream, ins, outs, count * parts, (dtype, call.reduce))
+
+    def enqueue_spread(self, stream: Any, source: int, outs: list[int], nbytes: int) -> None:
+        unit = next(dtype for dtype in _UNITS if not any(each % dtype.itemsize for each in (source, nbytes, *outs)))
+        self.device.reduce(stream, [source], outs, nbytes // unit.itemsize, (unit, Reduce.SUM))
 
     # The end
 

@@ -32,6 +32,7 @@ class TritonTopK(Kernels):
         self._shape: dict[str, Any] = {
             "KEPT": codec.kept,
             "BITS": codec.bits,
+            "MOST_LOW": (CHUNK // codec.kept).bit_length() - 1,
             "RECORD": codec.nbytes(CHUNK),
             "num_warps": 8,
             **EXACT,

@@ -16,7 +16,6 @@ from ringway.compress.kernels.triton_kernels import HEADER, INFINITY_BITS, MAGNI
 
 CHUNK = tl.constexpr(4096)
 RANGE_BYTES = tl.constexpr(8)
-MOST_LOW_BITS = tl.constexpr(12)
 
 
 @triton.jit
@@ -90,6 +89,7 @@ def encode(
     SOURCES: tl.constexpr,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
+    MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
@@ -130,8 +130,9 @@ def encode(
     for bit in tl.static_range(BITS):
         _set_bits(frames_i32, bits + order * BITS + bit, written & (((codes >> (BITS - 1 - bit)) & 1) == 1))
     bits += kept * BITS
-    for bit in range(low):
-        _set_bits(frames_i32, bits + order * low + bit, written & (((places >> (low - 1 - bit)) & 1) == 1))
+    for bit in tl.static_range(MOST_LOW):
+        lower = places >> tl.maximum(low - 1 - bit, 0)
+        _set_bits(frames_i32, bits + order * low + bit, written & ((lower & 1) == 1) & (places * 0 + low > bit))
     bits += kept * low
     _set_bits(frames_i32, bits + (places >> low) + order, written)
 
@@ -148,7 +149,15 @@ def encode(
 
 
 @triton.jit
-def _kept_elements(frames, record, length, KEPT: tl.constexpr, BITS: tl.constexpr, UNARY: tl.constexpr):
+def _kept_elements(
+    frames,
+    record,
+    length,
+    KEPT: tl.constexpr,
+    BITS: tl.constexpr,
+    MOST_LOW: tl.constexpr,
+    UNARY: tl.constexpr,
+):
     """The places and values of a record, [UNARY], and which of these are there. A peer's bytes never lead beyond the
     chunk."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
@@ -163,8 +172,9 @@ def _kept_elements(frames, record, length, KEPT: tl.constexpr, BITS: tl.constexp
     order = tl.cumsum(ones, axis=0) - 1
     here = here & (ones == 1) & (order < kept)
     places = lanes - order
-    for bit in range(low):
-        places = 2 * places + _bit(frames, low_at + order * low + bit, here)
+    for bit in tl.static_range(MOST_LOW):
+        has = lanes * 0 + low > bit
+        places = tl.where(has, 2 * places + _bit(frames, low_at + order * low + bit, here & has), places)
     codes = lanes * 0
     for bit in tl.static_range(BITS):
         codes = 2 * codes + _bit(frames, codes_at + order * BITS + bit, here)
@@ -184,6 +194,7 @@ def decode(
     stop,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
+    MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
     UNARY: tl.constexpr,
 ):
@@ -199,7 +210,7 @@ def decode(
         tl.store(chunk + places, rest.to(element), mask=places < length)
         tl.debug_barrier()  # the next stores must come after these
         record = row * stride + HEADER + tl.program_id(0).to(tl.int64) * RECORD
-        at, decoded, here = _kept_elements(frames, record, length, KEPT, BITS, UNARY)
+        at, decoded, here = _kept_elements(frames, record, length, KEPT, BITS, MOST_LOW, UNARY)
         tl.store(chunk + at, _narrowed(decoded, element), mask=here & (at < tl.where(spoiled, 0, length)))
 
 
@@ -215,6 +226,7 @@ def decode_mean(
     count,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
+    MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
     UNARY: tl.constexpr,
 ):
@@ -229,7 +241,7 @@ def decode_mean(
     for row in range(ROWS):
         tl.debug_barrier()  # each frame adds to what the one before left
         guilty |= tl.load(frames_i32 + row * stride // 4)
-        at, decoded, here = _kept_elements(frames, record + row * stride, length, KEPT, BITS, UNARY)
+        at, decoded, here = _kept_elements(frames, record + row * stride, length, KEPT, BITS, MOST_LOW, UNARY)
         before = tl.load(chunk + at, mask=here, other=0.0, volatile=True)
         tl.store(chunk + at, before + decoded * factor, mask=here)
     tl.debug_barrier()
