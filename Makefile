@@ -1,5 +1,6 @@
 # make demo       set everything up, run a real multi-rank job
-# make quick      lint, types, unit tests, conformance of shm and gloo on 2 ranks: about 100 s, for the inner loop
+# make quick      lint, types, unit tests, conformance of shm and gloo on 2 ranks: about 80 s, for the inner loop
+#                 (110 s the first time, when mypy and Python have no caches)
 # make test       lint, types and all tests (what CI runs); says which proofs are older than the code they prove
 # make soak       hours: more seeds, kills and training steps, the conformance suite on more worlds and sub-groups, also
 #                 under both MPIs, messages of more than 2 GB, tests that depend on time ten times, the suite on busy CPUs

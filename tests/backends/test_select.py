@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,21 @@ def test_locality_is_proven_by_a_socket() -> None:
     with meeting_point() as name:
         assert shares_host(name)
     assert not shares_host(name)  # the socket is closed by now
+
+
+def test_strangers_in_the_queue_do_not_hide_a_rank() -> None:
+    with meeting_point() as name:
+        crowd = []
+        for _ in range(6000):  # more than the queue holds
+            crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            crowd[-1].setblocking(False)
+            with suppress(BlockingIOError):
+                crowd[-1].connect("\0" + name)
+            if len(crowd) > 300:
+                crowd.pop(0).close()  # a connection stays in the queue after its caller has gone
+        assert shares_host(name)
+    for connection in crowd:
+        connection.close()
 
 
 def _select(context: RankContext, silent: int | None) -> tuple[str, str] | str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,18 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from ringway.errors import ConfigError, Tampered
+from free_ports import free_port
+from ringway.errors import ConfigError, RendezvousError, Tampered
+from ringway.job.elastic.roster import Arrival, Roster
 from ringway.keys import Forged, Key
-from ringway.launch import secret
+from ringway.launch import attempts, secret
 from ringway.launch.info import LaunchInfo
+from ringway.launch.rendezvous import LastingStore
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import PrivateSecret
+from ringway.launch.store_protocol import CLIENT, NONCE_BYTES, RUN_BYTES, Session
 from ringway.launch.store_server import PrivateSocket, StoreServer
-from ringway.store import KeyedStore, key_of
+from ringway.store import KeyedStore, key_of, read
 
 KEY = Key(b"k" * 32, "test")
 STRANGER = Key(b"s" * 32, "test")
@@ -297,9 +303,102 @@ def test_a_client_without_the_secret_is_refused(private: str) -> None:
     assert mine.get("alive") == str(160).encode()
 
 
+def test_a_flood_drops_its_own_connections() -> None:
+    """A rank that is slow to prove itself keeps its place while strangers of another address connect."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        server = StoreServer(listener.dup(), RUN, KEY)
+        try:
+            with socket.create_connection(listener.getsockname(), 10, ("127.0.0.2", 0)) as slow:
+                flood = [socket.create_connection(listener.getsockname(), 10) for _ in range(600)]
+                RunStore(place, KEY, 5).set("key", "value")  # of the flood's address: it tries again
+                slow.settimeout(10)
+                nonces = slow.recv(4096)[RUN_BYTES:], os.urandom(NONCE_BYTES)
+                session = Session(KEY, CLIENT, *nonces)
+                slow.sendall(nonces[1] + session.proof)
+                assert session.is_proven_by(slow.recv(4096))
+            for stranger in flood:
+                stranger.close()
+        finally:
+            server.close()
+
+
 def test_a_server_without_the_secret_is_refused() -> None:
     with PrivateSocket() as listening:
         server = StoreServer(listening.listener, RUN, STRANGER)
         with pytest.raises(DistNetworkError):
             RunStore(listening.path, KEY, 5)
         server.close()
+
+
+# Earlier starts and attempts of the job
+
+
+@pytest.fixture
+def secret_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGWAY_JOB_SECRET", "s" * 40)
+
+
+@pytest.mark.usefixtures("secret_in_environment")
+def test_what_an_earlier_start_sealed_proves_nothing_in_this_one() -> None:
+    """An elastic job is started twice with the same secret, and a stranger repeats in the second what it read in the
+    first: that the job is done."""
+
+    def started() -> tuple[LastingStore, TCPStore]:
+        port = free_port()
+        lasting = LastingStore(LaunchInfo(rank=0, size=2, source="test", address="127.0.0.1", port=port), 30.0)
+        return lasting, TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+
+    (first, stranger), (second, again) = started(), started()
+    Roster(first.store, 2, 1, 5, 5).finish()
+    again.set("ringway/elastic/finished", stranger.get("ringway/elastic/finished"))  # type: ignore[arg-type]
+    with pytest.raises(Tampered):
+        read(second.store, "ringway/elastic/finished")
+    stores = first.part(1, "a", _nothing), second.part(1, "a", _nothing), second.part(1, "b", _nothing)
+    assert len({key_of(store).tag("x") for store in stores}) == 3, "the keys of a generation are its own"
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_a_member_of_another_start_is_not_this_one() -> None:
+    roster = Roster(HashStore(), 1, 1, 30.0, 30.0)
+    member = roster.enroll(0)
+    generation = roster.next(Arrival(member, 0, whole=True, veteran=False), ())
+    assert generation is not None
+    assert generation.rank_of(member) == 0
+    assert generation.rank_of(replace(member, nonce="of an earlier start")) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "error"), [(KEY, Tampered), (Key(), RendezvousError)], ids=["with a secret", "without one"]
+)
+def test_a_stranger_cannot_number_the_attempt(
+    key: Key, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of several hosts under torchrun agree on their attempt in its store."""
+    info = LaunchInfo(rank=1, size=2, source="torchrun", hosted_by_launcher=True, local_size=1)
+    monkeypatch.setattr(attempts, "_torchrun", lambda: info)
+    store = HashStore()
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        with pytest.raises(error) as raised:
+            attempts.of_agreed_attempt(store, 1, 2, 60.0, key)
+        found.append(raised.value)
+
+    rank = threading.Thread(target=ask)
+    rank.start()
+    question = "ringway/attempts/question of rank 1"
+    store.wait([question], timedelta(seconds=60))
+    asked = store.get(question)
+    nonce = asked.decode() if key.open else _sealed_text(asked)
+    store.set(f"ringway/attempts/answer to {nonce}", "abc")
+    rank.join(60)
+    assert len(found) == 1
+
+
+def _sealed_text(sealed: bytes) -> str:
+    """What a stranger reads: the value is sealed, not hidden."""
+    return re.findall(rb"[0-9a-f]{32}", sealed)[-1].decode()

@@ -27,7 +27,7 @@ from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.reconfigure import Formed, Handle, ReconfigurableBridge, watch_for
 from ringway.groups.world import world
-from ringway.launch.attempts import of_agreed_attempt, of_this_attempt
+from ringway.launch.attempts import of_this_attempt
 from ringway.launch.rendezvous import admit
 from ringway.launch.secret import say_open
 from ringway.store import WatchedStore, key_of
@@ -248,8 +248,8 @@ def _admitted(options: Any) -> c10d.Store:
     store, rank, size, limit = options.store, options.group_rank, options.group_size, options.timeout.total_seconds()
     if size == 1 or not key_of(store).open or world.has_met_at(store):
         return of_this_attempt(store)
-    store = of_agreed_attempt(store, rank, size, limit)
-    store = admit(store, rank, size, options.group_id, limit, require_secret=resolve().require_secret)
+    required = resolve().require_secret
+    store = admit(store, rank, size, options.group_id, limit, require_secret=required, lasting=True)
     if rank == 0 and key_of(store).open and not world.has_bridges():
         say_open()
     return store

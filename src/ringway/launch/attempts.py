@@ -45,7 +45,12 @@ class Attempt:
                 arrived={self._rank: socket.gethostname()},
                 missing=[0],
             )
-        number = int(answer)
+        try:
+            number = int(answer)
+        except ValueError:
+            raise RendezvousError(
+                f"rank {self._rank}: a stranger changed the launcher's store: it numbers this attempt {answer[:40]!r}"
+            ) from None
         self._store.set(_followed(number, self._rank), "")
         return number
 
@@ -78,13 +83,13 @@ def of_this_attempt(store: Store) -> Store:
     return PrefixStore(f"ringway/attempt {launched.attempt}", store)
 
 
-def of_agreed_attempt(store: Store, rank: int, size: int, timeout: float) -> Store:
+def of_agreed_attempt(store: Store, rank: int, size: int, timeout: float, key: Key) -> Store:
     """The part of a group's store that belongs to this attempt. Every rank of the group calls this."""
     launched = _torchrun()
     if launched is None or not must_agree(launched):
         return of_this_attempt(store)
     deadline = Deadline(timeout)
-    attempt = Attempt(store, rank, size, Key(), deadline)
+    attempt = Attempt(store, rank, size, key, deadline)
     if deadline.poll(lambda: attempt.attend() or None, _LONGEST_PAUSE) is None:
         raise RendezvousError(
             f"rank 0 waited {timeout:g} s for the other {size - 1} ranks of a group, and not all came"

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -103,7 +104,7 @@ def recognize(store: Store, info: LaunchInfo, job: Job, place: Place, patience: 
     host = printable(host, 128)
     if not matches:
         raise RendezvousError(f"the store at {place} belongs to another job, opened by {host}")
-    if bool(tag) == job.key.open or tag != expected:
+    if bool(tag) == job.key.open or not hmac.compare_digest(tag.encode(), expected.encode()):
         theirs, ours = ("a" if tag else "no"), ("none" if job.key.open else "another" if tag else "one")
         raise RendezvousError(
             f"the store at {place}, opened by {host}, has {theirs} secret, and rank {info.rank} has {ours}: it is "

@@ -26,7 +26,7 @@ from ringway.descriptors import is_shortage, shortage_named
 from ringway.errors import DiscoveryError, RendezvousError, UsageError
 from ringway.keys import Key
 from ringway.launch import ports
-from ringway.launch.attempts import Attempt, must_agree, of_this_attempt
+from ringway.launch.attempts import Attempt, must_agree, of_agreed_attempt, of_this_attempt
 from ringway.launch.discover import discover
 from ringway.launch.identity import IDENTITY, Job, recognize, signature
 from ringway.launch.info import LaunchInfo
@@ -72,25 +72,27 @@ class LastingStore:
         job, info = Job.of(info, token, require_secret), replace(info, size=0)
         with shortage_named("the rendezvous"):
             if witness is None:
-                self._inner, _, _, job = _meet(info, job, Deadline(timeout))
+                self._inner, _, opened, job = _meet(info, job, Deadline(timeout))
             else:
-                self._inner = _at_witness(witness, info, job, timeout)
+                self._inner, opened = _at_witness(witness, info, job, timeout)
         # torchrun on one host restarts all ranks, with a new secret. On several hosts, ranks that it restarts may find
         # others that live, so all attempts share one list of ranks.
         self._inner = of_this_attempt(self._inner)
-        self._key = job.key
-        self.store = self._sealed(self._inner, job.key.derive("elastic"))
+        # A secret may be used again: what was sealed in another start of the job proves nothing here.
+        self._key = job.key.derive("opened", opened)
+        self.store = self._sealed(self._inner, self._key.derive("elastic"))
 
     def _sealed(self, store: Store, key: Key) -> Store:
         return store if self._key.open or isinstance(self._inner, RunStore) else KeyedStore(store, key)
 
-    def part(self, generation: int, watch: Callable[[], None]) -> WatchedStore:
-        """The part of one generation of ranks. `watch` raises if one of them is gone."""
-        key = self._key.derive("generation", str(generation))
+    def part(self, generation: int, members: str, watch: Callable[[], None]) -> WatchedStore:
+        """The part of one generation of ranks. `members` tells this set of processes from any other, so its keys are
+        new. `watch` raises if one of them is gone."""
+        key = self._key.derive("generation", str(generation), members)
         return WatchedStore(self._sealed(PrefixStore(f"generation {generation}", self._inner), key), key, watch)
 
 
-def _at_witness(url: str, info: LaunchInfo, job: Job, timeout: float) -> Store:
+def _at_witness(url: str, info: LaunchInfo, job: Job, timeout: float) -> tuple[Store, str]:
     if not job.name:
         raise UsageError(
             "a witness may serve several jobs, and nothing tells this one from others: set RINGWAY_JOB_TOKEN to a name "
@@ -98,11 +100,11 @@ def _at_witness(url: str, info: LaunchInfo, job: Job, timeout: float) -> Store:
         )
     try:
         store = RedisStore(url, job.digest, timeout)
-        recognize(store, info, job, Place(f"the witness {store}"), _patience(Deadline(timeout)))
+        opened = recognize(store, info, job, Place(f"the witness {store}"), _patience(Deadline(timeout)))
     except DistError as error:
         raise RendezvousError(str(error)) from error
     _hosted[:] = [store]
-    return store
+    return store, opened
 
 
 def _rendezvous(info: LaunchInfo, timeout: float, token: str, path: str | None, require_secret: bool) -> Store:
@@ -159,9 +161,11 @@ def _meet(info: LaunchInfo, job: Job, deadline: Deadline) -> tuple[Store, Place,
 _roll_call = roll_call
 
 
-def admit(store: Store, rank: int, size: int, group: str, timeout: float, *, require_secret: bool) -> Store:
+def admit(
+    store: Store, rank: int, size: int, group: str, timeout: float, *, require_secret: bool, lasting: bool = False
+) -> Store:
     """A group's part of a store that ringway did not make, once its ranks have proved that they have the secret. The
-    store itself if the job has none.
+    store itself if the job has none. A `lasting` store may hold what earlier attempts of the job have left.
 
     The host's file is left to its maker's exit: the group may be a part of the job, and others may still read it.
     """
@@ -171,9 +175,11 @@ def admit(store: Store, rank: int, size: int, group: str, timeout: float, *, req
     except DiscoveryError:  # the store says where to meet, whatever the variables say
         launched = info
     key, _ = job_secret(launched, required=require_secret)
+    job = Job(group, key.derive("group", group))
+    if lasting:
+        store = of_agreed_attempt(store, rank, size, timeout, job.key)
     if key.open:
         return store
-    job = Job(group, key.derive("group", group))
     place = Place(f"the store of the group {group}")
     deadline = Deadline(timeout)
     return _roll_call(store, info, deadline, place, job.key, recognize(store, info, job, place, _patience(deadline)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +17,7 @@ from ringway.launch.store_client import StoreClient, not_an_integer, too_late, u
 from ringway.launch.store_protocol import CLIENT, HEAD_BYTES, HELLO_SECONDS, NONCE_BYTES, RUN_BYTES, Session
 
 _FOREVER = (1 << 31) - 1
+_TRIES, _PAUSE = 10, 0.1
 _MARGIN = 30.0  # seconds for a reply beyond the request's own limit
 
 
@@ -63,13 +66,22 @@ class RunStore(StoreClient):
         try:
             link = idle.pop()
         except IndexError:
-            link = _Link(self._place, self._secret)
+            link = self._new_link()
         try:
             yield link
         except BaseException:
             link.close()
             raise
         idle.append(link)
+
+    def _new_link(self) -> _Link:
+        """A new connection. If strangers crowd the server, it may close one that has not proved itself yet."""
+        for _ in range(_TRIES - 1):
+            try:
+                return _Link(self._place, self._secret)
+            except (ConnectionResetError, BrokenPipeError):
+                time.sleep(random.uniform(0, _PAUSE))
+        return _Link(self._place, self._secret)
 
     def add(self, key: str, amount: int) -> int:
         total = self._ask("add", key, str(amount))
@@ -138,7 +150,7 @@ def received(connection: socket.socket, count: int) -> bytes:
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 1 << 20))
         if not part:
-            raise ConnectionError("it closed the connection")
+            raise ConnectionResetError("it closed the connection")
         parts += part
     return bytes(parts)
 

@@ -11,6 +11,7 @@ import socket
 import struct
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,7 +20,8 @@ from ringway.launch.store_protocol import HEAD_BYTES, HELLO_SECONDS, NONCE_BYTES
 from ringway.threads import start
 
 _MOST_STRANGERS = 256
-"""Connections that have proved nothing yet. The oldest makes room for the next."""
+"""Connections that have proved nothing yet. One makes room for the next: the oldest from the address that has the most.
+So a flood drops its own, and not a rank of another host."""
 
 
 class StoreServer:
@@ -77,15 +79,16 @@ class StoreServer:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except OSError:  # the peer has gone, or descriptors ran out: it tries again
             time.sleep(0.01)
             return
         connection.setblocking(False)
-        strangers = sorted((peer for peer in self._peers if not peer.proved), key=lambda peer: peer.hello_until)
+        strangers = [peer for peer in self._peers if not peer.proved]
         if len(strangers) >= _MOST_STRANGERS:
-            self._drop(strangers[0])
-        peer = _Peer(connection)
+            counts = Counter(peer.source for peer in strangers)
+            self._drop(min(strangers, key=lambda peer: (-counts[peer.source], peer.hello_until)))
+        peer = _Peer(connection, address[0] if address else "")
         self._peers.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._send(peer, self._run_name + peer.nonce)
@@ -178,8 +181,9 @@ class StoreServer:
 class _Peer:
     """One connection, as the server sees it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, source: str) -> None:
         self.connection = connection
+        self.source = source
         self.nonce = os.urandom(NONCE_BYTES)
         self.received = bytearray()
         self.session: Session | None = None

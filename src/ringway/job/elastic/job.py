@@ -274,7 +274,7 @@ class ElasticJob:
 
     def _form(self, generation: Generation) -> None:
         assert self._roster is not None
-        store = self._store.part(generation.number, self._roster.watch(generation))
+        store = self._store.part(generation.number, generation.pack(), self._roster.watch(generation))
         # Under an MPI launcher, ringway would choose mpi, whose processes cannot change.
         source = f"ElasticJob, started by {self._info.source}"
         info = replace(self._info, rank=self.rank, size=self.size, local_size=None, source=source)

@@ -9,6 +9,7 @@ never more than one next generation, and a process that cannot reach the store i
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,13 +39,18 @@ _LATE_STARTERS = 30.0
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the job. Its number is never given to another."""
+    """One process of the job. Its number is never given to another. The nonce tells it from processes of another start
+    of the job."""
 
     number: int
     started_as: int
     """Its rank, as the launcher gave it: the first generation's ranks are in this order."""
     process: ProcessName
     version: str = VERSION
+    nonce: str = ""
+
+    def is_same_as(self, other: Member) -> bool:
+        return (self.number, self.nonce) == (other.number, other.nonce)
 
     def __str__(self) -> str:
         return str(self.process)
@@ -76,7 +82,7 @@ class Generation:
         return tuple(arrival.member for arrival in self.arrivals)
 
     def rank_of(self, member: Member) -> int | None:
-        return next((rank for rank, other in enumerate(self.members) if other.number == member.number), None)
+        return next((rank for rank, other in enumerate(self.members) if other.is_same_as(member)), None)
 
     def sources(self) -> list[int]:
         """The ranks whose state the others copy. Of newcomers, only the first is one: they may differ."""
@@ -101,7 +107,7 @@ class Generation:
 def _arrival(facts: dict[str, Any]) -> Arrival:
     member, process = facts["member"], facts["member"]["process"]
     name = ProcessName(str(process["host"]), int(process["pid"]), str(process["namespace"]))
-    who = Member(int(member["number"]), int(member["started_as"]), name, str(member["version"]))
+    who = Member(int(member["number"]), int(member["started_as"]), name, str(member["version"]), str(member["nonce"]))
     return Arrival(who, int(facts["step"]), bool(facts["whole"]), bool(facts["veteran"]))
 
 
@@ -130,7 +136,7 @@ class Roster:
         """A new member: this process."""
         with _reaching_the_store():
             number = self._store.add("members", 1)
-        return Member(number, started_as, ProcessName.own())
+        return Member(number, started_as, ProcessName.own(), nonce=secrets.token_hex(16))
 
     def finish(self) -> None:
         """The job is done: a process that comes later has nothing to do."""
