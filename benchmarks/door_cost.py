@@ -149,7 +149,7 @@ def _write_page(path: Path, table: list[str], too_slow: list[str], commit: str |
     limits = f"a start may take {MOST_START * 1e3:.0f} ms longer, and no interval of a ratio may lie above {MOST_RATIO}"
     outcome = f"Above its limit: {'; '.join(too_slow)}." if too_slow else "Nothing is above its limit."
     text = [
-        f"`python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}` on {machine}torch {torch.__version__}.",
+        f"`python benchmarks/{Path(__file__).name} {proofs.arguments()}` on {machine}torch {torch.__version__}.",
         "",
         *table,
         "",

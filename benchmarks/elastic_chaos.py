@@ -314,5 +314,5 @@ def _write_page(path: Path, text: list[str], commit: str | None) -> None:
     import proofs
 
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, Python {platform.python_version()}, "
-    intro = [f"`python benchmarks/elastic.py {' '.join(sys.argv[1:])}` on {machine}torch {torch.__version__}.", ""]
+    intro = [f"`python benchmarks/elastic.py {proofs.arguments()}` on {machine}torch {torch.__version__}.", ""]
     proofs.write(path, "An elastic job while ranks are killed and join", PROVES, "\n".join([*intro, *text]), commit)

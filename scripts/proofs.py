@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -70,6 +71,17 @@ def commit() -> str:
     if not found:
         raise SystemExit("this tree has no git history: pass its commit with --commit")
     return found
+
+
+def arguments() -> str:
+    """The arguments of this program, without those that say where its page goes."""
+    shown, given = [], iter(sys.argv[1:])
+    for argument in given:
+        if argument in ("--output", "--commit"):
+            next(given, None)
+        else:
+            shown.append(argument)
+    return " ".join(shown)
 
 
 def head(proves: Sequence[str], named: str | None = None) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from ringway.backends import registry, select
 from ringway.backends.select import Choice, Obstacle, RankFacts, decide, obstacle
@@ -203,6 +204,18 @@ def test_the_gpu_of_a_rank(
     monkeypatch.setattr(ctypes, "CDLL", _Driver)
     found = [gpu_of_rank(rank) for rank in local_ranks]
     assert found == [f"{number:032x}" for number in expected]
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [(None, 5), (2, 2)])
+def test_a_rank_without_a_local_rank_is_counted_by_its_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int | None, expected: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(select, "gpu_of_rank", asked.append)
+    monkeypatch.setattr(select, "_tell_each_other", lambda mine, *_: {0: mine})
+    info = LaunchInfo(rank=5, size=6, source="test", local_rank=local_rank)
+    select.select(None, "", info, HashStore(), 5.0)
+    assert asked == [expected]
 
 
 def test_no_gpu_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

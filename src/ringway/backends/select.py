@@ -149,7 +149,8 @@ def select(
     names = tuple(registry.parse(explicit).values()) if explicit else _candidates(info)
     wrong = str(policy) if isinstance(policy, ConfigError) else None
     digest = policy.digest if isinstance(policy, Policy) else None
-    gpu = None if explicit else gpu_of_rank(info.local_rank or 0)
+    # If the launcher gives no local rank, the rank will do: which GPU it is matters only if all ranks are on one host.
+    gpu = None if explicit else gpu_of_rank(info.rank if info.local_rank is None else info.local_rank)
     mine = RankFacts(True, obstacles(names), explicit, host_identity(), digest, wrong, gpu=gpu)
     try:
         facts = _tell_each_other(mine, info, store, timeout)
@@ -179,9 +180,7 @@ def decide(explicit: str | None, said_by: str, info: LaunchInfo, facts: Mapping[
     sharing = _ranks_on_one_gpu(facts)
     if cpu.backend == "shm" and sharing:
         numbers = ", ".join(map(str, sharing[:8]))
-        return Choice(
-            "cpu:shm,cuda:shm", f"{cpu.reason}; ranks {numbers} share a GPU, which is not what NCCL is made for"
-        )
+        return Choice("cpu:shm,cuda:shm", f"{cpu.reason}; ranks {numbers} share a GPU")
     if "nccl" not in lacking:
         return Choice(f"cpu:{cpu.backend},cuda:nccl", f"{cpu.reason}; every rank has CUDA and NCCL")
     return cpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from ringway.launch.store_client import StoreClient, not_an_integer, too_late, u
 from ringway.launch.store_protocol import CLIENT, HEAD_BYTES, HELLO_SECONDS, NONCE_BYTES, RUN_BYTES, Session
 
 _FOREVER = (1 << 31) - 1
-_TRIES, _PAUSE = 10, 0.1
+_TRIES, _PAUSE = 10, 0.05
 _MARGIN = 30.0  # seconds for a reply beyond the request's own limit
 
 
@@ -80,7 +79,7 @@ class RunStore(StoreClient):
             try:
                 return _Link(self._place, self._secret)
             except (ConnectionResetError, BrokenPipeError):
-                time.sleep(random.uniform(0, _PAUSE))
+                time.sleep(_PAUSE)
         return _Link(self._place, self._secret)
 
     def add(self, key: str, amount: int) -> int:
