@@ -141,7 +141,8 @@ def encode(
         lost = tl.where(taken, total - tl.where(positive, magnitude, -magnitude), total)
         tl.store(residual + where, lost.to(residual.dtype.element_ty), mask=sound)
     status = tl.program_id(0) * 0 + SOURCES + 1
-    for source in range(SOURCES):
+    # Unrolled, because without sources there is no pointer to compile the loop with.
+    for source in tl.static_range(SOURCES):
         number = SOURCES - 1 - source
         found = tl.load(sources_i32 + number * source_stride // 4)
         status = tl.where(found != 0, number + 1, status)
