@@ -92,8 +92,8 @@ class Cuda:
         """Enqueues the reduction of arrays of `count` elements, in order, into every output."""
         from ringway.backends.shm.cuda_kernels import reduce
 
-        with torch.cuda.stream(stream):
-            reduce(ins, outs, count, *how)
+        with torch.cuda.device(stream.device):
+            reduce(ins, outs, count, *how, stream)
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Host memory for a tensor."""
