@@ -163,15 +163,15 @@ def on_any_stream(context: RankContext) -> Checked:
             tensor = torch.full((MIB,), float(context.rank + step), device="cuda")
             strided = torch.full((512, 512), float(step), device="cuda").t()
             works = [dist.all_reduce(tensor, async_op=True), dist.all_reduce(strided[:, ::2], async_op=True)]
-            small = torch.full((3,), float(step), device="cuda")
-            works.append(dist.all_reduce(small, async_op=True))
+            small, thin = torch.full((3,), float(step), device="cuda"), torch.full((8, 8), float(step), device="cuda")
+            works += [dist.all_reduce(small, async_op=True), dist.all_reduce(thin[:, 0], async_op=True)]
         with torch.cuda.stream(waited):
             for work in works:
                 work.wait()
-            seen = tensor.sum(), strided.sum(), small.sum()
+            seen = tensor.sum(), strided.sum(), small.sum(), thin.sum()
         torch.cuda.synchronize()
         total = sum(rank + step for rank in range(size))
-        expected = [total * MIB, step * 512 * 256 * (size + 1), 3 * step * size]
+        expected = [total * MIB, step * 512 * 256 * (size + 1), 3 * step * size, step * (56 + 8 * size)]
         wrong += [float(one) for one in seen] != [float(one) for one in expected]
     return wrong == 0, f"wrong: {wrong} of 30 rounds"
 

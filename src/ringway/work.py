@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from sys import getrefcount
@@ -193,13 +194,16 @@ class Finishing(PendingHandle):
     """A handle with a local last step, not on a device.
 
     The step runs once, on the first thread that sees the inner handle done. It runs in inference mode: that thread does
-    not know the mode of the call, and tensors made in inference mode can be written in no other.
+    not know the mode of the call, and tensors made in inference mode can be written in no other. If the caller's thread
+    waits, the step comes behind that wait on its current CUDA stream; on any other thread, on the stream of the call.
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], None]) -> None:
         super().__init__(self._run_step)
         self._inner = inner
         self._finish: Callable[[], None] | None = finish
+        self._thread = threading.get_ident()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self.notifies = inner.notifies
 
     @property
@@ -210,11 +214,14 @@ class Finishing(PendingHandle):
         finish, self._finish = self._finish, None  # it holds the call's buffers
         if error is None and finish is not None:
             try:
-                with torch.inference_mode():
+                with self._on_stream(), torch.inference_mode():
                     finish()
             except BaseException as failure:
                 return failure
         return error
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if threading.get_ident() == self._thread else torch.cuda.stream(self._stream)
 
     def wait(self, timeout: float | None = None) -> None:
         try:

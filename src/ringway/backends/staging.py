@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +63,6 @@ class _Staging:
     def __init__(self, backend: Backend, call: Call) -> None:
         self._back: list[tuple[Tensor, Tensor]] = []
         self._divided: list[Tensor] = []
-        self._stream: Any = nullcontext()
         self.call = call
         dtype = call.dtype
         assert dtype is not None, "a call without tensors needs no conversion"
@@ -78,21 +75,16 @@ class _Staging:
             self._replace(_as_bytes)
         if backend.needs_contiguous and not all(t.is_contiguous() for t in (*self.call.inputs, *self.call.outputs)):
             self._replace(lambda t: t if t.is_contiguous() else t.contiguous())
-        if self.has_finish:
-            first = (call.outputs or call.inputs)[0]
-            if first.is_cuda:
-                self._stream = torch.cuda.stream(torch.cuda.current_stream(first.device))
 
     @property
     def has_finish(self) -> bool:
         return bool(self._back)
 
     def finish(self) -> None:
-        with self._stream:
-            for original, staged in reversed(self._back):
-                if any(staged is total for total in self._divided):
-                    divide(staged, self.call.size)
-                _copy_back(original, staged)
+        for original, staged in reversed(self._back):
+            if any(staged is total for total in self._divided):
+                divide(staged, self.call.size)
+            _copy_back(original, staged)
 
     def _replace(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Passes converted tensors instead. Outputs that are not the caller's memory are copied back at the end."""

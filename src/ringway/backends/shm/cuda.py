@@ -134,6 +134,19 @@ class _DirectHandle(Handle):
         return later.begun(None if self._captured else device.mark(stream))
 
 
+class _HostHandle(Finishing):
+    """An asynchronous call through the host. Its results are on the device once it is done, so any stream may use
+    them."""
+
+    def __init__(self, device: Cuda, near: Tensor, inner: Handle, finish: Callable[[], None]) -> None:
+        super().__init__(inner, lambda: device.aside(near, finish))
+        self._device = device
+        self._near = near
+
+    def then(self, finish: Callable[[], None]) -> Handle:
+        return _HostHandle(self._device, self._near, self, finish)
+
+
 class ShmCudaBackend(ShmBackend):
     """One rank's CUDA tensors, in a group whose ranks share a host."""
 
@@ -228,7 +241,7 @@ class ShmCudaBackend(ShmBackend):
         if not call.async_op:
             self.device.upload(results)
             return DONE
-        return Finishing(handle, lambda: self.device.upload_aside(results))
+        return _HostHandle(self.device, near, handle, lambda: self.device.upload(results))
 
     def _reads(self, call: Call) -> Sequence[Tensor]:
         return () if call.op is ops.BROADCAST and self.rank != call.peer else call.inputs
@@ -253,7 +266,7 @@ class ShmCudaBackend(ShmBackend):
         if not call.async_op:
             self.device.upload([(near, host)])
             return handle
-        return Finishing(handle, lambda: self.device.upload_aside([(near, host)]))
+        return _HostHandle(self.device, near, handle, lambda: self.device.upload([(near, host)]))
 
     send = recv = _message
 

@@ -114,11 +114,9 @@ class Cuda:
         for tensor, host in pairs:
             tensor.copy_(host, non_blocking=True)
 
-    def upload_aside(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies back on any thread, and waits for the copies."""
-        if not pairs:
-            return
-        side = self.side(pairs[0][0])
+    def aside(self, near: Tensor, work: Callable[[], None]) -> None:
+        """Enqueues work on the stream of asynchronous calls, from any thread, and waits for it."""
+        side = self.side(near)
         with torch.cuda.stream(side):
-            self.upload(pairs)
+            work()
         side.synchronize()

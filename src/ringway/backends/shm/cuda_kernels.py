@@ -58,7 +58,7 @@ def _combined(total, value, REDUCE: tl.constexpr):
 
 @triton.jit
 def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(TYPE))
+    pointer = address.to(tl.int64).to(tl.pointer_type(TYPE))  # a small number is 32 bits wide
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

@@ -16,6 +16,8 @@ from ringway.compress.kernels.triton_kernels import HEADER, INFINITY_BITS, MAGNI
 
 CHUNK = tl.constexpr(4096)
 RANGE_BYTES = tl.constexpr(8)
+EXTENT = ["stride", "numel", "shard", "start", "stop"]
+"""Numbers of which no kernel is a special case: compiling one takes seconds, and tensors have many sizes."""
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def _selected(magnitudes, kept):
     return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties)), smallest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_stride", *EXTENT])
 def encode(
     values,
     residual,
@@ -183,7 +185,7 @@ def _kept_elements(
     return places, tl.where(codes >= LEVELS, magnitude, -magnitude), here & (places < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=EXTENT)
 def decode(
     frames,
     frames_i32,
@@ -215,7 +217,7 @@ def decode(
         tl.store(chunk + at, _narrowed(decoded, element), mask=here & (at < tl.where(spoiled, 0, length)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "count"])
 def decode_mean(
     frames,
     frames_i32,
