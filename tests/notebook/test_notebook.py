@@ -151,7 +151,7 @@ def test_a_rank_that_dies_while_it_starts_is_reported_at_once(
     if when == "join":
         dies = f"import ringway; ringway.init_distributed = lambda *_, **__: exec({dies!r}, dict(os=os))"
     (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n    {dies}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("ringway.notebook.ranks._START_SECONDS", 100_000.0)
     with pytest.raises(CellFailed, match=f"1 of 2 ranks failed: it {said} while it started") as failed:
         Ranks(2, "shm")
