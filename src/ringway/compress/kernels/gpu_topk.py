@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,10 @@ def _device_code() -> ModuleType:
     from ringway.compress.kernels import triton_topk
 
     return triton_topk
+
+
+_ENCODING = {"num_warps": 16, "maxnreg": 64}
+"""Two such programs fit a multiprocessor at a time, so one computes while the other waits."""
 
 
 class TritonTopK(Kernels):
@@ -69,17 +74,21 @@ class TritonTopK(Kernels):
         self, values: Tensor, residual: Tensor | None, window: Window, frames: Tensor, sources: Tensor | None
     ) -> None:
         frames[:, HEADER_BYTES:].zero_()
-        _device_code().encode[grid(CHUNK, window.columns, frames.shape[0])](
+        kept, programs = self._shape["KEPT"], grid(CHUNK, window.columns, frames.shape[0])
+        _device_code().encode[programs](
             values,
             residual,
             frames,
             frames.view(torch.int32),
+            torch.empty(2 * kept * math.prod(programs), dtype=torch.int32, device=frames.device),
             None if sources is None else sources.view(torch.int32),
             0 if sources is None else sources.stride(0),
             *extent(frames, window),
             SOURCES=0 if sources is None else sources.shape[0],
+            ALIGNED=window.shard % 16 == 0 and window.start % 16 == 0,
+            LANES=1 << (kept - 1).bit_length(),
             HAS_RESIDUAL=residual is not None,
-            **self._shape,
+            **{**self._shape, **_ENCODING},
         )
 
     def decode(self, frames: Tensor, window: Window, values: Tensor) -> None:

@@ -1,8 +1,9 @@
 """The device code of the Triton kernels for `topk`: `codecs/topk.py` describes a record to the bit.
 
-A program takes one chunk. The k-th largest magnitude is found bit by bit, from the highest: each step counts how many
-magnitudes reach the number so far with that bit set. Records begin at any byte, so their bits are set one by one with
-atomic operations on the words around them, in memory that was zeroed before.
+A program takes one chunk. It finds the k-th largest magnitude by bisection, beginning near the largest: each step
+counts how many magnitudes reach a number, and a number that exactly k of them reach ends the search. The kept elements
+then go to a scratch memory, one after the other, and what remains is done with them alone. Records begin at any byte,
+so their bits are set one by one with atomic operations on the words around them, in memory that was zeroed before.
 
 All offsets are 64 bits wide: tensors may have more than 2**31 elements.
 """
@@ -62,17 +63,38 @@ def _number(bytes_, record):
 
 
 @triton.jit
-def _selected(magnitudes, kept):
+def _chunk(pointer, length):
+    """The elements of a chunk in fp32, and zeros behind its end."""
+    places = tl.arange(0, CHUNK)
+    # A mask keeps the compiler from moving 16 bytes at a time, so only the last chunk has one.
+    if length == CHUNK:
+        loaded = tl.load(pointer + places)
+    else:
+        loaded = tl.load(pointer + places, mask=places < length, other=0.0)
+    return loaded.to(tl.float32)
+
+
+@triton.jit
+def _selected(magnitudes, peak, kept):
     """Which elements are kept, and the smallest magnitude among them, as bits. Of equal ones, the first are kept."""
-    smallest = kept * 0
-    for step in range(31):
-        candidate = smallest | (1 << (30 - step))
-        reached = tl.sum((magnitudes >= candidate).to(tl.int32), axis=0)
-        smallest = tl.where(reached >= kept, candidate, smallest)
+    # `kept` or more reach `low`, fewer reach `high`. The first guess is an octave below the peak.
+    low = kept * 0
+    high = peak + 1
+    below = kept * 0 + (1 << 23)
+    while high - low > 1:
+        middle = tl.maximum(low + (high - low) // 2, high - below)
+        reached = tl.sum((magnitudes >= middle).to(tl.int32), axis=0)
+        low = tl.where(reached >= kept, middle, low)
+        high = tl.where(reached > kept, high, middle)
+        below = tl.minimum(below, 1 << 28) * 4
+    smallest = tl.min(tl.where(magnitudes >= low, magnitudes, MAGNITUDE_BITS), axis=0)
     above = magnitudes > smallest
     equal = magnitudes == smallest
     ties = kept - tl.sum(above.to(tl.int32), axis=0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties)), smallest
+    taken = above | equal
+    if tl.sum(equal.to(tl.int32), axis=0) > ties:
+        taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= ties))
+    return taken, smallest
 
 
 @triton.jit(do_not_specialize=["source_stride", *EXTENT])
@@ -81,6 +103,7 @@ def encode(
     residual,
     frames,
     frames_i32,
+    scratch,
     sources_i32,
     source_stride,
     stride,
@@ -93,55 +116,73 @@ def encode(
     BITS: tl.constexpr,
     MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Encode one chunk of a shard. If a value is not finite, the frame's status is 1; or, if the values are the mean of
-    SOURCES frames, 1 + the number of the first of these with a status, or 1 + SOURCES if none has one."""
+    """Encode one chunk of a shard. `scratch` has 2 * KEPT numbers for each program; LANES is KEPT or more.
+
+    If a value is not finite, the frame's status is 1; or, if the values are the mean of SOURCES frames, 1 + the number
+    of the first of these with a status, or 1 + SOURCES if none has one."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     row = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     length = tl.minimum(_row_count(row, numel, shard, start, stop) - begin, CHUNK)
     places = tl.arange(0, CHUNK)
     mask = places < length
-    where = row * shard + start + begin + places
-    total = tl.load(values + where, mask=mask, other=0.0).to(tl.float32)
+    first = row * shard + start + begin
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    total = _chunk(values + first, length)
     if HAS_RESIDUAL:
-        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
+        total += _chunk(residual + first, length)
     magnitudes = tl.where(mask, total.to(tl.int32, bitcast=True) & MAGNITUDE_BITS, -1)
     peak = tl.max(magnitudes, axis=0)
     finite = peak < INFINITY_BITS
     sound = places < tl.where(finite, length, 0)
     kept, low = _shape(length, KEPT)
-    taken, least = _selected(magnitudes, kept)
+    taken, least = _selected(magnitudes, peak, kept)
     order = tl.cumsum(taken.to(tl.int32), axis=0) - 1
-
-    smallest = least.to(tl.float32, bitcast=True)
-    largest = peak.to(tl.float32, bitcast=True)
-    width = tl.zeros([CHUNK], tl.float32) + (largest - smallest)
-    share = tl.div_rn(tl.abs(total) - smallest, tl.where(width > 0, width, 1.0))
-    levels = tl.minimum((tl.where(taken & (width > 0), share, 0.0) * LEVELS).to(tl.int32), LEVELS - 1)
-    positive = total >= 0
-
-    written = taken & sound
+    mine = scratch + (row * tl.num_programs(0) + tl.program_id(0)) * (2 * KEPT)
+    tl.store(mine + order, places, mask=taken & sound)
+    tl.store(mine + KEPT + order, total.to(tl.int32, bitcast=True), mask=taken & sound)
+    if HAS_RESIDUAL:
+        kept_back = total.to(residual.dtype.element_ty)
+        if finite & (length == CHUNK):
+            tl.store(residual + first + places, kept_back)
+        else:
+            tl.store(residual + first + places, kept_back, mask=sound)
     record = row * stride + HEADER + tl.program_id(0).to(tl.int64) * RECORD
     ends = tl.arange(0, 8)
     byte = (tl.where(ends < 4, least, peak) >> (8 * (ends % 4))) & 255
     tl.store(frames + record + ends, byte.to(tl.uint8), mask=ends < tl.minimum(length, 1) * RANGE_BYTES)
+
+    tl.debug_barrier()  # what follows reads and overwrites what was stored
+    order = tl.arange(0, LANES)
+    here = order < tl.where(finite & (length > 0), kept, 0)
+    places = tl.load(mine + order, mask=here, other=0, volatile=True)
+    total = tl.load(mine + KEPT + order, mask=here, other=0, volatile=True).to(tl.float32, bitcast=True)
+    smallest = least.to(tl.float32, bitcast=True)
+    largest = peak.to(tl.float32, bitcast=True)
+    width = tl.zeros([LANES], tl.float32) + (largest - smallest)
+    share = tl.div_rn(tl.abs(total) - smallest, tl.where(width > 0, width, 1.0))
+    levels = tl.minimum((tl.where(here & (width > 0), share, 0.0) * LEVELS).to(tl.int32), LEVELS - 1)
+    positive = total >= 0
+    if HAS_RESIDUAL:
+        magnitude = _magnitude(levels, smallest, largest, LEVELS)
+        lost = total - tl.where(positive, magnitude, -magnitude)
+        tl.store(residual + first + places, lost.to(residual.dtype.element_ty), mask=here)
     bits = (record + RANGE_BYTES) * 8
     codes = levels + tl.where(positive, LEVELS, 0)
     for bit in tl.static_range(BITS):
-        _set_bits(frames_i32, bits + order * BITS + bit, written & (((codes >> (BITS - 1 - bit)) & 1) == 1))
+        _set_bits(frames_i32, bits + order * BITS + bit, here & (((codes >> (BITS - 1 - bit)) & 1) == 1))
     bits += kept * BITS
     for bit in tl.static_range(MOST_LOW):
         lower = places >> tl.maximum(low - 1 - bit, 0)
-        _set_bits(frames_i32, bits + order * low + bit, written & ((lower & 1) == 1) & (places * 0 + low > bit))
+        _set_bits(frames_i32, bits + order * low + bit, here & ((lower & 1) == 1) & (places * 0 + low > bit))
     bits += kept * low
-    _set_bits(frames_i32, bits + (places >> low) + order, written)
+    _set_bits(frames_i32, bits + (places >> low) + order, here)
 
-    if HAS_RESIDUAL:
-        magnitude = _magnitude(levels, smallest, largest, LEVELS)
-        lost = tl.where(taken, total - tl.where(positive, magnitude, -magnitude), total)
-        tl.store(residual + where, lost.to(residual.dtype.element_ty), mask=sound)
     status = tl.program_id(0) * 0 + SOURCES + 1
     # Unrolled, because without sources there is no pointer to compile the loop with.
     for source in tl.static_range(SOURCES):
