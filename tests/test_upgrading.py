@@ -1,9 +1,10 @@
-"""docs/upgrading.md names modules and names that exist, and old ones that do not."""
+"""docs/upgrading.md names what exists and what is gone, and nothing of 0.1.0 is missing from it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "upgrading.md").read_text()
 OPTIONAL = ("mpi4py", "triton")
+BEFORE = json.loads((Path(__file__).parent / "data" / "names_0_1_0.json").read_text())
+"""The modules of 0.1.0, and the public names of those that other projects import."""
 
 
 def _rows(heading: str) -> list[tuple[str, str]]:
@@ -64,3 +67,15 @@ def test_old_modules_are_gone() -> None:
         spec = importlib.util.find_spec(old) if hasattr(parent, "__path__") else None
         is_package = spec is not None and spec.submodule_search_locations is not None
         assert is_package if cell.endswith("*") else spec is None, old
+
+
+def test_every_module_of_before_exists_or_is_named() -> None:
+    named = {"ringway." + cell.split("`")[1] for cell, _ in MOVED}
+    assert len(BEFORE["modules"]) > 150
+    assert [name for name in BEFORE["modules"] if name not in named and not _found(name)] == []
+
+
+@pytest.mark.parametrize("module", BEFORE["names"])
+def test_names_that_other_projects_import_stay(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert [name for name in BEFORE["names"][module] if not hasattr(imported, name)] == []

@@ -35,3 +35,16 @@ class Backend:
 
     def init_process_group(self) -> None:
         self.initialized = True
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that were here before they moved to `torch` and `ccl`, which import this module."""
+    if name == "TorchBackend":
+        from ringway.compat.deepspeed.torch import TorchBackend
+
+        return TorchBackend
+    if name == "CCLBackend":
+        from ringway.compat.deepspeed.ccl import CCLBackend
+
+        return CCLBackend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

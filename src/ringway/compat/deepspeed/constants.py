@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+from ringway.compat.deepspeed.reduce_op import ReduceOp as ReduceOp
+from ringway.compat.deepspeed.reduce_op import torch_op as torch_op
 from ringway.errors import ConfigError
 
 NCCL_BACKEND = "nccl"

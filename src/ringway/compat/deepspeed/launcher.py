@@ -24,6 +24,9 @@ from ringway.compat.deepspeed.constants import (
     default_pg_timeout,
 )
 from ringway.compat.deepspeed.logging import as_config, configure
+from ringway.compat.deepspeed.utils import get_local_rank_from_launcher as get_local_rank_from_launcher
+from ringway.compat.deepspeed.utils import get_world_rank_from_launcher as get_world_rank_from_launcher
+from ringway.compat.deepspeed.utils import get_world_size_from_launcher as get_world_size_from_launcher
 from ringway.config import resolve
 from ringway.errors import DiscoveryError
 from ringway.groups.world import world

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ringway._core as _core
 from ringway.api.groups import get_world_size, is_initialized
 from ringway.call import OP_BY_NAME
-from ringway.compat.deepspeed.timers import timers, trim_mean
+from ringway.compat.deepspeed.timers import OneTimer, SynchronizedWallClockTimer, timers, trim_mean
 from ringway.compat.deepspeed.utils import get_debug_log_name
 from ringway.errors import UsageError, nearest
 from ringway.groups.world import world
@@ -22,6 +22,9 @@ from ringway.observe.log.summary import USER_OP, CallTotals, record_name, size_t
 from ringway.observe.log.timed import timed_op as _timed_op
 from ringway.observe.recorder import profiled as profiled_calls
 from ringway.work import Work
+
+# Their names before they had deepspeed's.
+Timer, Timers = OneTimer, SynchronizedWallClockTimer
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
