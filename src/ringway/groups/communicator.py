@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import padded
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -369,9 +370,9 @@ class Communicator:
         tensor's size does not divide by the group's."""
         reduce, factor = parse_reduce(op)
         members = listed(REDUCE_SCATTER_COALESCED, "tensors", tensors)
-        padded = [_padded(tensor, self.size) for tensor in members]
-        shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in padded]
-        self.calls.issue(Call(REDUCE_SCATTER_COALESCED, padded, shares, reduce, factor, label=log_name))
+        sources = [padded(_flat(tensor), self.size) for tensor in members]
+        shares = [tensor.new_empty(tensor.numel() // self.size) for tensor in sources]
+        self.calls.issue(Call(REDUCE_SCATTER_COALESCED, sources, shares, reduce, factor, label=log_name))
         return [
             share[: max(0, min(share.numel(), tensor.numel() - self.rank * share.numel()))]
             for tensor, share in zip(members, shares, strict=True)
@@ -504,15 +505,7 @@ def _tag(tag: int) -> int:
     return number
 
 
-def _padded(tensor: Tensor, size: int) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"reduce_scatter_coalesced takes tensors, not {type(tensor).__name__}")
-    flat = tensor.detach().reshape(-1)
-    short = -flat.numel() % size
-    return flat if not short else _extended(flat, short)
-
-
-def _extended(flat: Tensor, by: int) -> Tensor:
-    longer = flat.new_zeros(flat.numel() + by)
-    longer[: flat.numel()] = flat
-    return longer
+    return tensor.detach().reshape(-1)

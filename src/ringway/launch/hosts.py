@@ -23,6 +23,7 @@ from ringway.launch.identity import job_key
 from ringway.launch.run_store import RunStore, address_of, name_of_run
 from ringway.launch.secret import REMEDY, given_key
 from ringway.launch.store_server import StoreServer
+from ringway.store import Deadline
 
 _FACTS = "ringway/run"
 _JOINED = "ringway/run/joined"
@@ -77,11 +78,11 @@ class Launchers:
         fewest = self.facts.hosts if finished and self.facts.fewest is None else 1
         with suppress(DistError):
             self.store.add(_DONE, 1)
-            deadline = time.monotonic() + grace
-            while self.number == 0 and time.monotonic() < deadline:
-                if self.store.add(_DONE, 0) >= max(fewest, self.store.add(_JOINED, 0)):
-                    return
-                time.sleep(_PAUSE)
+            if self.number == 0:
+                Deadline(grace).poll(lambda: self._all_are_done(fewest) or None, _PAUSE)
+
+    def _all_are_done(self, fewest: int) -> bool:
+        return self.store.add(_DONE, 0) >= max(fewest, self.store.add(_JOINED, 0))
 
 
 @contextmanager

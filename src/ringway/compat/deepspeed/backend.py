@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,14 +38,11 @@ class Backend:
         self.initialized = True
 
 
+_MOVED = {"TorchBackend": "ringway.compat.deepspeed.torch", "CCLBackend": "ringway.compat.deepspeed.ccl"}
+"""Classes that were here. Their modules import this one, so they are imported on use."""
+
+
 def __getattr__(name: str) -> Any:
-    """The classes that were here before they moved to `torch` and `ccl`, which import this module."""
-    if name == "TorchBackend":
-        from ringway.compat.deepspeed.torch import TorchBackend
-
-        return TorchBackend
-    if name == "CCLBackend":
-        from ringway.compat.deepspeed.ccl import CCLBackend
-
-        return CCLBackend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MOVED[name]), name)
