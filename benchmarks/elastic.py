@@ -88,7 +88,8 @@ def _rank(context: RankContext, mib: int, hosts: Hosts, device: str) -> dict[str
     state: dict[str, Any] = {"weights": torch.zeros(mib << 18, device=device)}
     result: dict[str, float] = {}
     told = 0.0
-    with Timed() as job:
+    # Left to itself, the job would take shm for the GPU that its ranks share.
+    with Timed(backend="cpu:shm,cuda:nccl" if device == "cuda" else None) as job:
         for attempt in job.steps(state):
             if told and "pause" not in result:
                 killed = float(context.store.get("killed").decode())
@@ -174,7 +175,7 @@ def measure(options: argparse.Namespace, hosts: Hosts) -> None:
     told, pauses, forming, rates = [], [], [], []
     device = "cuda" if options.cuda else "cpu"
     with RankPool(options.ranks + 1, preload=("ringway.job.elastic.job",)) as pool:
-        for _ in range(options.rounds):
+        for number in range(1, options.rounds + 1):
             whole = pool.run(_broadcast, options.mib, hosts, world_size=options.ranks)
             pool.replace()
             with nullcontext({"RINGWAY_JOB_SECRET": "5" * 64}) if hosts else store_of_a_run() as variables:
@@ -195,6 +196,7 @@ def measure(options: argparse.Namespace, hosts: Hosts) -> None:
             pauses.append(max(each["pause"] for each in survivors))
             forming.append(max(each["forming"] for each in survivors))
             rates.append(max(whole) / ended[options.ranks - 1].value["copying"])
+            print(f"round {number}: the next step began {pauses[-1] * 1e3:.0f} ms after the kill", file=sys.stderr)
     where = f"two hosts with a link of {options.rate}" if hosts else f"this host, {device}"
     print(f"{options.ranks} ranks on {where}, {options.rounds} rounds; slowest rank of each round")
     print("| from the kill until | median | 95 % interval | slowest |")

@@ -36,7 +36,7 @@ PROOFS = {
 """By page: the command that makes it. All take --output and --commit."""
 MEASUREMENTS = {
     "gpu_turns": "-m ringway run -n 2 benchmarks/gpu_turns.py",
-    "elastic_nccl": "benchmarks/elastic.py --cuda --ranks 2 --check",
+    "elastic_nccl": "benchmarks/elastic.py --cuda --ranks 2 --rounds 8 --check",
     "lowcomm_loss": "benchmarks/lowcomm.py loss --task gpt --device cuda --backend cpu:shm,cuda:shm --pairs 3",
 }
 """What only prints."""

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "proofs"
 MADE_BY = {
     "attack": "make attack",
+    "before_after": "python benchmarks/before_after.py CHECKOUT",
     "browser": "make browser",
     "busy": "make busy",
     "ccl": "make ccl-proof",
@@ -33,6 +34,7 @@ MADE_BY = {
     "numerics_gpu": "python scripts/numerics_proof.py",
     "onebit_gpu": "python benchmarks/onebit_gpu.py",
     "random_programs": "make random_programs",
+    "regressions": "python scripts/regressions/run.py CHECKOUT",
     "sanitizers": "make sanitizers",
     "suite_gpu": "python scripts/suite_proof.py suite_gpu",
     "shm_cuda": "python scripts/shm_cuda_proof.py",

@@ -84,7 +84,7 @@ PARTS = {
         lists_skipped=True,
     ),
     "suite_gpu": Part(
-        "The suite on a machine with a GPU",
+        "The suite on a machine with a GPU, which its tests do not use",
         ("src/ringway", "csrc"),
         ("-n", "10", *SUITE),
     ),
