@@ -1,6 +1,6 @@
 // The largest magnitudes of each chunk: src/ringway/compress/codecs/topk.py describes a record to the bit.
 //
-// Selection is exact, and takes one vectorized pass. At least k elements reach the k-th largest of the maxima of small
+// Selection is exact, and takes one vectorized pass, in which fp32 values are also added to their residuals. At least k elements reach the k-th largest of the maxima of small
 // groups, so only groups that reach this bound are looked at element by element. What was kept of the chunk before is a
 // good guess of the bound, and it is one if at least k maxima reach it, so the maxima are rarely sorted.
 #pragma once
@@ -102,27 +102,60 @@ constexpr int kGroups = kChunk / 16;
 
 inline uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
 
-// The largest magnitude of each group, as bits. Returns the largest of all. The next chunk is prefetched meanwhile, or the
-// bus would be idle.
-template <class Next>
-uint32_t take_maxima(const float* PACK_APART values, int n, uint32_t* PACK_APART maxima, const Next& next) {
+// The largest magnitude of each group, as bits.
+struct Maxima {
+    uint32_t of[kGroups];
+    uint32_t all;
+    int groups;
+};
+
+inline Words larger(Words one, Words other) {
+#if defined(__ARM_NEON)
+    return (Words)vmaxq_u32((uint32x4_t)one, (uint32x4_t)other);
+#else
+    return one > other ? one : other;
+#endif
+}
+
+// Stores from + more in `to`, which may be `more`, and what was in `more` in `before`. Takes the maxima in passing. `more`
+// and `before` are null if there is nothing to add, and `to` is `from` if there is nothing to store. The next chunk is
+// prefetched meanwhile, or the bus would be idle.
+template <bool kMore, bool kStore, class Next>
+void add_and_take_maxima(const float* from, const float* more, int n, float* to, float* before, Maxima& maxima,
+                         const Next& next) {
     int begin = 0;
+    Words all = {};
     for (; begin + kBlock <= n; begin += kBlock) {
         next.fetch(begin, kBlock);
-        uint32_t lanes[4] = {};
-        for (int i = 0; i < kBlock; i += 4)
-            for (int lane = 0; lane < 4; ++lane)
-                lanes[lane] = std::max(lanes[lane], magnitude_bits(values[begin + i + lane]));
-        std::memcpy(maxima + begin / 16, lanes, sizeof lanes);
+        Words most = {};
+        for (int i = begin; i < begin + kBlock; i += kLanes) {
+            Floats value = load(from + i);
+            if constexpr (kMore) {
+                const Floats added = load(more + i);
+                store(added, before + i);
+                value += added;
+            }
+            if constexpr (kStore) store(value, to + i);
+            most = larger((Words)magnitudes(value), most);
+        }
+        uint32_t lanes[kLanes];
+        std::memcpy(lanes, &most, sizeof lanes);
+        for (int lane = 4; lane < kLanes; ++lane) lanes[lane % 4] = std::max(lanes[lane % 4], lanes[lane]);
+        std::memcpy(maxima.of + begin / 16, lanes, 4 * sizeof(uint32_t));
+        all = larger(most, all);
     }
-    if (begin < n) std::fill(maxima + begin / 16, maxima + begin / 16 + 4, 0u);
+    maxima.all = 0;
+    for (int lane = 0; lane < kLanes; ++lane) maxima.all = std::max(maxima.all, static_cast<uint32_t>(all[lane]));
+    maxima.groups = (n + kBlock - 1) / kBlock * 4;
+    if (begin < n) std::fill(maxima.of + begin / 16, maxima.of + begin / 16 + 4, 0u);
     for (int i = begin; i < n; ++i) {
-        uint32_t& most = maxima[begin / 16 + i % 4];
-        most = std::max(most, magnitude_bits(values[i]));
+        if constexpr (kMore) before[i] = more[i];
+        const float value = kMore ? from[i] + before[i] : from[i];
+        if constexpr (kStore) to[i] = value;
+        uint32_t& most = maxima.of[begin / 16 + i % 4];
+        most = std::max(most, magnitude_bits(value));
+        maxima.all = std::max(maxima.all, magnitude_bits(value));
     }
-    uint32_t all = 0;
-    for (int group = 0; group < (n + kBlock - 1) / kBlock * 4; ++group) all = std::max(all, maxima[group]);
-    return all;
 }
 
 // The n-th largest of the numbers.
@@ -138,14 +171,10 @@ struct Selection {
     uint32_t guess = 0;           // a magnitude a little below the smallest that was kept
     uint16_t places[kChunk];      // of what is kept, in ascending order
 
-    // The `kept` largest; of equal ones, the first. False if a value is not finite.
-    template <class Next>
-    bool take(const float* values, int n, int kept, const Next& next) {
-        uint32_t maxima[kGroups];
-        if (take_maxima(values, n, maxima, next) >= kInfinity) return false;
-        const uint32_t bound = bound_of(maxima, (n + kBlock - 1) / kBlock * 4, kept);
-        const int found = find(values, n, maxima, bound);
-        if (found == kept) return true;
+    // The `kept` largest; of equal ones, the first.
+    void take(const float* values, int n, int kept, const Maxima& maxima) {
+        const int found = find(values, n, maxima.of, bound_of(maxima, kept));
+        if (found == kept) return;
         uint32_t magnitudes[kChunk];
         for (int i = 0; i < found; ++i) magnitudes[i] = magnitude_bits(values[places[i]]);
         const uint32_t smallest = nth_largest(magnitudes, found, kept);
@@ -158,17 +187,16 @@ struct Selection {
             taken += equal | (magnitudes[i] > smallest);
         }
         guess = smallest - std::min(smallest, 1u << 19);  // about 6 % less
-        return true;
     }
 
 private:
     // A magnitude that at least `kept` elements reach.
-    uint32_t bound_of(const uint32_t* maxima, int groups, int kept) const {
-        if (groups < kept) return 0;
+    uint32_t bound_of(const Maxima& maxima, int kept) const {
+        if (maxima.groups < kept) return 0;
         int reached = 0;
-        for (int group = 0; group < groups; ++group) reached += maxima[group] >= guess;
+        for (int group = 0; group < maxima.groups; ++group) reached += maxima.of[group] >= guess;
         if (reached >= kept && reached <= 2 * kept) return guess;
-        return nth_largest(maxima, groups, kept);
+        return nth_largest(maxima.of, maxima.groups, kept);
     }
 
     // Writes the places of the elements that reach the bound, and counts them.
@@ -211,9 +239,9 @@ private:
 // --- records ----------------------------------------------------------------------------------------------
 
 // Writes the record of a chunk, and leaves the encoding error in `values`. False if a value is not finite.
-template <class Next>
-bool encode_record(const Record& record, Selection& selection, float* values, uint8_t* to, const Next& next) {
-    if (!selection.take(values, record.length, record.kept, next)) return false;
+inline bool encode_record(const Record& record, Selection& selection, const Maxima& maxima, float* values, uint8_t* to) {
+    if (maxima.all >= kInfinity) return false;
+    selection.take(values, record.length, record.kept, maxima);
     const uint16_t* places = selection.places;
     float magnitudes[kChunk];
     for (int i = 0; i < record.kept; ++i) magnitudes[i] = std::fabs(values[places[i]]);
@@ -293,18 +321,36 @@ void add_residual(const Residual* residual, int n, float* values) {
 
 // --- the steps --------------------------------------------------------------------------------------------
 
-// Encodes the source plus the residual into a frame; false if a value is not finite. `load(at, record, offset of the
-// record, values)` reads a chunk of the source.
+// Encodes chunk after chunk into a frame; false if a value is not finite. `load(at, record, offset of the record, values)`
+// reads a chunk of the source plus the residual.
 template <class Element, class Residual, class Load>
 bool encode_chunks(Format format, int64_t count, const Element* from, Residual* residual, uint8_t* frame, int threads,
                    Load load) {
     std::atomic<bool> finite{true};
     in_chunks(format, count, threads, [&](int64_t at, const Record& record, int64_t offset_of, Selection& selection) {
         float values[kChunk];
+        Maxima maxima;
         load(at, record, offset_of, values);
         const Ahead<Element, Residual> next{offset(from, at + kChunk), offset(residual, at + kChunk)};
-        if (!encode_record(record, selection, values, frame + offset_of, next)) finite = false;
+        add_and_take_maxima<false, false>(values, nullptr, record.length, values, nullptr, maxima, next);
+        if (!encode_record(record, selection, maxima, values, frame + offset_of)) finite = false;
         else if constexpr (!std::is_same_v<Residual, NoElement>) store_strip(values, record.length, residual + at);
+    });
+    return finite;
+}
+
+// The same for fp32, in one pass over memory: the sums replace the residuals at once, and come back if one is not finite.
+inline bool encode_in_place(Format format, int64_t count, const float* from, float* residual, uint8_t* frame, int threads) {
+    std::atomic<bool> finite{true};
+    in_chunks(format, count, threads, [&](int64_t at, const Record& record, int64_t offset_of, Selection& selection) {
+        float before[kChunk];
+        Maxima maxima;
+        float* values = residual + at;
+        const Ahead<float, float> next{from + at + kChunk, values + kChunk};
+        add_and_take_maxima<true, true>(from + at, values, record.length, values, before, maxima, next);
+        if (encode_record(record, selection, maxima, values, frame + offset_of)) return;
+        std::copy(before, before + record.length, values);
+        finite = false;
     });
     return finite;
 }
@@ -312,6 +358,8 @@ bool encode_chunks(Format format, int64_t count, const Element* from, Residual* 
 template <class Element, class Residual>
 bool encode_largest(Format format, const Element* from, Residual* residual, int64_t count, uint8_t* frame,
                     int threads) {
+    if constexpr (std::is_same_v<Element, float> && std::is_same_v<Residual, float>)
+        return encode_in_place(format, count, from, residual, frame, threads);
     const auto load = [&](int64_t at, const Record& record, int64_t, float* values) {
         in_strips(at, at + record.length, kStrip, [&](int64_t begin, int n) {
             load_compensated<Nothing>(FromArray<Element>{from}, residual, begin, n, values + (begin - at));
