@@ -102,8 +102,8 @@ constexpr int kGroups = kChunk / 16;
 
 inline uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
 
-// The largest magnitude of each group, as bits. Returns the largest of all. The next chunk is prefetched meanwhile, or the
-// bus would be idle.
+// The largest magnitude of each group, as bits. Returns the largest of all. The next chunk is prefetched at the same
+// time, or the bus would be idle.
 template <class Next>
 uint32_t take_maxima(const float* PACK_APART values, int n, uint32_t* PACK_APART maxima, const Next& next) {
     int begin = 0;

@@ -146,7 +146,7 @@ class World:
         communicator = Communicator(info, backends, self.recorder, self.listeners)
         for listener in list(self.listeners):
             listener.created(communicator)
-        self._all.add(communicator)  # last: whoever finds it finds the listeners ready for it
+        self._all.add(communicator)  # last: the listeners are ready before a thread can find it
         return communicator
 
     def communicators(self) -> list[Communicator]:
