@@ -6,7 +6,7 @@
 Both checkouts have ranks of their own and take turns, sample by sample; which goes first alternates. A sample's time
 is that of its slowest rank. Measured are all ops on shm, the paths that a plain call does not take (another reduction,
 an asynchronous call), what ringway adds to gloo (overhead.py's call), and a call that the comms logger counts
-(observe_cost.py's). All ranks are started anew several times: samples of one start have more in
+(observe_cost.py's). All ranks are started again several times: samples of one start have more in
 common than samples of several, so the interval of a single start is too narrow. The table shows how many times longer
 this checkout takes, with the interval of the median over all rounds of all starts.
 
@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of the earlier commit, its core built in place")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--starts", type=int, default=5, help="how often all ranks are started anew (5)")
+    parser.add_argument("--starts", type=int, default=5, help="how often all ranks are started (5)")
     parser.add_argument("--rounds", type=int, default=9, help="samples per cell, checkout and start (9)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=15, help="for all_reduce; the other ops get half of them")
     parser.add_argument("--deepspeed", type=Path, default=DEEPSPEED, help="a folder with deepspeed")
-    parser.add_argument("--beside", type=int, default=0, help="so many processes compute without end meanwhile")
+    parser.add_argument("--beside", type=int, default=0, help="run this many busy processes alongside")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     absent = []

@@ -111,7 +111,7 @@ def curves(measured: dict[str, Any]) -> str:
         parts.append(f"<polyline fill='none' style='stroke:{color}' stroke-width='{width}' points='{line}'/>")
         parts += [f"<circle cx='{across:.1f}' cy='{up:.1f}' r='2.6' style='fill:{color}'/>" for across, up in points]
         ends.append((points[-1][1], NAMES[peer], color))
-    lowest = -math.inf  # the names stand beside the ends of their lines, and apart
+    lowest = -math.inf  # the names stand next to the ends of their lines, and apart
     for up, name, color in sorted(ends):
         lowest = max(up + 4, lowest + 17)
         parts.append(text(right + 10, lowest, name, style=f"fill:{color}"))

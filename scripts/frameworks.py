@@ -135,7 +135,7 @@ class Outcome:
 
 
 def environment(name: str = "frameworks", requirements: Path = REQUIREMENTS) -> Path:
-    """A Python with these packages and those of the Python that runs this script. Made anew for other pins."""
+    """A Python with these packages and those of the Python that runs this script. Made again for other pins."""
     folder, wanted = CACHE / name, requirements.read_text()
     python, done = folder / "bin" / "python", folder / "requirements.txt"
     CACHE.mkdir(exist_ok=True)

@@ -4,7 +4,7 @@
     PYTHONPATH=src python scripts/gpu_proofs.py suite_gpu:200 topk_gpu:60 kills+elastic_programs:500
 
 Proofs joined by + run at the same time. The number is the limit in seconds: then a proof is ended with all its
-processes, and its page stays as it was. What a proof prints goes to a file of its own beside the page. NCCL_LIBRARY
+processes, and its page stays as it was. What a proof prints goes to a file of its own next to the page. NCCL_LIBRARY
 names an NCCL that allows several ranks on one GPU (2.30 or newer); proofs of nccl need it.
 """
 

@@ -450,7 +450,7 @@ SYMMETRIC = {
     "messages_and_collectives_do_not_mix",
     "every_pair_at_once",
 }
-"""Cases that NCCL cannot pass, whoever calls it."""
+"""Cases that NCCL cannot pass, with or without ringway."""
 WHY_NOT = (
     "NCCL has no tags and no receive from any source, and it runs the messages of a pair of ranks one after the other, "
     "in the order of each rank, unless they are in one batch: two ranks that both send first wait for each other, on "
@@ -485,7 +485,7 @@ def conformance(setting: Setting, title: str, seconds: float = 200.0, without: C
 
 @contextmanager
 def mps() -> Iterator[None]:
-    """Kernels of several processes run together meanwhile."""
+    """In the block, kernels of several processes run together."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=30)

@@ -65,7 +65,7 @@ class Rows:
 
 @contextmanager
 def mps() -> Iterator[None]:
-    """CUDA's Multi-Process Service, for processes that start meanwhile."""
+    """CUDA's Multi-Process Service, for processes that start in the block."""
     with tempfile.TemporaryDirectory() as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         os.environ.update(places)

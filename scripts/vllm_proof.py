@@ -4,7 +4,7 @@
     python scripts/vllm_proof.py --only compiled    the runs whose names contain a word; writes nothing
 
 A tiny model of random weights must make the same tokens with both. `tests/frameworks/vllm_op.py` compares the two
-communicators call by call. vLLM is installed into .cache/vllm, beside the torch of the Python that runs this.
+communicators call by call. vLLM is installed into .cache/vllm. It uses the torch of the Python that runs this.
 """
 
 from __future__ import annotations

@@ -27,6 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MORE_PAGES = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
+NO_PROGRAM = {
+    "reference.md": "it is made from the docstrings when the site is built",
+}
+"""The pages that do not open with a program or a command, and why."""
+
+OPENING_LINES = 15
+"""A page's first block begins within these."""
+
 NOT_RUN = {
     "from ringway.testing import check_backend": "the suite takes minutes, and the module is the reader's",
     "# ringway run -n 2 on_one_gpu.py": "it needs a GPU",
@@ -118,6 +126,14 @@ def test_every_block_runs_or_has_a_reason() -> None:
             elif not info:
                 assert not PYTHON.search(text), f"{page.name}:{line}: Python in a block without a language is not run"
     assert not_run == set(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_open_with_a_program(page: Path) -> None:
+    """A reader can paste something before the page explains it."""
+    pastable = {"python", "python notest", "bash", ""}
+    opens = any(info in pastable and line <= OPENING_LINES for info, _, line in _blocks(page))
+    assert opens != (page.name in NO_PROGRAM), f"{page.name} does not open with a program, or needs no exception"
 
 
 def test_configurations_in_toml_are_accepted(tmp_path: Path) -> None:

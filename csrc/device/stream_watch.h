@@ -107,8 +107,8 @@ class StreamWatch : public std::enable_shared_from_this<StreamWatch> {
     void drop(int device, Mark mark);
     bool is_capturing(int device, uintptr_t stream);
 
-    // Waits until the device has passed the calls or the group has failed, and no longer than `seconds`. The watch looks
-    // more often meanwhile.
+    // Waits until the device has passed the calls or the group has failed, and no longer than `seconds`. Until then
+    // the watch looks more often.
     void settle(const StreamCalls& calls, double seconds);
 
     // Ends the thread once it has nothing left to follow.

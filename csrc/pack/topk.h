@@ -119,7 +119,7 @@ inline Words larger(Words one, Words other) {
 
 // Stores from + more in `to`, which may be `more`, and what was in `more` in `before`. Takes the maxima in passing. `more`
 // and `before` are null if there is nothing to add, and `to` is `from` if there is nothing to store. The next chunk is
-// prefetched meanwhile, or the bus would be idle.
+// prefetched at the same time, or the bus would be idle.
 template <bool kMore, bool kStore, class Next>
 void add_and_take_maxima(const float* from, const float* more, int n, float* to, float* before, Maxima& maxima,
                          const Next& next) {

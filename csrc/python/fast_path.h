@@ -1,7 +1,9 @@
-// The fast path: one native step reads, checks, records and compares a synchronous call on plain tensors.
+// The fast path: one native step reads, checks, records and compares a call on plain tensors.
 //
-// A path belongs to one backend of one group. It takes sums only, and only dense, contiguous tensors on its device;
-// everything else is for the general path, which converts it or says what is wrong with it.
+// A path belongs to one backend of one group. It takes only dense, contiguous tensors on its device. The `run` of every
+// path takes synchronous sums and moves. ShmFastPath also starts asynchronous messages, and StreamFastPath takes
+// asynchronous calls and other reductions. Everything else is for the general path, which converts it or says what is
+// wrong with it.
 #pragma once
 
 #include <nanobind/nanobind.h>

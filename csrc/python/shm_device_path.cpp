@@ -72,7 +72,7 @@ void DeviceFastPath::run_on(uintptr_t stream, PlainCall& call) {
     const bool root = call.op == Op::Broadcast && rank() == call.root;
     const int64_t read = call.op == Op::Broadcast && !root ? 0 : scatters(call.op) ? call.bytes : share;
     const int64_t written = root ? 0 : gathers(call.op) ? call.bytes : share;
-    const nb::object link = link_;  // another thread may close the group meanwhile
+    const nb::object link = link_;  // another thread may close the group while this one runs
     DeviceLink& native = *native_;
     {
         GilRelease gil;

@@ -230,7 +230,7 @@ void StreamFastPath::note_open() {
 }
 
 // The end of a call on torch's stream, as an event on a stream of ours that waits for it. torch lets go of the tensors at
-// the first wait, whoever waits: until the program has waited, the open call holds them.
+// the first wait, even one that is not the program's: until the program has waited, the open call holds them.
 void StreamFastPath::follow_aside(StreamWork& work, Mark started) {
     auto known = aside_.find(work.device);
     if (known == aside_.end()) {

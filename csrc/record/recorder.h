@@ -2,7 +2,7 @@
 //
 // The threads that issue and complete calls write; a reader may read at any time. A record is written in two steps
 // (begin, end). Its `token` is stored last at begin and checked before and after every read, so a reader drops a record
-// that was overwritten meanwhile instead of showing half of it.
+// that was overwritten during the read instead of showing half of it.
 //
 // The ring and its texts may be in a file, which then tells what a process did that has died.
 #pragma once

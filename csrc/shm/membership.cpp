@@ -161,7 +161,7 @@ void Membership::check() {
 
 const Fault* Membership::fault() const {
     const Fault& fault = segment_.header().fault;
-    // Writing it takes some milliseconds at most, unless the writer is killed meanwhile.
+    // Writing it takes some milliseconds at most, unless the writer is killed before it is done.
     for (int tries = 0; tries < 200 && fault.state.load(std::memory_order_seq_cst) == 1; ++tries) usleep(1000);
     return fault.state.load(std::memory_order_seq_cst) == 2 ? &fault : nullptr;
 }

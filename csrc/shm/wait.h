@@ -36,14 +36,15 @@ class Host {
 
 // A call that waits on this thread, where it may run a signal handler. The handler may wait for another call. The other
 // ranks may need the interrupted call before they come to that one, and its frame cannot continue before the handler
-// returns. So whoever waits first lets the interrupted calls of its thread, in all groups, go on some other way.
+// returns. So a call that is about to wait first lets the interrupted calls of its thread, in all groups, go on some
+// other way.
 class Interruptible {
   public:
     Interruptible() : below_(latest_) { latest_ = this; }
     Interruptible(const Interruptible&) = delete;
     Interruptible& operator=(const Interruptible&) = delete;
 
-    // False if the host was interrupted meanwhile.
+    // False if the host was interrupted before all of them could.
     static bool let_go_on(Host& host) {
         for (Interruptible* call = latest_; call != nullptr; call = call->below_)
             if (!call->go_on(host)) return false;

@@ -55,7 +55,7 @@ class Key:
         return Key(None if self._secret is None else self.tag("derive", *labels), self.source)
 
     def tag(self, *parts: str | bytes) -> bytes:
-        """Proves that whoever has the key said these parts."""
+        """Proves that someone who has the key said these parts."""
         raw = [part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts]
         message = b"".join(len(part).to_bytes(8, "little") + part for part in raw)
         return hmac.digest(self._secret or b"", message, "sha256")

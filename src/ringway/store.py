@@ -1,6 +1,6 @@
 """The job's store: reading it without blocking, waiting for keys, sealed values, and what lies beneath its prefixes.
 
-A wait inside torch's store does not hear Ctrl-C, so waits poll. Anyone who reaches a TCP store can read and write it,
+A wait inside torch's store ignores Ctrl-C, so waits poll. Anyone who reaches a TCP store can read and write it,
 so a job with a secret seals what it puts there: `KeyedStore`.
 """
 
@@ -47,8 +47,8 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def poll(self, question: Callable[[], Value | None], longest_pause: float = _LONGEST_PAUSE) -> Value | None:
-        """Asks until there is an answer or no time is left. The pauses grow. The last question comes after the end: a
-        process that stood still finds what came meanwhile."""
+        """Asks until there is an answer or no time is left. The pauses grow. The last question comes after the
+        deadline: a process that was stopped still finds an answer that arrived while it was."""
         pause = _FIRST_PAUSE
         while True:
             is_last = self.left() == 0
@@ -115,7 +115,7 @@ class KeyedStore(Store):
 
     def _checked(self, key: str, sealed: bytes | None, latest: tuple[int, bytes] | None) -> _Found:
         if sealed is None:
-            if latest is not None and self._known.get(key) is not None:  # not deleted by another thread meanwhile
+            if latest is not None and self._known.get(key) is not None:  # not deleted by another thread since then
                 raise self._tampered(key, "was deleted", "Its value is lost")
             return _Found(b"", 0, None)
         try:

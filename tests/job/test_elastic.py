@@ -213,7 +213,7 @@ def test_different_calls_are_no_reason_to_repeat_a_step(pool: RankPool) -> None:
 
 
 def _wrapped(context: RankContext) -> list[float]:
-    """DDP, made anew for each generation. Rank 2 dies in backward."""
+    """DDP, made again for each generation. Rank 2 dies in backward."""
     _enter(context)
     model = Sum()
     optimizer = optimizer_of(model)

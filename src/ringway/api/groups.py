@@ -160,7 +160,7 @@ def destroy_process_group(group: c10d.ProcessGroup | None = None) -> None:
     try:
         c10d.destroy_process_group(group)
     except (AssertionError, KeyError, ValueError):
-        # torch's way to say that there is no such group: another thread has destroyed it meanwhile.
+        # torch's way to say that there is no such group: another thread has just destroyed it.
         if c10d.is_initialized() if group is None else group in c10d.distributed_c10d._world.pg_map:
             raise
     if not c10d.is_initialized():

@@ -77,7 +77,7 @@ class Health(Protocol):
         """A call failed after it had returned to its caller."""
 
     def device_failed(self, error: BaseException) -> None:
-        """The device of this rank is of no more use to this process."""
+        """This process can no longer use its device."""
 
     def interrupted_by(self, error: BaseException) -> bool:
         """`error` leaves a call that may not have started. Whether nothing of it was sent."""

@@ -91,7 +91,7 @@ def _used_files(root: Path) -> set[int]:
                 if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
                     used.add(int(fields[4]))
             for link in (folder / "fd").iterdir():
-                with suppress(OSError):  # it was closed meanwhile
+                with suppress(OSError):  # it has been closed
                     if os.readlink(link).startswith("/dev/shm/"):
                         used.add(link.stat().st_ino)
         except OSError:

@@ -135,7 +135,7 @@ class Health:
         self._leave(f"was {what}, which has ended", fault, isinstance(error, Exception))
 
     def device_failed(self, error: BaseException) -> None:
-        """The device of this rank is of no more use to this process. The other ranks are told that this one is lost."""
+        """This process can no longer use its device. The other ranks are told that this one is lost."""
         if self.fault is None:
             self._leave(f"has lost its device: {error}", error, True)
 

@@ -1,7 +1,7 @@
 """Groups whose members can be replaced: torch 2.15's `_reconfigure`, on every version.
 
-Each process has a handle. Whoever collects the handles, such as the program's own rendezvous, passes the new list to
-every member, and the group object stays: only what is behind it is made again.
+Each process has a handle. The program collects the handles, in its own rendezvous for example, and passes the new list
+to every member. The group object stays: only what is behind it is made again.
 """
 
 from __future__ import annotations

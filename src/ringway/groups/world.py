@@ -1,4 +1,5 @@
-"""The world: what this process knows about its job. The only mutable global.
+"""The world: the state of this process's job. docs/architecture.md lists the caches and counters that single modules
+keep.
 
 A group that ringway made is a Bridge and carries its communicator. A group that torch made is adopted when it is first
 used, without any communication, and forgotten when torch forgets it.
@@ -146,7 +147,7 @@ class World:
         communicator = Communicator(info, backends, self.recorder, self.listeners)
         for listener in list(self.listeners):
             listener.created(communicator)
-        self._all.add(communicator)  # last: whoever finds it finds the listeners ready for it
+        self._all.add(communicator)  # last: the listeners are ready before a thread can find it
         return communicator
 
     def communicators(self) -> list[Communicator]:

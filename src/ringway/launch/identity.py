@@ -71,8 +71,8 @@ def signature() -> str:
 
 
 def recognize(store: Store, info: LaunchInfo, job: Job, place: Place, patience: float) -> str:
-    """Check that the store belongs to this job, and return the nonce of whoever opened it. `patience` is how long to
-    wait for the store to name its job.
+    """Check that the store belongs to this job, and return the nonce of the process that opened it. `patience`
+    is how long to wait for the store to name its job.
 
     Anyone who reaches the store may have written what it says, so no value may raise anything but RendezvousError.
     """

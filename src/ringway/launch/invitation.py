@@ -42,7 +42,7 @@ class Invitation:
         except PermissionError:
             raise UsageError(f"--join {launcher}: that process belongs to another user") from None
         for name in names:
-            with suppress(OSError):  # it was closed meanwhile
+            with suppress(OSError):  # it has been closed
                 if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME} "):
                     with open(f"{folder}/{name}", "rb") as file:
                         facts = json.loads(file.read(_LONGEST))

@@ -1,4 +1,4 @@
-"""The processes that a launcher starts, and the signals that it gets meanwhile."""
+"""The processes that a launcher starts, and the signals that it gets while they run."""
 
 from __future__ import annotations
 

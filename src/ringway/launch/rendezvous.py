@@ -218,7 +218,7 @@ C++ half of a store written in Python."""
 
 
 _Met = tuple[Store, Place, str]
-"""A store, where it is, and the nonce of whoever opened it."""
+"""A store, where it is, and the nonce of the process that opened it."""
 
 
 def _join_run(info: LaunchInfo, path: str, job: Job, deadline: Deadline) -> _Met:

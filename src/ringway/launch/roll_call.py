@@ -105,8 +105,8 @@ def roll_call(
 ) -> Store:
     """The job's own part of the store, once all ranks have proved themselves.
 
-    `key` is the job's, and `opened` the nonce of whoever opened the store. `place` says for messages where it is.
-    `attend` is called now and then until all are here.
+    `key` is the job's, and `opened` the nonce of the process that opened the store. `place` says for messages
+    where it is. `attend` is called now and then until all are here.
     """
     _turns[opened] += 1
     turn = _turns[opened]

@@ -9,8 +9,8 @@ parameters that the sites last agreed on:
     parameters <- anchor
 
 With several fragments, the parts of the model do this in turn, so the link carries one fragment at a time. With a delay
-of tau steps the exchange runs in the background: it starts at step t, and is applied at step t + tau. The parameters
-have moved on meanwhile, so they become a mix of themselves and the new anchor.
+of tau steps the exchange runs in the background: it starts at step t, and is applied at step t + tau. By then the
+parameters have moved on, so they become a mix of themselves and the new anchor.
 """
 
 from __future__ import annotations

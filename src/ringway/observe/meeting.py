@@ -55,7 +55,7 @@ class _Meeting:
     def attend(self) -> bool:
         keys = self._keys(self._number)
         self._store.set(keys[self._info.rank], "here")
-        deadline = Deadline(min(_PATIENCE, self._info.timeout / 2))  # the others must not time out meanwhile
+        deadline = Deadline(min(_PATIENCE, self._info.timeout / 2))  # the others must not time out first
         try:
             deadline.poll(lambda: self._decision() or self._store.check(keys) or None)
         finally:

@@ -47,7 +47,7 @@ class RecordedCall:
     stream: int = 0
     """The device's stream, numbered from 1, if it has `started_ns`."""
     beside: bool = False
-    """Whether that is a stream of its own: the program's stream could run something else meanwhile."""
+    """Whether that is a stream of its own: the program's stream could run something else at the same time."""
 
     @property
     def duration(self) -> float | None:

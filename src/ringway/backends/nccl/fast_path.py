@@ -115,7 +115,7 @@ class NcclFastPath(_core.StreamFastPath):
         self._calls.limit = seconds
 
     def set_timeout(self, seconds: float | None) -> None:
-        """The deadline that torch keeps for calls from now on; None leaves it as it is."""
+        """The deadline that torch keeps for calls from now on; None does not change it."""
         self._timeout = seconds
         self.variant = self._variants.setdefault(seconds, len(self._variants))
 

@@ -1,7 +1,7 @@
 """The device code that reduces CUDA tensors of several ranks. A rank's kernel reads its share of every rank's tensor.
 
 Addresses come as integers: the memory is mapped from other processes, so torch has no tensor for it. They and the count
-must not be specialized, or every alignment and size would be compiled anew.
+must not be specialized, or every alignment and size would be compiled again.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803 - Triton spells its compile-time arguments in capitals

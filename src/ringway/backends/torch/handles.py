@@ -19,7 +19,7 @@ from ringway.threads import start
 from ringway.work import Completion, Handle, PendingHandle
 
 WAIT_SLICE = timedelta(milliseconds=250)
-"""A wait inside torch does not hear Ctrl-C, so long waits are cut into slices."""
+"""A wait inside torch ignores Ctrl-C, so long waits are cut into slices."""
 
 _TIMED_OUT = re.compile(r"tim(ed?|ing) ?out", re.IGNORECASE)
 _CLOSED = re.compile(

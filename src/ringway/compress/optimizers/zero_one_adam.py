@@ -255,7 +255,7 @@ class ZeroOneAdam(CompressedOptimizer):
         return bool(state["step"] > self.var_freeze_step)
 
     def _end_interval(self, parameter: Tensor) -> None:
-        """Start to accumulate anew, after an exchange or after steps without a gradient on any rank."""
+        """Start to accumulate again, after an exchange or after steps without a gradient on any rank."""
         state = self.state[parameter]
         if "anchor" in state:
             state["anchor"].copy_(parameter)

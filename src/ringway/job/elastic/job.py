@@ -234,8 +234,8 @@ class ElasticJob:
         return self._generation
 
     def _regroup(self, fault: BaseException | None) -> bool:
-        """Form the next generation, again if a member dies meanwhile, and give every member the state. False if the job
-        is done: another rank made its last step."""
+        """Form the next generation, and another one if a member dies before it is formed. Give every member the state.
+        False if the job is done: another rank made its last step."""
         assert self._roster is not None
         assert self._state is not None
         before, failed = self._generation, None

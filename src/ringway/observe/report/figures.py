@@ -134,8 +134,8 @@ def generations(calls: Sequence[TracedCall]) -> list[list[Any]]:
 
 def streams(calls: Sequence[TracedCall]) -> list[list[Any]]:
     """For each rank and stream of its device: the number of calls, the milliseconds in which at least one ran, and
-    whether compute could run beside them. Calls on a stream of their own leave the program's stream free; calls on the
-    program's stream hold up what comes behind them."""
+    whether compute could run at the same time. Calls on a stream of their own leave the program's stream free; calls on
+    the program's stream hold up what comes behind them."""
     spans: dict[tuple[int, int, bool], list[tuple[float, float]]] = defaultdict(list)
     for call in calls:
         if call.stream:
