@@ -85,7 +85,8 @@ def _rank(context: RankContext, mib: int, hosts: Hosts, device: str) -> dict[str
     if context.rank == joins:
         os.environ["RANK"] = str(size - 2)
         context.store.wait(["a step after the kill"])
-    state: dict[str, Any] = {"weights": torch.zeros(mib << 18, device=device)}
+    # Written, as the weights of a model are: memory that was never touched costs a page fault for each page.
+    state: dict[str, Any] = {"weights": torch.ones(mib << 18, device=device)}
     result: dict[str, float] = {}
     told = 0.0
     # Left to itself, the job would take shm for the GPU that its ranks share.

@@ -22,6 +22,7 @@ from elastic_model import SECONDS, Sum, contents_of, optimizer_of, simulated, va
 from ringway.errors import RendezvousError, UsageError
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
 from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
+from ringway.job.elastic.state import _LARGE, _Slot
 from ringway.launch.processes import ProcessName
 from ringway.launch.run import store_of_a_run
 from ringway.testing import RankContext, RankPool
@@ -369,3 +370,11 @@ def test_sources_have_the_newest_whole_state() -> None:
     assert Generation(2, (arrival(1, 4, whole=False), arrival(2, 0, veteran=False))).sources() == [1]
     assert Generation(1, (arrival(1, 0, veteran=False), arrival(2, 0, veteran=False))).sources() == [0]
     assert Generation(2, (arrival(1, 4, whole=False),)).sources() == []
+
+
+def test_large_tensors_are_received_into_memory_of_their_own() -> None:
+    for shape in ((), (0,), (3, 5), (2048, 2049)):
+        made = _Slot(shape, torch.bfloat16, "cpu").empty()
+        assert (made.shape, made.dtype, made.is_contiguous()) == (torch.Size(shape), torch.bfloat16, True)
+        assert torch.equal(made.fill_(3), torch.full(shape, 3, dtype=torch.bfloat16))
+    assert made.nbytes > _LARGE

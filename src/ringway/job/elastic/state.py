@@ -3,7 +3,10 @@ lack it."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,10 @@ from ringway.groups.world import world
 
 _PIECE = 16 << 20
 """Bytes that travel at a time."""
+_LARGE = 8 << 20
+"""Bytes from which a tensor is received into huge pages. The page faults of new memory take longer than the copy."""
+_FEW = 2
+"""Newcomers to which the state is sent one by one. More of them are sent it at once, by a broadcast to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,13 @@ class _Slot:
     device: str
 
     def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if self.device != "cpu" or nbytes < _LARGE:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # the kernel has no huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=self.dtype).view(self.shape)
 
 
 class State:
@@ -109,8 +122,13 @@ class State:
         if not has_it:
             tensors = []
             dicts = _joined(told[0], tensors)
+        newcomers = [rank for rank in range(communicator.size) if rank not in sources]
         for turn, piece in enumerate(_pieces(tensors)):
-            _send_piece(piece, sources[turn % len(sources)], has_it)
+            source = sources[turn % len(sources)]
+            if len(newcomers) <= _FEW and piece[0].device.type == "cpu":
+                _send_piece(piece, source, newcomers)
+            else:
+                _broadcast_piece(piece, source, has_it)
         if not has_it:
             self._load(dicts)
 
@@ -183,13 +201,32 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield piece
 
 
-def _send_piece(piece: list[Tensor], source: int, has_it: bool) -> None:
+def _send_piece(piece: list[Tensor], source: int, newcomers: Sequence[int]) -> None:
+    """To each newcomer in turn. Other ranks are not disturbed, so several sources send at the same time."""
+    communicator = world.communicator(None)
+    if communicator.rank == source:
+        together = torch.cat(piece) if len(piece) > 1 else piece[0]
+        for newcomer in newcomers:
+            communicator.send(together, newcomer)
+    elif communicator.rank in newcomers:
+        together = piece[0].new_empty(sum(map(len, piece))) if len(piece) > 1 else piece[0]
+        communicator.recv(together, source)
+        _scatter(together, piece)
+
+
+def _broadcast_piece(piece: list[Tensor], source: int, has_it: bool) -> None:
     communicator = world.communicator(None)
     if has_it and communicator.rank != source:  # receives what it has: not into the tensors, which stay as they are
         together = piece[0].new_empty(sum(map(len, piece)))
     else:
         together = torch.cat(piece) if len(piece) > 1 else piece[0]
     communicator.broadcast(together, src=source)
-    if not has_it and len(piece) > 1:
+    if not has_it:
+        _scatter(together, piece)
+
+
+def _scatter(together: Tensor, piece: list[Tensor]) -> None:
+    """Copies what was received into the parts of a piece, unless it is the only one."""
+    if len(piece) > 1:
         for part, received in zip(piece, together.split([len(each) for each in piece]), strict=True):
             part.copy_(received)
