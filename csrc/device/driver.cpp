@@ -76,6 +76,8 @@ MemoryDriver::MemoryDriver(const std::string& library) : Driver(library) {
     find(register_host, "cuMemHostRegister_v2");
     find(unregister_host, "cuMemHostUnregister");
     find(device_pointer, "cuMemHostGetDevicePointer_v2");
+    find(wait_event, "cuStreamWaitEvent");
+    find(launch_kernel, "cuLaunchKernel");
     find(operate_on_words, "cuStreamBatchMemOp_v2");
 }
 

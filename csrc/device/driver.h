@@ -109,6 +109,10 @@ struct MemoryDriver : Driver {
     Status (*register_host)(void* memory, size_t bytes, unsigned flags);
     Status (*unregister_host)(void* memory);
     Status (*device_pointer)(Address* address, void* memory, unsigned flags);
+    Status (*wait_event)(Stream stream, Event event, unsigned flags);
+    Status (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                            unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters,
+                            void** extra);
     Status (*operate_on_words)(Stream stream, unsigned count, WordOperation* operations, unsigned flags);
 };
 

@@ -103,8 +103,9 @@ void bind_shm(nb::module_& m) {
         .def("collective", &collective, nb::arg("call"), nb::arg("timeout"))
         .def("show", &show, nb::arg("call"), nb::arg("timeout"), nb::arg("count"), nb::arg("shown"), nb::arg("manner"))
         .def("message", &message, nb::arg("call"), nb::arg("timeout"))
-        .def("differ", &differ, nb::arg("call"), nb::arg("count"), nb::arg("source"), nb::arg("target"), nb::arg("sent"),
-             nb::arg("expected"))
+        .def("differ", [](PyGroup& self, nb::handle call, int64_t count, int source, int target, int64_t sent,
+                          int64_t expected) { differ(self, facts_of(call, count), source, target, sent, expected); },
+             nb::arg("call"), nb::arg("count"), nb::arg("source"), nb::arg("target"), nb::arg("sent"), nb::arg("expected"))
         .def("interrupted", [](PyGroup& self) { self.engine().members.report_interrupted(); })
         .def("fail", &PyGroup::fail)
         .def("set_timeout", &PyGroup::set_timeout, nb::arg("timeout"))

@@ -39,9 +39,9 @@ PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 void bind_shm_device(nb::module_& m) {
     m.attr("SHM_DEVICE_RANKS") = kDeviceRanks;
     nb::class_<DeviceLink>(m, "ShmDevice")
-        .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device) {
-            new (self) DeviceLink(group.shared_engine(), library, device);
-        }, nb::arg("group"), nb::arg("library"), nb::arg("device"))
+        .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device, GroupRecord* record) {
+            new (self) DeviceLink(group.shared_engine(), library, device, record);
+        }, nb::arg("group"), nb::arg("library"), nb::arg("device"), nb::arg("record").none(), nb::keep_alive<1, 5>())
         .def_prop_ro("has_mps", &DeviceLink::has_mps)
         .def_prop_ro("uuid", &DeviceLink::uuid)
         .def_prop_ro("open_mappings", &DeviceLink::open_mappings)
@@ -68,6 +68,7 @@ void bind_shm_device(nb::module_& m) {
             for (const DeviceLink::Span& span : spans) found.emplace_back(span.address, span.bytes);
             return found;
         }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
+        .def("follow", &DeviceLink::follow, nb::arg("stream"))
         .def("meet", &DeviceLink::meet, nb::arg("stream"))
         .def("copy", [](DeviceLink& self, uintptr_t stream, const std::vector<std::tuple<uint64_t, uint64_t, int64_t>>& given) {
             std::vector<DeviceLink::Copy> copies;
@@ -83,7 +84,10 @@ void bind_shm_device(nb::module_& m) {
         .def("close", &DeviceLink::close, Release());
 
     nb::class_<DeviceFastPath, FastPath>(m, "ShmDeviceFastPath", nb::type_slots(fast_slots))
-        .def(nb::init<PyGroup&, GroupRecord&, nb::dict, nb::object>(), nb::arg("group"), nb::arg("record"),
-             nb::arg("profiler"), nb::arg("stream_of"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-        .def("attach", &DeviceFastPath::attach, nb::arg("link").none(), nb::arg("bytes"));
+        .def(nb::init<PyGroup&, GroupRecord&, int, nb::dict, nb::object, nb::object>(), nb::arg("group"), nb::arg("record"),
+             nb::arg("kind"), nb::arg("profiler"), nb::arg("stream_of"), nb::arg("kernel_of"), nb::keep_alive<1, 2>(),
+             nb::keep_alive<1, 3>())
+        .def("attach", [](DeviceFastPath& self, nb::object link, int64_t direct_from, bool reduces, bool takes_turns,
+                          bool spreads) { self.attach(std::move(link), {direct_from, reduces, takes_turns, spreads}); },
+             nb::arg("link").none(), nb::arg("direct_from"), nb::arg("reduces"), nb::arg("takes_turns"), nb::arg("spreads"));
 }

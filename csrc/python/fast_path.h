@@ -54,6 +54,7 @@ class FastPath {
 
   protected:
     int rank() const { return rank_; }
+    int size() const { return size_; }
     // Whether other backends do some of the group's calls. Then one order must know which calls are in flight.
     bool shares_group() const { return shares_group_; }
 

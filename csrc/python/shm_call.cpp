@@ -159,18 +159,21 @@ CallFacts facts_of(nb::handle call, int64_t count) {
     read_facts(view, 0, r);
     r.reduce = view.reduce();
     r.count = count;
+    return facts_of(r);
+}
+
+CallFacts facts_of(const Request& call) {
     CallFacts facts{};
-    fill_facts(r, facts);
-    std::strncpy(facts.place, r.place, kTextBytes - 1);
+    fill_facts(call, facts);
+    std::strncpy(facts.place, call.place, kTextBytes - 1);
     return facts;
 }
 
-void differ(PyGroup& group, nb::handle call, int64_t count, int source, int target, int64_t sent, int64_t expected) {
+void differ(PyGroup& group, const CallFacts& call, int source, int target, int64_t sent, int64_t expected) {
     Membership& members = group.engine().members;
     const int rank = members.rank();
     const int peer = source == rank ? target : source;
-    const CallFacts own = facts_of(call, count);
-    members.report(FaultKind::Mismatch, peer, own, [&](Fault& fault) {
+    members.report(FaultKind::Mismatch, peer, call, [&](Fault& fault) {
         fault.theirs = group.engine().collectives.facts_of(peer);
         fault.pair = {source, target, sent, expected};
     });

@@ -19,9 +19,10 @@ nb::object collective(PyGroup& group, nb::handle call, double timeout_s);
 // of elements that they compare. Returns what every rank showed, or the task of an asynchronous call.
 nb::object show(PyGroup& group, nb::handle call, double timeout_s, int64_t count, nb::bytes shown, uint64_t manner);
 // Ends the group: a rank sends another one more or less than that expects. Raises the error.
-void differ(PyGroup& group, nb::handle call, int64_t count, int source, int target, int64_t sent, int64_t expected);
+void differ(PyGroup& group, const CallFacts& call, int source, int target, int64_t sent, int64_t expected);
 // What every rank sees of a call, for a fault that comes later.
 CallFacts facts_of(nb::handle call, int64_t count);
+CallFacts facts_of(const Request& call);
 PyTask message(PyGroup& group, nb::handle call, double timeout_s);
 
 }  // namespace ringway::shm

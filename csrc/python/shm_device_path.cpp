@@ -1,6 +1,10 @@
 #include "python/shm_device_path.h"
 
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 #include "python/shm_call.h"
 #include "record/callsite.h"
@@ -10,10 +14,13 @@ namespace {
 
 constexpr uint64_t kEveryDtype = ~uint64_t{0};
 
-// Not all_to_all: its calls are direct, whatever their size.
 constexpr uint32_t kTaken = uint32_t{1} << static_cast<int>(Op::AllReduce) | uint32_t{1} << static_cast<int>(Op::Broadcast) |
                           uint32_t{1} << static_cast<int>(Op::AllGatherSingle) |
-                          uint32_t{1} << static_cast<int>(Op::ReduceScatterSingle);
+                          uint32_t{1} << static_cast<int>(Op::ReduceScatterSingle) |
+                          uint32_t{1} << static_cast<int>(Op::AllToAllSingle);
+constexpr uint64_t kDirectManner = uint64_t{1} << 34;  // the backend's _DIRECT
+constexpr int64_t kLargeCount = (int64_t{1} << 31) - 1;  // a kernel gets a larger count in 64 bits
+constexpr int64_t kAlignment = 64;  // elements to which a rank's share of a reduction is rounded up
 
 uint64_t summed_dtypes() {
     uint64_t bits = 0;
@@ -24,17 +31,19 @@ uint64_t summed_dtypes() {
 
 }  // namespace
 
-DeviceFastPath::DeviceFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler, nb::object stream_of)
-    : FastPath(record, group.engine().members.rank(), group.engine().members.size(), kCuda, kEveryDtype, summed_dtypes(),
+DeviceFastPath::DeviceFastPath(PyGroup& group, GroupRecord& record, int kind, nb::dict profiler, nb::object stream_of,
+                               nb::object kernel_of)
+    : FastPath(record, group.engine().members.rank(), group.engine().members.size(), kind, kEveryDtype, summed_dtypes(),
                kTaken),
       group_(group),
       profiler_(std::move(profiler)),
-      stream_of_(std::move(stream_of)) {}
+      stream_of_(std::move(stream_of)),
+      kernel_of_(std::move(kernel_of)) {}
 
-void DeviceFastPath::attach(nb::object link, int64_t bytes) {
+void DeviceFastPath::attach(nb::object link, const DeviceManner& manner) {
     native_ = link.is_none() ? nullptr : nb::cast<DeviceLink*>(link);
     link_ = std::move(link);
-    most_ = std::min(bytes, DeviceLink::kBounceBytes);
+    manner_ = manner;
 }
 
 // Profilers only see calls on the general path, which creates an event for each.
@@ -46,15 +55,19 @@ bool DeviceFastPath::profiled() const {
 bool DeviceFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer) {
     PlainCall call;
     if (native_ == nullptr || profiled() || !read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
-    if (call.bytes > most_) return false;
+    // The sizes of an all_to_all may differ from rank to rank, so all of them are direct.
+    const bool direct = call.op == Op::AllToAllSingle || call.bytes >= manner_.direct_from;
+    if (!direct && call.bytes > DeviceLink::kBounceBytes) return false;
     const auto stream = nb::cast<uintptr_t>(stream_of_(call.device_index));
-    if (!native_->can_bounce(stream)) return false;
+    const nb::object link = link_;  // another thread may close the group
     call.timeout_s = group_.timeout_s();
+    call.element = element_bytes(call.dtype);
+    if (direct) return run_direct(stream, call);
+    if (!native_->can_bounce(stream)) return false;
     call.site = current_site();
     call.place = text_of_site(call.site);
     const GroupRecord::Begun begun = begin(call, call.site);
     call.number = begun.sequence;
-    call.element = element_bytes(call.dtype);
     try {
         run_on(stream, call);
     } catch (...) {
@@ -85,6 +98,196 @@ void DeviceFastPath::run_on(uintptr_t stream, PlainCall& call) {
     group_.run(call, host);
     if (call.op == Op::Broadcast) std::memcpy(native.bounce_out(), native.bounce_in(), static_cast<size_t>(written));
     native.upload(stream, to, written);
+}
+
+// --- direct calls -----------------------------------------------------------------------------------------
+
+bool DeviceFastPath::run_direct(uintptr_t stream, PlainCall& call) {
+    DeviceLink& native = *native_;
+    Part part;
+    if (call.count == 0 || native.is_capturing(stream) || !plan(call, part)) return false;
+    if (reduces(call.op) &&
+        (!manner_.reduces || kernel(call.dtype, static_cast<size_t>(size()), 1, true, false).function == nullptr))
+        return false;
+    int refused = -1;
+    const std::vector<std::byte> offer = native.offer(part.offered, false, refused);
+    if (refused >= 0) return false;  // the general path copies the tensor to memory that can be shared
+    call.site = current_site();
+    call.place = text_of_site(call.site);
+    const GroupRecord::Begun begun = begin(call, call.site);
+    call.number = begun.sequence;
+    bool met = false;
+    try {
+        const std::vector<std::byte> offers = meet(call, offer);
+        met = true;
+        std::vector<DeviceLink::Span> spans;
+        {
+            GilRelease gil;
+            spans = native.accept(offers.data(), offers.size(), part.wanted, false);
+        }
+        native.follow(stream);
+        native.meet(stream);
+        enqueue(stream, call.dtype, part, spans);
+        native.part(stream, facts_of(call), call.timeout_s, begun.token);
+    } catch (...) {
+        if (met) group_.fail();  // the others wait for this rank's part
+        record().end(begun.token, State::Failed);
+        throw;
+    }
+    return true;
+}
+
+bool DeviceFastPath::plan(const PlainCall& call, Part& part) const {
+    const auto address = [](const std::byte* memory) { return reinterpret_cast<uint64_t>(memory); };
+    const uint64_t from = address(call.in.at(0)), to = address(call.out.at(0));
+    const int64_t share = call.count * call.element, whole = share * size();
+    const auto apart = [](uint64_t one, int64_t bytes, uint64_t other, int64_t more) {
+        return one + static_cast<uint64_t>(bytes) <= other || other + static_cast<uint64_t>(more) <= one;
+    };
+    const auto block = [&](uint64_t base, int which) { return base + static_cast<uint64_t>(which * share); };
+    const auto want = [&](int place) {
+        for (int peer = 0; peer < size(); ++peer)
+            if (peer != rank()) part.wanted.emplace_back(peer, place);
+    };
+    part.own = from;
+    part.bytes = share;
+    switch (call.op) {
+        case Op::AllReduce: {
+            part.kind = Part::Kind::Reduces;
+            part.offered = {{from, share}};
+            want(0);
+            const int64_t most = (call.count + size() - 1) / size();
+            const int64_t mine = manner_.takes_turns ? call.count : (most + kAlignment - 1) / kAlignment * kAlignment;
+            const int64_t start = std::min(rank() * mine, call.count);
+            part.skipped = start * call.element;
+            part.count = std::min(mine, call.count - start);
+            return true;
+        }
+        case Op::Broadcast:
+            if (rank() == call.root) {
+                if (!manner_.spreads) part.offered = {{from, share}};
+                else want(0), part.kind = Part::Kind::Spreads;
+            } else if (manner_.spreads) {
+                part.offered = {{to, share}};
+            } else {
+                part.kind = Part::Kind::Pulls;
+                part.wanted = {{call.root, 0}};
+                part.targets = {to};
+            }
+            return true;
+        case Op::AllGatherSingle:
+            part.kind = Part::Kind::Pulls;
+            part.offered = {{from, share}};
+            want(0);
+            for (const auto& [peer, place] : part.wanted) part.targets.push_back(block(to, peer));
+            if (from != block(to, rank())) part.to = block(to, rank());
+            return part.to == 0 || apart(from, share, to, whole);
+        case Op::ReduceScatterSingle:
+            part.kind = Part::Kind::Reduces;
+            for (int peer = 0; peer < size(); ++peer) part.offered.push_back({block(from, peer), share});
+            want(rank());
+            part.own = block(from, rank());
+            part.to = to;
+            part.count = call.count;
+            return to == part.own || apart(to, share, from, whole);
+        case Op::AllToAllSingle:
+            part.kind = Part::Kind::Pulls;
+            for (int peer = 0; peer < size(); ++peer) part.offered.push_back({block(from, peer), share});
+            want(rank());
+            for (const auto& [peer, place] : part.wanted) part.targets.push_back(block(to, peer));
+            part.own = block(from, rank());
+            part.to = block(to, rank());
+            return apart(from, whole, to, whole);
+        default:
+            return false;
+    }
+}
+
+std::vector<std::byte> DeviceFastPath::meet(const PlainCall& call, const std::vector<std::byte>& offer) {
+    const bool paired = call.op == Op::AllToAllSingle;
+    const auto ranks = static_cast<size_t>(size());
+    std::vector<std::byte> shown = offer, seen;
+    if (paired) {
+        const std::vector<int64_t> expected(ranks, call.count * call.element);
+        const auto* from = reinterpret_cast<const std::byte*>(expected.data());
+        shown.insert(shown.end(), from, from + sizeof(int64_t) * ranks);
+    }
+    seen.resize(shown.size() * ranks);
+    Request r = call;
+    if (paired) r.count *= size();  // the whole input is compared
+    r.in = r.out = {};
+    r.shown = shown.data();
+    r.shown_bytes = static_cast<int64_t>(shown.size());
+    r.seen = seen.data();
+    r.manner = kDirectManner;
+    GilHost host;
+    group_.run(r, host);
+    if (!paired) return seen;
+    std::vector<std::byte> offers;
+    for (size_t source = 0; source < ranks; ++source) {
+        const std::byte* theirs = seen.data() + source * shown.size();
+        offers.insert(offers.end(), theirs, theirs + offer.size());
+        for (size_t target = 0; target < ranks; ++target) {
+            if (source == target) continue;
+            int64_t expected;
+            const std::byte* tail = seen.data() + target * shown.size() + offer.size();
+            std::memcpy(&expected, tail + sizeof expected * source, sizeof expected);
+            const int64_t sent = DeviceLink::offered(theirs, offer.size(), static_cast<int>(target));
+            if (sent != expected)
+                differ(group_, facts_of(r), static_cast<int>(source), static_cast<int>(target), sent, expected);
+        }
+    }
+    return offers;
+}
+
+void DeviceFastPath::enqueue(uintptr_t stream, DType dtype, const Part& part, const std::vector<DeviceLink::Span>& spans) {
+    std::vector<uint64_t> addresses;  // of every rank, in order
+    size_t next = 0;
+    switch (part.kind) {
+        case Part::Kind::Nothing:
+            return;
+        case Part::Kind::Pulls: {
+            std::vector<DeviceLink::Copy> copies;
+            if (part.to != 0) copies.push_back({{part.own, part.bytes}, part.to});
+            for (const uint64_t target : part.targets) copies.push_back({{spans[next++].address, part.bytes}, target});
+            native_->copy(stream, copies);
+            return;
+        }
+        case Part::Kind::Reduces:
+            for (int peer = 0; peer < size(); ++peer)
+                addresses.push_back((peer == rank() ? part.own : spans[next++].address) + static_cast<uint64_t>(part.skipped));
+            reduce(stream, dtype, addresses, part.to != 0 ? std::vector<uint64_t>{part.to} : addresses, part.count);
+            return;
+        case Part::Kind::Spreads:
+            for (const DeviceLink::Span& span : spans) addresses.push_back(span.address);
+            uint64_t bits = part.own | static_cast<uint64_t>(part.bytes);
+            for (const uint64_t each : addresses) bits |= each;
+            const DType unit = bits % 8 == 0 ? DType::I64 : bits % 4 == 0 ? DType::I32 : bits % 2 == 0 ? DType::I16 : DType::U8;
+            reduce(stream, unit, {part.own}, addresses, part.bytes / element_bytes(unit));
+            return;
+    }
+}
+
+void DeviceFastPath::reduce(uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins,
+                            const std::vector<uint64_t>& outs, int64_t count) {
+    uint64_t bits = 0;
+    for (const uint64_t each : ins) bits |= each;
+    for (const uint64_t each : outs) bits |= each;
+    native_->launch(stream, kernel(dtype, ins.size(), outs.size(), bits % 16 == 0, count > kLargeCount), ins, outs, count);
+}
+
+// Compiled at its first use.
+const DeviceLink::Kernel& DeviceFastPath::kernel(DType dtype, size_t ins, size_t outs, bool aligned, bool large) {
+    const auto key = std::make_tuple(dtype, ins, outs, aligned, large);
+    const auto known = kernels_.find(key);
+    if (known != kernels_.end()) return known->second;
+    const nb::object made = kernel_of_(static_cast<int>(dtype), ins, outs, aligned, large);
+    DeviceLink::Kernel found{};
+    if (!made.is_none()) {
+        const auto [function, threads, shared, block] = nb::cast<std::tuple<uintptr_t, unsigned, unsigned, int64_t>>(made);
+        found = {reinterpret_cast<void*>(function), threads, shared, block};
+    }
+    return kernels_.emplace(key, found).first->second;
 }
 
 }  // namespace ringway::shm

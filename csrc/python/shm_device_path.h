@@ -1,5 +1,9 @@
-// The fast path of small calls on CUDA tensors: through host memory, in one native call.
+// The fast path of calls on CUDA tensors, in one native call: small ones through host memory, large ones direct
+// (src/ringway/backends/shm/cuda.py describes both ways).
 #pragma once
+
+#include <map>
+#include <tuple>
 
 #include "python/fast_path.h"
 #include "python/shm_group.h"
@@ -7,25 +11,60 @@
 
 namespace ringway::shm {
 
+// How the ranks of a group share their devices.
+struct DeviceManner {
+    int64_t direct_from = 0;   // bytes of a call
+    bool reduces = false;      // there are kernels
+    bool takes_turns = false;  // one rank does a whole all_reduce
+    bool spreads = false;      // a broadcast's root writes to all others
+};
+
 class DeviceFastPath final : public FastPath {
   public:
-    // `profiler` holds the names of torch.autograd.profiler, and `stream_of` returns the current stream of a device.
-    DeviceFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler, nb::object stream_of);
+    // `kind` is the kind of device. `profiler` holds the names of torch.autograd.profiler, `stream_of` returns the current
+    // stream of a device, and `kernel_of` the kernel for a dtype, numbers of inputs and outputs, and alignment.
+    DeviceFastPath(PyGroup& group, GroupRecord& record, int kind, nb::dict profiler, nb::object stream_of,
+                   nb::object kernel_of);
 
-    // Takes calls of at most `bytes`, from now on. None takes no more.
-    void attach(nb::object link, int64_t bytes);
+    // Takes calls from now on. None takes no more.
+    void attach(nb::object link, const DeviceManner& manner);
     bool run(int op, nb::handle outputs, nb::handle inputs, int peer);
 
   private:
+    // A rank's part of a direct call (src/ringway/backends/shm/cuda_parts.py): what it offers, whose memory it needs, and
+    // what it does with it.
+    struct Part {
+        enum class Kind { Nothing, Pulls, Reduces, Spreads } kind = Kind::Nothing;
+        std::vector<DeviceLink::Span> offered;
+        std::vector<DeviceLink::Wanted> wanted;
+        uint64_t own = 0;               // this rank's own input
+        uint64_t to = 0;                // where it goes, or its result; 0 if nowhere
+        std::vector<uint64_t> targets;  // where the wanted spans are pulled to, one by one
+        int64_t bytes = 0;              // of each span
+        int64_t skipped = 0;            // bytes before the elements that this rank reduces, in every rank's memory,
+        int64_t count = 0;              // and how many these are
+    };
+
     bool profiled() const;
     void run_on(uintptr_t stream, PlainCall& call);
+    bool run_direct(uintptr_t stream, PlainCall& call);
+    // False if the general path has to copy the tensors first.
+    bool plan(const PlainCall& call, Part& part) const;
+    // Shows the other ranks the offer and what this rank expects, and returns their offers.
+    std::vector<std::byte> meet(const PlainCall& call, const std::vector<std::byte>& offer);
+    void enqueue(uintptr_t stream, DType dtype, const Part& part, const std::vector<DeviceLink::Span>& spans);
+    void reduce(uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,
+                int64_t count);
+    // Without a function if there is no such kernel.
+    const DeviceLink::Kernel& kernel(DType dtype, size_t ins, size_t outs, bool aligned, bool large);
 
     PyGroup& group_;
     const nb::dict profiler_;
-    const nb::object stream_of_;
+    const nb::object stream_of_, kernel_of_;
     nb::object link_;
     DeviceLink* native_ = nullptr;
-    int64_t most_ = -1;
+    DeviceManner manner_;
+    std::map<std::tuple<DType, size_t, size_t, bool, bool>, DeviceLink::Kernel> kernels_;
 };
 
 }  // namespace ringway::shm

@@ -52,11 +52,12 @@ bool same(const device::IpcHandle& one, const device::IpcHandle& other) {
 
 }  // namespace
 
-DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device)
+DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device, GroupRecord* record)
     : engine_(std::move(engine)),
       members_(engine_->members),
       rank_(members_.rank()),
       size_(members_.size()),
+      record_(record),
       driver_(library),
       words_(members_.segment().stream_words()),
       opened_(static_cast<size_t>(size_), std::vector<Opened>(kSlots)) {
@@ -249,9 +250,18 @@ int DeviceLink::open_mappings() {
 
 // Order
 
-bool DeviceLink::is_capturing(Stream stream) const {
+bool DeviceLink::is_capturing(uintptr_t stream) const {
+    const Entered entered(driver_, context_);
     int capturing = 0;
-    return driver_.is_capturing(stream, &capturing) == kSuccess && capturing != 0;
+    return driver_.is_capturing(reinterpret_cast<Stream>(stream), &capturing) == kSuccess && capturing != 0;
+}
+
+void DeviceLink::follow(uintptr_t stream) {
+    if (is_capturing(stream)) return;
+    const Entered entered(driver_, context_);
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (!in_flight_.empty() && in_flight_.back().stream != stream)
+        driver_.require(driver_.wait_event(reinterpret_cast<Stream>(stream), in_flight_.back().event, 0), "cuStreamWaitEvent");
 }
 
 void DeviceLink::signal(uintptr_t stream, int phase) {
@@ -284,18 +294,39 @@ void DeviceLink::copy(uintptr_t stream, const std::vector<Copy>& copies) {
                             "cuMemcpyDtoDAsync");
 }
 
-void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s) {
+// The kernel has 8 addresses of inputs, 8 of outputs and the count as arguments. Triton adds pointers to scratch memory,
+// which these kernels do not use; arguments beyond a kernel's own are ignored.
+void DeviceLink::launch(uintptr_t stream, const Kernel& kernel, const std::vector<uint64_t>& ins,
+                        const std::vector<uint64_t>& outs, int64_t count) {
+    constexpr size_t kScratch = 2;
+    if (count == 0) return;
+    uint64_t arguments[2 * kDeviceRanks + 1 + kScratch] = {};
+    void* parameters[std::size(arguments)];
+    for (size_t i = 0; i < kDeviceRanks; ++i) {
+        arguments[i] = ins[i < ins.size() ? i : 0];
+        arguments[kDeviceRanks + i] = outs[i < outs.size() ? i : 0];
+    }
+    arguments[2 * kDeviceRanks] = static_cast<uint64_t>(count);
+    for (size_t i = 0; i < std::size(arguments); ++i) parameters[i] = &arguments[i];
+    const Entered entered(driver_, context_);
+    const auto programs = static_cast<unsigned>((count + kernel.block - 1) / kernel.block);
+    driver_.require(driver_.launch_kernel(kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes,
+                                          reinterpret_cast<Stream>(stream), parameters, nullptr),
+                    "cuLaunchKernel");
+}
+
+void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
     const Entered entered(driver_, context_);
     signal(stream, 1);
     const auto on = reinterpret_cast<Stream>(stream);
-    const bool captured = is_capturing(on);
+    const bool captured = is_capturing(stream);
     std::lock_guard<std::mutex> guard(lock_);
     if (captured) {
         captured_ = true;
     } else {
         const int64_t now = now_ns();
         const double limit = std::min(timeout_s, kLongest) * 1e9;
-        in_flight_.push_back({take_event(), facts, now, now + static_cast<int64_t>(limit)});
+        in_flight_.push_back({take_event(), facts, now, now + static_cast<int64_t>(limit), stream, record});
         driver_.require(driver_.event_record(in_flight_.back().event, on), "cuEventRecord");
     }
     if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
@@ -317,9 +348,9 @@ device::Event DeviceLink::take_event() {
 
 // False while the stream captures a graph.
 bool DeviceLink::can_bounce(uintptr_t stream) {
-    const Entered entered(driver_, context_);
-    if (is_capturing(reinterpret_cast<Stream>(stream))) return false;
+    if (is_capturing(stream)) return false;
     if (bounce_ != nullptr) return true;
+    const Entered entered(driver_, context_);
     void* memory = nullptr;
     if (driver_.event_create(&bounced_, kDisableTiming) != kSuccess) return false;
     if (driver_.allocate_host(&memory, 2 * kBounceBytes, kPortable) != kSuccess) return false;
@@ -378,7 +409,9 @@ void DeviceLink::look_for_ended() {
     const bool any = !in_flight_.empty();
     // An error of the device counts as an end: nothing on it will pass any more.
     while (!in_flight_.empty() && driver_.event_query(in_flight_.front().event) != device::kNotReady) {
-        spare_.push_back(in_flight_.front().event);
+        const InFlight& ended = in_flight_.front();
+        if (ended.record) record_->end(*ended.record, members_.faulted() ? State::Failed : State::Completed);
+        spare_.push_back(ended.event);
         in_flight_.pop_front();
     }
     if (any && in_flight_.empty()) passed_.notify_all();

@@ -23,12 +23,14 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "device/driver.h"
+#include "record/group_record.h"
 #include "shm/engine.h"
 
 namespace ringway::shm {
@@ -45,8 +47,9 @@ class DeviceLink {
     using Wanted = std::pair<int, int>;
     using Copy = std::pair<Span, uint64_t>;  // from a span, to an address
 
-    // `device` is this process's number for the device. Throws std::runtime_error if the driver refuses.
-    DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device);
+    // `device` is this process's number for the device. `record` may be null, and must outlive the link. Throws
+    // std::runtime_error if the driver refuses.
+    DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device, GroupRecord* record);
     ~DeviceLink();
     DeviceLink(const DeviceLink&) = delete;
     DeviceLink& operator=(const DeviceLink&) = delete;
@@ -64,8 +67,21 @@ class DeviceLink {
     // The bytes of a span of an offer.
     static int64_t offered(const std::byte* offer, size_t bytes, int place);
 
+    // Everything later on the stream comes after the calls in flight, unless it captures a graph.
+    void follow(uintptr_t stream);
     void meet(uintptr_t stream);
-    void part(uintptr_t stream, const CallFacts& facts, double timeout_s);
+    bool is_capturing(uintptr_t stream) const;
+    // If the call has a record, the record ends when the device has passed the call.
+    void part(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record = {});
+    // Reduces arrays of `count` numbers into every output; see src/ringway/backends/shm/cuda_kernels.py.
+    struct Kernel {
+        void* function;
+        unsigned threads;
+        unsigned shared_bytes;
+        int64_t block;  // numbers for each program
+    };
+    void launch(uintptr_t stream, const Kernel& kernel, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,
+                int64_t count);
     void copy(uintptr_t stream, const std::vector<Copy>& copies);
 
     // Memory that can always be shared.
@@ -117,6 +133,8 @@ class DeviceLink {
         CallFacts facts;
         int64_t since_ns;
         int64_t deadline_ns;
+        uintptr_t stream;
+        std::optional<uint64_t> record;
     };
 
     uint32_t& word(int phase, int from, int to) const { return words_[(phase * kDeviceRanks + from) * kDeviceRanks + to]; }
@@ -125,7 +143,6 @@ class DeviceLink {
     bool still_there(const Slot& slot) const;
     void forget_freed();
     void close_mapping(Opened& opened);
-    bool is_capturing(device::Stream stream) const;
     device::Event take_event();
 
     void watch();
@@ -137,6 +154,7 @@ class DeviceLink {
     Membership& members_;
     const int rank_;
     const int size_;
+    GroupRecord* const record_;
     device::MemoryDriver driver_;
     int device_ = 0;
     device::Context context_ = nullptr;

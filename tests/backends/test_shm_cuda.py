@@ -15,7 +15,10 @@ import pytest
 import torch
 from scripted_cuda import build_stand_in
 
+from ringway import call as ops
 from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
+from ringway.observe.recorder import RecordedCall, recent_calls
+from ringway.store import Deadline
 from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, all_cases, run_setting
 
@@ -177,6 +180,103 @@ def _arranged(context: RankContext, gpus: int, mps: bool) -> list[tuple[int, int
 def test_who_does_the_work(ranks: RankPool, gpus: int, mps: bool, expected: list[tuple[int, int]]) -> None:
     for launched, each in zip(ranks.run(_arranged, gpus, mps, world_size=3), expected, strict=True):
         assert launched == [each, each]
+
+
+def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
+    """Every op of the path, between calls on the general path, which are not in device memory and so are staged."""
+    import stand_in_cuda
+
+    driver, size, rank = stand_in_cuda.library(), context.world_size, context.rank
+    driver.stand_in_mps(int(mps))
+    driver.stand_in_gpu(rank % gpus)
+    try:
+        dist = context.start(BACKEND, group_name=f"fast on {gpus} GPUs, MPS {mps}")
+        backend, staged = _backend(dist), torch.ones(3)
+        dist.all_reduce(staged)
+
+        def run(op: Any, output: torch.Tensor, given: torch.Tensor | None = None, peer: int = -1) -> torch.Tensor:
+            assert backend._path.run(op.code, output, given, peer, 0, True), (op.name, output.dtype)
+            assert backend._link.drain(60)
+            return output
+
+        everyone = sum(range(1, size + 1))
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+            for count in (1, 63, 1000):
+                one = stand_in_cuda.in_device_memory(count, dtype).fill_(rank + 1)
+                all_of_them = stand_in_cuda.in_device_memory(count * size, dtype)
+                assert run(ops.ALL_REDUCE, one).unique().tolist() == [everyone]
+                dist.all_reduce(staged.fill_(1))
+                assert staged.tolist() == [size] * 3
+                for shifted in (one, one[1:], all_of_them[: 2 * (count // 2)]):
+                    if shifted.numel():
+                        run(ops.BROADCAST, shifted.fill_(rank + 5), peer=1)
+                        assert shifted.unique().tolist() == [6]
+                one.fill_(rank + 1)
+                gathered = run(ops.ALL_GATHER_SINGLE, all_of_them, one).view(size, count)
+                assert gathered[:, 0].tolist() == list(range(1, size + 1))
+                all_of_them.view(size, count)[rank] = 9  # in place
+                run(ops.ALL_GATHER_SINGLE, all_of_them, all_of_them.view(size, count)[rank])
+                assert all_of_them.unique().tolist() == [9]
+                all_of_them.view(size, count).copy_(torch.arange(size).view(size, 1) + rank)
+                scattered = run(ops.REDUCE_SCATTER_SINGLE, one, all_of_them)
+                assert scattered.unique().tolist() == [size * rank + everyone - size]
+                exchanged = stand_in_cuda.in_device_memory(count * size, dtype)
+                all_of_them.view(size, count).copy_(torch.arange(size).view(size, 1) + 10 * rank)
+                run(ops.ALL_TO_ALL_SINGLE, exchanged, all_of_them)
+                assert exchanged.view(size, count)[:, 0].tolist() == [10 * other + rank for other in range(size)]
+        floats = stand_in_cuda.in_device_memory(3 * size, torch.float32)
+        refused = [
+            (ops.ALL_REDUCE, torch.ones(3), None, "cannot be shared"),
+            (ops.ALL_REDUCE, floats.view(torch.bool)[:3], None, "has no kernel"),
+            (ops.ALL_TO_ALL_SINGLE, floats, floats, "in place"),
+            (ops.ALL_GATHER_SINGLE, floats, floats[1:4] if rank else floats[2:5], "overlaps"),
+            (ops.REDUCE_SCATTER_SINGLE, floats[1:4], floats, "overlaps"),
+        ]
+        for op, output, given, why in refused:
+            if size == 3:
+                assert not backend._path.run(op.code, output, given, -1, 0, True), why
+        name = dist.communicator().name
+
+        def open_calls() -> list[RecordedCall]:
+            return [call for call in recent_calls(60) if call.group == name and call.state == "issued"]
+
+        assert Deadline(60).poll(lambda: not open_calls() or None), open_calls()
+        assert {call.state for call in recent_calls(60) if call.group == name} == {"completed"}
+        dist.destroy_process_group()
+    finally:
+        driver.stand_in_mps(0)
+        driver.stand_in_gpu(0)
+
+
+@pytest.mark.parametrize(("gpus", "mps"), [(1, False), (1, True), (3, False)])
+def test_direct_calls_on_the_fast_path(ranks: RankPool, gpus: int, mps: bool) -> None:
+    ranks.run(_on_the_fast_path, gpus, mps, world_size=3, timeout=120)
+
+
+def _paths_meet(context: RankContext) -> str:
+    """Rank 0's blocks have other sizes, so it takes the general path, and the others the fast one."""
+    import stand_in_cuda
+
+    dist = context.start(BACKEND, group_name="paths meet")
+    dist.all_reduce(torch.ones(3))
+    backend = _backend(dist)
+    given, taken = (stand_in_cuda.in_device_memory(6, torch.float32) for _ in range(2))
+
+    def call() -> None:
+        if context.rank == 0:
+            dist.all_to_all_single(taken, given, [2, 2, 2], [2, 1, 3])
+        else:
+            assert backend._path.run(ops.ALL_TO_ALL_SINGLE.code, taken, given, -1, 0, True)
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_sizes_are_compared_between_both_paths(ranks: RankPool) -> None:
+    for outcome in ranks.try_run(_paths_meet, world_size=3, timeout=60):
+        assert outcome.ok, str(outcome)
+        assert "rank 0" in outcome.value, outcome.value
 
 
 def _differ(context: RankContext, what: str) -> str:

@@ -43,7 +43,7 @@ _FACTS_BYTES = 512
 _PROBE_BYTES = 2 << 20
 _DIRECT = 1 << 34
 """Distinguishes a direct call from one through the host when ranks compare: their bits of the amount are never that
-high."""
+high. csrc/python/shm_device_path.cpp has it too."""
 _CAPTURED = 1 << 35
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """What bytes are moved as."""
@@ -166,19 +166,24 @@ class ShmCudaBackend(ShmBackend):
         self._reduces = False
         self.takes_turns = self.spreads = False
         self._staging: Span = (0, 0)
-        self._last: tuple[Any, Any] | None = None
         self._ending = threading.Lock()
+        self._record: _core.GroupRecord | None = None
         self._path: _core.ShmDeviceFastPath | None = None
         self.why_host = f"groups of more than {_core.SHM_DEVICE_RANKS} ranks use host memory" if self._met else ""
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
-        self._path = _core.ShmDeviceFastPath(self._native, record, vars(profiler), self.device.stream_of)
+        self._record = record
+        device = self.device
+        self._path = _core.ShmDeviceFastPath(
+            self._native, record, device.kind, vars(profiler), device.stream_of, device.kernel_of
+        )
         self._attach_path()
         return (self._path,)
 
     def _attach_path(self) -> None:
         if self._path is not None:
-            self._path.attach(self._link if self._met else None, self._from - 1)
+            link = self._link if self._met else None
+            self._path.attach(link, self._from, self._reduces, self.takes_turns, self.spreads)
 
     def fault(self) -> BaseException | None:
         """What ended the group, if anything did."""
@@ -279,7 +284,7 @@ class ShmCudaBackend(ShmBackend):
         facts: dict[str, Any] = {"no_kernels": self.device.lacks()}
         offer: bytes | int = -1
         try:
-            link = _core.ShmDevice(self._native, self.device.library, self.device.index(near))
+            link = _core.ShmDevice(self._native, self.device.library, self.device.index(near), self._record)
             self._link = link
             facts |= {"uuid": link.uuid, "mps": link.has_mps}
             offer = link.offer([(link.allocate(_PROBE_BYTES), _PROBE_BYTES)], False)
@@ -402,8 +407,7 @@ class ShmCudaBackend(ShmBackend):
             )
         )
         raw = self.device.raw(stream)
-        if not captured and self._last is not None and self._last[0] is not stream:
-            self.device.wait(stream, self._last[1])
+        link.follow(raw)
         if staged is not None:
             link.copy(raw, [(to, at, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
         link.meet(raw)
@@ -411,11 +415,7 @@ class ShmCudaBackend(ShmBackend):
         link.part(raw, call, count_of(call), self._timeout(call))
         if staged is not None and part.written:
             link.copy(raw, [(at, to, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
-        if captured:
-            return None
-        event = self.device.mark(stream)
-        self._last = (stream, event)
-        return event
+        return None if captured else self.device.mark(stream)
 
     def _compared(self, call: Call, seen: bytes) -> bytes:
         """The offers of an all_to_all, once every rank's blocks were found to have the sizes that their receivers
@@ -486,4 +486,3 @@ class ShmCudaBackend(ShmBackend):
             self._attach_path()
         if link is not None:
             link.close()
-        self._last = None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringway.call import Reduce
+import ringway._core as _core
+from ringway.call import DTYPES, Reduce
 
 Reduction = tuple[torch.dtype, Reduce]
 
@@ -35,6 +36,7 @@ class Cuda:
     """The CUDA device of one backend. Tests replace it."""
 
     library = "libcuda.so.1"
+    kind = _core.CUDA
 
     def __init__(self) -> None:
         self._sides: dict[torch.device, Any] = {}
@@ -49,6 +51,20 @@ class Cuda:
     def stream_of(self, index: int) -> int:
         """The number of the current stream of a device."""
         return torch._C._cuda_getCurrentRawStream(index)
+
+    def kernel_of(
+        self, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
+    ) -> tuple[int, int, int, int] | None:
+        """The kernel that sums, as the fast path launches it: function, threads, bytes of shared memory, and numbers
+        for each program. None if there is none for the dtype."""
+        from ringway.backends.shm.cuda_kernels import BLOCK, compiled
+
+        dtype = DTYPES[dtype_code]
+        if reduces_as(dtype, Reduce.SUM) != (dtype, 1):
+            return None
+        kernel = compiled((dtype, Reduce.SUM), ins, outs, aligned, large)
+        kernel._init_handles()
+        return kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, BLOCK
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

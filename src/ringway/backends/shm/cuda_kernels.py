@@ -140,27 +140,39 @@ def _reduce(
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
-"""The kernels that ran already, by what they were compiled for. Triton's own way to find them takes 40 µs a launch."""
+"""The kernels by what they were compiled for. Triton's own way to find them takes 40 µs a launch."""
 
 
-def reduce(ins: list[int], outs: list[int], count: int, dtype: torch.dtype, kind: Reduce, stream: Any = None) -> None:
-    """Enqueues the reduction on a stream of the current device, by default the current one."""
-    if count == 0:
-        return
+def compiled(how: tuple[torch.dtype, Reduce], ins: int, outs: int, aligned: bool, large: bool) -> Any:
+    """The kernel for the current device. `large` counts have 64 bits."""
+    key = (torch.cuda.current_device(), how, ins, outs, aligned, large)
+    kernel = _compiled.get(key)
+    if kernel is None:
+        # Triton takes the width of an argument from an example: addresses have 64 bits.
+        example = [1 << 40] * 16 + [1 << 40 if large else 1]
+        fixed = _fixed(how, ins, outs, aligned)
+        kernel = _reduce.warmup(*example, *fixed, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+        _compiled[key] = kernel
+    return kernel
+
+
+def _fixed(how: tuple[torch.dtype, Reduce], ins: int, outs: int, aligned: bool) -> tuple[Any, ...]:
+    dtype, kind = how
     stored, wide = _TYPES[dtype]
     if kind is Reduce.AVG and not dtype.is_floating_point:
         wide = tl.int64  # a sum of small integers may not fit into their type
-    aligned = not any(address % 16 for address in (*ins, *outs))
-    fixed = (len(ins), len(outs), int(kind), stored, wide, aligned, BLOCK)
-    arguments = [*ins, *[ins[0]] * (8 - len(ins)), *outs, *[outs[0]] * (8 - len(outs)), count, *fixed]
-    blocks = (-(-count // BLOCK), 1, 1)
-    raw = None if stream is None else stream.cuda_stream
-    key = (None if stream is None else stream.device_index, dtype, kind, len(ins), len(outs), aligned, count >> 31 == 0)
-    kernel = _compiled.get(key)
-    if kernel is not None:
-        kernel[blocks](*arguments, stream=raw)
+    return ins, outs, int(kind), stored, wide, aligned, BLOCK
+
+
+def reduce(ins: list[int], outs: list[int], count: int, dtype: torch.dtype, kind: Reduce, stream: Any = None) -> None:
+    """Enqueues the reduction on a stream of the current device. Triton's interpreter needs none."""
+    if count == 0:
         return
-    with torch.cuda.stream(stream):
-        kernel = _reduce[blocks](*arguments, num_warps=WARPS, enable_fp_fusion=False)
-    if stream is not None:
-        _compiled[key] = kernel
+    aligned = not any(address % 16 for address in (*ins, *outs))
+    shape = (dtype, kind), len(ins), len(outs), aligned
+    arguments = [*ins, *[ins[0]] * (8 - len(ins)), *outs, *[outs[0]] * (8 - len(outs)), count, *_fixed(*shape)]
+    blocks = (-(-count // BLOCK), 1, 1)
+    if stream is None:
+        _reduce[blocks](*arguments)
+    else:
+        compiled(*shape, large=count >> 31 != 0)[blocks](*arguments, stream=stream.cuda_stream)
