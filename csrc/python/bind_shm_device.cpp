@@ -18,6 +18,14 @@ using PySpan = std::pair<uint64_t, int64_t>;  // address and bytes
 
 namespace {
 
+using PyCopies = std::vector<std::tuple<uint64_t, uint64_t, int64_t>>;  // to, from, bytes
+
+std::vector<DeviceLink::Copy> copies_of(const PyCopies& given) {
+    std::vector<DeviceLink::Copy> copies;
+    for (const auto& [to, from, bytes] : given) copies.push_back({{from, bytes}, to});
+    return copies;
+}
+
 PyObject* run_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     if (count != 6) {
         PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, tag, wait");
@@ -70,14 +78,13 @@ void bind_shm_device(nb::module_& m) {
         }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
         .def("follow", &DeviceLink::follow, nb::arg("stream"))
         .def("meet", &DeviceLink::meet, nb::arg("stream"))
-        .def("copy", [](DeviceLink& self, uintptr_t stream, const std::vector<std::tuple<uint64_t, uint64_t, int64_t>>& given) {
-            std::vector<DeviceLink::Copy> copies;
-            for (const auto& [to, from, bytes] : given) copies.push_back({{from, bytes}, to});
-            self.copy(stream, copies);
+        .def("copy", [](DeviceLink& self, uintptr_t stream, const PyCopies& copies) {
+            self.copy(stream, copies_of(copies));
         }, nb::arg("stream"), nb::arg("copies"))
-        .def("part", [](DeviceLink& self, uintptr_t stream, nb::handle call, int64_t count, double timeout_s) {
-            self.part(stream, facts_of(call, count), timeout_s);
-        }, nb::arg("stream"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"))
+        .def("part", [](DeviceLink& self, uintptr_t stream, nb::handle call, int64_t count, double timeout_s,
+                        const PyCopies& copies) {
+            self.part(stream, facts_of(call, count), timeout_s, copies_of(copies));
+        }, nb::arg("stream"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"), nb::arg("copies"))
         .def("allocate", &DeviceLink::allocate, nb::arg("bytes"), Release())
         .def("free", &DeviceLink::free, nb::arg("address"), Release())
         .def("drain", &DeviceLink::drain, nb::arg("seconds"), Release())

@@ -128,7 +128,7 @@ bool DeviceFastPath::run_direct(uintptr_t stream, PlainCall& call) {
         native.follow(stream);
         native.meet(stream);
         enqueue(stream, call.dtype, part, spans);
-        native.part(stream, facts_of(call), call.timeout_s, begun.token);
+        native.part(stream, facts_of(call), call.timeout_s, {}, begun.token);
     } catch (...) {
         if (met) group_.fail();  // the others wait for this rank's part
         record().end(begun.token, State::Failed);

@@ -315,9 +315,11 @@ void DeviceLink::launch(uintptr_t stream, const Kernel& kernel, const std::vecto
                     "cuLaunchKernel");
 }
 
-void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
+void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
+                      std::optional<uint64_t> record) {
     const Entered entered(driver_, context_);
     signal(stream, 1);
+    copy(stream, copies);
     const auto on = reinterpret_cast<Stream>(stream);
     const bool captured = is_capturing(stream);
     std::lock_guard<std::mutex> guard(lock_);

@@ -71,8 +71,9 @@ class DeviceLink {
     void follow(uintptr_t stream);
     void meet(uintptr_t stream);
     bool is_capturing(uintptr_t stream) const;
-    // If the call has a record, the record ends when the device has passed the call.
-    void part(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record = {});
+    // The call ends with `copies`. If it has a record, that ends when the device has passed the call.
+    void part(uintptr_t stream, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
+              std::optional<uint64_t> record = {});
     // Reduces arrays of `count` numbers into every output; see src/ringway/backends/shm/cuda_kernels.py.
     struct Kernel {
         void* function;

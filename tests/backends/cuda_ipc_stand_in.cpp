@@ -53,8 +53,9 @@ class Stream {
     std::thread thread_;
 };
 
+// How often it was recorded, and the latest record that its stream has passed. Records are passed in order.
 struct Event {
-    std::atomic<int> pending{0};
+    std::atomic<int> recorded{0}, passed{0};
 };
 
 struct Allocation {
@@ -106,8 +107,9 @@ void stand_in_launch(void* stream, void (*kernel)(uint64_t), uint64_t argument) 
 }
 void stand_in_wait_event(void* stream, void* event) {
     auto* awaited = static_cast<Event*>(event);
-    stream_of(stream).add([awaited] {
-        while (awaited->pending != 0) usleep(50);
+    const int record = awaited->recorded;
+    stream_of(stream).add([=] {
+        while (awaited->passed < record) usleep(50);
     });
 }
 
@@ -139,11 +141,14 @@ int cuEventCreate(void** event, unsigned) {
 }
 int cuEventRecord(void* event, void* stream) {
     auto* recorded = static_cast<Event*>(event);
-    ++recorded->pending;
-    stream_of(stream).add([recorded] { --recorded->pending; });
+    const int record = ++recorded->recorded;
+    stream_of(stream).add([=] { recorded->passed = record; });
     return 0;
 }
-int cuEventQuery(void* event) { return static_cast<Event*>(event)->pending == 0 ? 0 : kNotReady; }
+int cuEventQuery(void* event) {
+    const auto* asked = static_cast<Event*>(event);
+    return asked->passed == asked->recorded ? 0 : kNotReady;
+}
 int cuEventElapsedTime(float*, void*, void*) { return kInvalid; }
 int cuEventDestroy_v2(void*) { return 0; }  // a stream may still hold it
 int cuStreamCreate(void** stream, unsigned) {

@@ -412,9 +412,10 @@ class ShmCudaBackend(ShmBackend):
             link.copy(raw, [(to, at, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
         link.meet(raw)
         part.body(stream, addresses, [at for at, _ in (part.offered if staged is None else staged)])
-        link.part(raw, call, count_of(call), self._timeout(call))
+        back = []
         if staged is not None and part.written:
-            link.copy(raw, [(at, to, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
+            back = [(at, to, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)]
+        link.part(raw, call, count_of(call), self._timeout(call), back)
         return None if captured else self.device.mark(stream)
 
     def _compared(self, call: Call, seen: bytes) -> bytes:
