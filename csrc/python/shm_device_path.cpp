@@ -106,8 +106,10 @@ bool DeviceFastPath::run_direct(uintptr_t stream, PlainCall& call) {
     DeviceLink& native = *native_;
     Part part;
     if (call.count == 0 || native.is_capturing(stream) || !plan(call, part)) return false;
-    if (reduces(call.op) &&
-        (!manner_.reduces || kernel(call.dtype, static_cast<size_t>(size()), 1, true, false).function == nullptr))
+    device_index_ = call.device_index;
+    const auto ranks = static_cast<size_t>(size());
+    const size_t results = call.op == Op::AllReduce ? ranks : 1;
+    if (reduces(call.op) && (!manner_.reduces || kernel(call.dtype, ranks, results, true, false).function == nullptr))
         return false;
     int refused = -1;
     const std::vector<std::byte> offer = native.offer(part.offered, false, refused);
@@ -281,7 +283,7 @@ const DeviceLink::Kernel& DeviceFastPath::kernel(DType dtype, size_t ins, size_t
     const auto key = std::make_tuple(dtype, ins, outs, aligned, large);
     const auto known = kernels_.find(key);
     if (known != kernels_.end()) return known->second;
-    const nb::object made = kernel_of_(static_cast<int>(dtype), ins, outs, aligned, large);
+    const nb::object made = kernel_of_(device_index_, static_cast<int>(dtype), ins, outs, aligned, large);
     DeviceLink::Kernel found{};
     if (!made.is_none()) {
         const auto [function, threads, shared, block] = nb::cast<std::tuple<uintptr_t, unsigned, unsigned, int64_t>>(made);

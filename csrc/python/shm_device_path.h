@@ -22,7 +22,7 @@ struct DeviceManner {
 class DeviceFastPath final : public FastPath {
   public:
     // `kind` is the kind of device. `profiler` holds the names of torch.autograd.profiler, `stream_of` returns the current
-    // stream of a device, and `kernel_of` the kernel for a dtype, numbers of inputs and outputs, and alignment.
+    // stream of a device, and `kernel_of` its kernel for a dtype, numbers of inputs and outputs, alignment and large counts.
     DeviceFastPath(PyGroup& group, GroupRecord& record, int kind, nb::dict profiler, nb::object stream_of,
                    nb::object kernel_of);
 
@@ -64,6 +64,7 @@ class DeviceFastPath final : public FastPath {
     nb::object link_;
     DeviceLink* native_ = nullptr;
     DeviceManner manner_;
+    int device_index_ = 0;
     std::map<std::tuple<DType, size_t, size_t, bool, bool>, DeviceLink::Kernel> kernels_;
 };
 

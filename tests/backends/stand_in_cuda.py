@@ -75,7 +75,7 @@ class StandInCuda(Cuda):
         return 7
 
     def kernel_of(
-        self, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
+        self, index: int, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
     ) -> tuple[int, int, int, int] | None:
         dtype = DTYPES[dtype_code]
         if reduces_as(dtype, Reduce.SUM) is None:

@@ -53,7 +53,7 @@ class Cuda:
         return torch._C._cuda_getCurrentRawStream(index)
 
     def kernel_of(
-        self, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
+        self, index: int, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
     ) -> tuple[int, int, int, int] | None:
         """The kernel that sums, as the fast path launches it: function, threads, bytes of shared memory, and numbers
         for each program. None if there is none for the dtype."""
@@ -62,8 +62,9 @@ class Cuda:
         dtype = DTYPES[dtype_code]
         if reduces_as(dtype, Reduce.SUM) != (dtype, 1):
             return None
-        kernel = compiled((dtype, Reduce.SUM), ins, outs, aligned, large)
-        kernel._init_handles()
+        with torch.cuda.device(index):
+            kernel = compiled((dtype, Reduce.SUM), ins, outs, aligned, large)
+            kernel._init_handles()
         return kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, BLOCK
 
     def is_capturing(self) -> bool:
