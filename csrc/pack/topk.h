@@ -1,8 +1,9 @@
 // The largest magnitudes of each chunk: src/ringway/compress/codecs/topk.py describes a record to the bit.
 //
-// Selection is exact, and takes one vectorized pass, in which fp32 values are also added to their residuals. At least k elements reach the k-th largest of the maxima of small
-// groups, so only groups that reach this bound are looked at element by element. What was kept of the chunk before is a
-// good guess of the bound, and it is one if at least k maxima reach it, so the maxima are rarely sorted.
+// Selection is exact, and takes one vectorized pass, in which fp32 values are also added to their residuals. At least k
+// elements reach the k-th largest of the maxima of small groups, so only groups that reach this bound are looked at element
+// by element. What was kept of the chunk before is a good guess of the bound, and it is one if at least k maxima reach it,
+// so the maxima are rarely sorted.
 #pragma once
 
 #include "pack/sources.h"

@@ -52,6 +52,7 @@ void bind_shm_device(nb::module_& m) {
         }, nb::arg("group"), nb::arg("library"), nb::arg("device"), nb::arg("record").none(), nb::keep_alive<1, 5>())
         .def_prop_ro("has_mps", &DeviceLink::has_mps)
         .def_prop_ro("uuid", &DeviceLink::uuid)
+        .def_prop_ro("device_index", &DeviceLink::device_index)
         .def_prop_ro("open_mappings", &DeviceLink::open_mappings)
         .def_static("offer_bytes", &DeviceLink::offer_bytes)
         .def_static("offered", [](nb::bytes offer, int place) {

@@ -58,18 +58,20 @@ bool DeviceFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer
     // The sizes of an all_to_all may differ from rank to rank, so all of them are direct.
     const bool direct = call.op == Op::AllToAllSingle || call.bytes >= manner_.direct_from;
     if (!direct && call.bytes > DeviceLink::kBounceBytes) return false;
+    const nb::object kept = link_;  // another thread may close the group while Python runs, or without the GIL
+    DeviceLink& link = *native_;
+    const DeviceManner manner = manner_;
     const auto stream = nb::cast<uintptr_t>(stream_of_(call.device_index));
-    const nb::object link = link_;  // another thread may close the group
     call.timeout_s = group_.timeout_s();
     call.element = element_bytes(call.dtype);
-    if (direct) return run_direct(stream, call);
-    if (!native_->can_bounce(stream)) return false;
+    if (direct) return call.device_index == link.device_index() && run_direct(link, manner, stream, call);
+    if (!link.can_bounce(stream)) return false;
     call.site = current_site();
     call.place = text_of_site(call.site);
     const GroupRecord::Begun begun = begin(call, call.site);
     call.number = begun.sequence;
     try {
-        run_on(stream, call);
+        run_on(link, stream, call);
     } catch (...) {
         record().end(begun.token, State::Failed);
         throw;
@@ -78,7 +80,7 @@ bool DeviceFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer
     return true;
 }
 
-void DeviceFastPath::run_on(uintptr_t stream, PlainCall& call) {
+void DeviceFastPath::run_on(DeviceLink& native, uintptr_t stream, PlainCall& call) {
     const auto address = [](const std::byte* memory) { return reinterpret_cast<uint64_t>(memory); };
     const uint64_t from = address(call.in.at(0)), to = address(call.out.at(0));
     const int64_t share = call.count * call.element;
@@ -86,7 +88,6 @@ void DeviceFastPath::run_on(uintptr_t stream, PlainCall& call) {
     const int64_t read = call.op == Op::Broadcast && !root ? 0 : scatters(call.op) ? call.bytes : share;
     const int64_t written = root ? 0 : gathers(call.op) ? call.bytes : share;
     const nb::object link = link_;  // another thread may close the group while this one runs
-    DeviceLink& native = *native_;
     {
         GilRelease gil;
         native.download(stream, from, read);
@@ -102,22 +103,23 @@ void DeviceFastPath::run_on(uintptr_t stream, PlainCall& call) {
 
 // --- direct calls -----------------------------------------------------------------------------------------
 
-bool DeviceFastPath::run_direct(uintptr_t stream, PlainCall& call) {
-    DeviceLink& native = *native_;
+bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call) {
     Part part;
-    if (call.count == 0 || native.is_capturing(stream) || !plan(call, part)) return false;
-    device_index_ = call.device_index;
+    if (call.count == 0 || link.is_capturing(stream) || !plan(call, manner, part)) return false;
     const auto ranks = static_cast<size_t>(size());
     const size_t results = call.op == Op::AllReduce ? ranks : 1;
-    if (reduces(call.op) && (!manner_.reduces || kernel(call.dtype, ranks, results, true, false).function == nullptr))
+    if (reduces(call.op) && (!manner.reduces || kernel(link, call.dtype, ranks, results, true, false).function == nullptr))
         return false;
     int refused = -1;
-    const std::vector<std::byte> offer = native.offer(part.offered, false, refused);
+    const std::vector<std::byte> offer = link.offer(part.offered, false, refused);
     if (refused >= 0) return false;  // the general path copies the tensor to memory that can be shared
     call.site = current_site();
     call.place = text_of_site(call.site);
     const GroupRecord::Begun begun = begin(call, call.site);
     call.number = begun.sequence;
+    // Until this rank's part is enqueued, a signal handler must make no call of the group: it would come first here, and
+    // second on the other ranks.
+    record().starting(call.op, begun);
     bool met = false;
     try {
         const std::vector<std::byte> offers = meet(call, offer);
@@ -125,21 +127,31 @@ bool DeviceFastPath::run_direct(uintptr_t stream, PlainCall& call) {
         std::vector<DeviceLink::Span> spans;
         {
             GilRelease gil;
-            spans = native.accept(offers.data(), offers.size(), part.wanted, false);
+            spans = link.accept(offers.data(), offers.size(), part.wanted, false);
         }
-        native.follow(stream);
-        native.meet(stream);
-        enqueue(stream, call.dtype, part, spans);
-        native.part(stream, facts_of(call), call.timeout_s, {}, begun.token);
+        link.follow(stream);
+        link.meet(stream);
+        enqueue(link, stream, call.dtype, part, spans);
+        link.part(stream, facts_of(compared(call)), call.timeout_s, {}, begun.token);
     } catch (...) {
+        record().started();
         if (met) group_.fail();  // the others wait for this rank's part
         record().end(begun.token, State::Failed);
         throw;
     }
+    record().started();
     return true;
 }
 
-bool DeviceFastPath::plan(const PlainCall& call, Part& part) const {
+// As the ranks compare it: an all_to_all with its whole input.
+Request DeviceFastPath::compared(const PlainCall& call) const {
+    Request r = call;
+    if (call.op == Op::AllToAllSingle) r.count *= size();
+    r.in = r.out = {};
+    return r;
+}
+
+bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Part& part) const {
     const auto address = [](const std::byte* memory) { return reinterpret_cast<uint64_t>(memory); };
     const uint64_t from = address(call.in.at(0)), to = address(call.out.at(0));
     const int64_t share = call.count * call.element, whole = share * size();
@@ -159,7 +171,7 @@ bool DeviceFastPath::plan(const PlainCall& call, Part& part) const {
             part.offered = {{from, share}};
             want(0);
             const int64_t most = (call.count + size() - 1) / size();
-            const int64_t mine = manner_.takes_turns ? call.count : (most + kAlignment - 1) / kAlignment * kAlignment;
+            const int64_t mine = manner.takes_turns ? call.count : (most + kAlignment - 1) / kAlignment * kAlignment;
             const int64_t start = std::min(rank() * mine, call.count);
             part.skipped = start * call.element;
             part.count = std::min(mine, call.count - start);
@@ -167,9 +179,9 @@ bool DeviceFastPath::plan(const PlainCall& call, Part& part) const {
         }
         case Op::Broadcast:
             if (rank() == call.root) {
-                if (!manner_.spreads) part.offered = {{from, share}};
+                if (!manner.spreads) part.offered = {{from, share}};
                 else want(0), part.kind = Part::Kind::Spreads;
-            } else if (manner_.spreads) {
+            } else if (manner.spreads) {
                 part.offered = {{to, share}};
             } else {
                 part.kind = Part::Kind::Pulls;
@@ -215,9 +227,7 @@ std::vector<std::byte> DeviceFastPath::meet(const PlainCall& call, const std::ve
         shown.insert(shown.end(), from, from + sizeof(int64_t) * ranks);
     }
     seen.resize(shown.size() * ranks);
-    Request r = call;
-    if (paired) r.count *= size();  // the whole input is compared
-    r.in = r.out = {};
+    Request r = compared(call);
     r.shown = shown.data();
     r.shown_bytes = static_cast<int64_t>(shown.size());
     r.seen = seen.data();
@@ -242,7 +252,8 @@ std::vector<std::byte> DeviceFastPath::meet(const PlainCall& call, const std::ve
     return offers;
 }
 
-void DeviceFastPath::enqueue(uintptr_t stream, DType dtype, const Part& part, const std::vector<DeviceLink::Span>& spans) {
+void DeviceFastPath::enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
+                             const std::vector<DeviceLink::Span>& spans) {
     std::vector<uint64_t> addresses;  // of every rank, in order
     size_t next = 0;
     switch (part.kind) {
@@ -252,38 +263,41 @@ void DeviceFastPath::enqueue(uintptr_t stream, DType dtype, const Part& part, co
             std::vector<DeviceLink::Copy> copies;
             if (part.to != 0) copies.push_back({{part.own, part.bytes}, part.to});
             for (const uint64_t target : part.targets) copies.push_back({{spans[next++].address, part.bytes}, target});
-            native_->copy(stream, copies);
+            link.copy(stream, copies);
             return;
         }
         case Part::Kind::Reduces:
             for (int peer = 0; peer < size(); ++peer)
                 addresses.push_back((peer == rank() ? part.own : spans[next++].address) + static_cast<uint64_t>(part.skipped));
-            reduce(stream, dtype, addresses, part.to != 0 ? std::vector<uint64_t>{part.to} : addresses, part.count);
+            reduce(link, stream, dtype, addresses, part.to != 0 ? std::vector<uint64_t>{part.to} : addresses, part.count);
             return;
         case Part::Kind::Spreads:
             for (const DeviceLink::Span& span : spans) addresses.push_back(span.address);
             uint64_t bits = part.own | static_cast<uint64_t>(part.bytes);
             for (const uint64_t each : addresses) bits |= each;
             const DType unit = bits % 8 == 0 ? DType::I64 : bits % 4 == 0 ? DType::I32 : bits % 2 == 0 ? DType::I16 : DType::U8;
-            reduce(stream, unit, {part.own}, addresses, part.bytes / element_bytes(unit));
+            reduce(link, stream, unit, {part.own}, addresses, part.bytes / element_bytes(unit));
             return;
     }
 }
 
-void DeviceFastPath::reduce(uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins,
+void DeviceFastPath::reduce(DeviceLink& link, uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins,
                             const std::vector<uint64_t>& outs, int64_t count) {
+    if (count == 0) return;
     uint64_t bits = 0;
     for (const uint64_t each : ins) bits |= each;
     for (const uint64_t each : outs) bits |= each;
-    native_->launch(stream, kernel(dtype, ins.size(), outs.size(), bits % 16 == 0, count > kLargeCount), ins, outs, count);
+    const auto& found = kernel(link, dtype, ins.size(), outs.size(), bits % 16 == 0, count > kLargeCount);
+    link.launch(stream, found, ins, outs, count);
 }
 
 // Compiled at its first use.
-const DeviceLink::Kernel& DeviceFastPath::kernel(DType dtype, size_t ins, size_t outs, bool aligned, bool large) {
+const DeviceLink::Kernel& DeviceFastPath::kernel(const DeviceLink& link, DType dtype, size_t ins, size_t outs, bool aligned,
+                                                 bool large) {
     const auto key = std::make_tuple(dtype, ins, outs, aligned, large);
     const auto known = kernels_.find(key);
     if (known != kernels_.end()) return known->second;
-    const nb::object made = kernel_of_(device_index_, static_cast<int>(dtype), ins, outs, aligned, large);
+    const nb::object made = kernel_of_(link.device_index(), static_cast<int>(dtype), ins, outs, aligned, large);
     DeviceLink::Kernel found{};
     if (!made.is_none()) {
         const auto [function, threads, shared, block] = nb::cast<std::tuple<uintptr_t, unsigned, unsigned, int64_t>>(made);

@@ -46,17 +46,19 @@ class DeviceFastPath final : public FastPath {
     };
 
     bool profiled() const;
-    void run_on(uintptr_t stream, PlainCall& call);
-    bool run_direct(uintptr_t stream, PlainCall& call);
+    void run_on(DeviceLink& link, uintptr_t stream, PlainCall& call);
+    bool run_direct(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call);
     // False if the general path has to copy the tensors first.
-    bool plan(const PlainCall& call, Part& part) const;
+    bool plan(const PlainCall& call, const DeviceManner& manner, Part& part) const;
+    Request compared(const PlainCall& call) const;
     // Shows the other ranks the offer and what this rank expects, and returns their offers.
     std::vector<std::byte> meet(const PlainCall& call, const std::vector<std::byte>& offer);
-    void enqueue(uintptr_t stream, DType dtype, const Part& part, const std::vector<DeviceLink::Span>& spans);
-    void reduce(uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,
+    void enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
+                 const std::vector<DeviceLink::Span>& spans);
+    void reduce(DeviceLink& link, uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,
                 int64_t count);
     // Without a function if there is no such kernel.
-    const DeviceLink::Kernel& kernel(DType dtype, size_t ins, size_t outs, bool aligned, bool large);
+    const DeviceLink::Kernel& kernel(const DeviceLink& link, DType dtype, size_t ins, size_t outs, bool aligned, bool large);
 
     PyGroup& group_;
     const nb::dict profiler_;
@@ -64,7 +66,6 @@ class DeviceFastPath final : public FastPath {
     nb::object link_;
     DeviceLink* native_ = nullptr;
     DeviceManner manner_;
-    int device_index_ = 0;
     std::map<std::tuple<DType, size_t, size_t, bool, bool>, DeviceLink::Kernel> kernels_;
 };
 

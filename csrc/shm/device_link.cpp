@@ -58,6 +58,7 @@ DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& librar
       rank_(members_.rank()),
       size_(members_.size()),
       record_(record),
+      index_(device),
       driver_(library),
       words_(members_.segment().stream_words()),
       opened_(static_cast<size_t>(size_), std::vector<Opened>(kSlots)) {
@@ -280,7 +281,12 @@ void DeviceLink::signal(uintptr_t stream, int phase) {
     driver_.require(driver_.operate_on_words(reinterpret_cast<Stream>(stream), count, operations, 0), "cuStreamBatchMemOp");
 }
 
+void DeviceLink::require_open() const {
+    if (closed_) throw std::runtime_error("the group was closed by another thread");
+}
+
 void DeviceLink::meet(uintptr_t stream) {
+    require_open();
     const Entered entered(driver_, context_);
     signal(stream, 0);
 }
@@ -323,15 +329,19 @@ void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s
     const auto on = reinterpret_cast<Stream>(stream);
     const bool captured = is_capturing(stream);
     std::lock_guard<std::mutex> guard(lock_);
+    require_open();
+    if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
     if (captured) {
         captured_ = true;
     } else {
         const int64_t now = now_ns();
         const double limit = std::min(timeout_s, kLongest) * 1e9;
-        in_flight_.push_back({take_event(), facts, now, now + static_cast<int64_t>(limit), stream, record});
-        driver_.require(driver_.event_record(in_flight_.back().event, on), "cuEventRecord");
+        const device::Event event = take_event();
+        const Status status = driver_.event_record(event, on);
+        if (status != kSuccess) spare_.push_back(event);
+        driver_.require(status, "cuEventRecord");
+        in_flight_.push_back({event, facts, now, now + static_cast<int64_t>(limit), stream, record});
     }
-    if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
     if (asleep_) changed_.notify_all();
 }
 
@@ -410,8 +420,11 @@ void DeviceLink::watch() {
 void DeviceLink::look_for_ended() {
     const bool any = !in_flight_.empty();
     // An error of the device counts as an end: nothing on it will pass any more.
-    while (!in_flight_.empty() && driver_.event_query(in_flight_.front().event) != device::kNotReady) {
+    while (!in_flight_.empty()) {
         const InFlight& ended = in_flight_.front();
+        const Status status = driver_.event_query(ended.event);
+        if (status == device::kNotReady) break;
+        if (status != kSuccess && ended.record) members_.abort();
         if (ended.record) record_->end(*ended.record, members_.faulted() ? State::Failed : State::Completed);
         spare_.push_back(ended.event);
         in_flight_.pop_front();
@@ -471,7 +484,7 @@ bool DeviceLink::drain(double seconds) {
 }
 
 void DeviceLink::close() {
-    if (members_.forked() || std::exchange(closed_, true)) return;
+    if (members_.forked() || closed_.exchange(true)) return;
     bool drained = drain(kDrainSeconds);
     if (!drained) {
         members_.abort();  // the streams of this rank wait for others, which will not come
@@ -483,6 +496,9 @@ void DeviceLink::close() {
     }
     changed_.notify_all();
     if (thread_.joinable()) thread_.join();
+    for (const InFlight& left : in_flight_)
+        if (left.record) record_->end(*left.record, State::Failed);
+    in_flight_.clear();
     if (!drained) return;  // the device still uses the memory: it is given back when the process ends
     const std::lock_guard<std::mutex> guard(memory_);
     const Entered entered(driver_, context_);

@@ -18,6 +18,7 @@
 // in flight have passed: their results are worthless, and no stream hangs.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -57,6 +58,7 @@ class DeviceLink {
     // Whether processes share the GPU at the same time (MPS), and which GPU it is.
     bool has_mps() const;
     std::string uuid() const;
+    int device_index() const { return index_; }
 
     // The bytes that offer these spans, at most one for each rank. Empty, and `refused` the first such span, if memory
     // cannot be shared. With `keep`, the slots are kept until the end: a graph uses the memory again.
@@ -146,6 +148,7 @@ class DeviceLink {
     void close_mapping(Opened& opened);
     device::Event take_event();
 
+    void require_open() const;
     void watch();
     void look_for_ended();
     void look_for_faults(std::unique_lock<std::mutex>& guard);
@@ -156,6 +159,7 @@ class DeviceLink {
     const int rank_;
     const int size_;
     GroupRecord* const record_;
+    const int index_;  // this process's number for the device
     device::MemoryDriver driver_;
     int device_ = 0;
     device::Context context_ = nullptr;
@@ -173,7 +177,7 @@ class DeviceLink {
     size_t checked_ = 0;
     std::vector<std::vector<Opened>> opened_;
     std::vector<uint64_t> allocated_;
-    bool closed_ = false;
+    std::atomic<bool> closed_{false};
 
     std::mutex lock_;  // what follows
     std::condition_variable changed_, passed_;

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from sys import getrefcount
@@ -150,10 +149,11 @@ class Handle(abc.ABC):
         collective."""
         return self
 
-    def then(self, finish: Callable[[], None]) -> Handle:
-        """This handle followed by a local last step: results copied back, divided, or reduced."""
+    def then(self, finish: Callable[[], None], device: torch.device | None = None) -> Handle:
+        """This handle followed by a local last step: results copied back, divided, or reduced. `device` is a CUDA
+        device that the step uses."""
         if not self.on_device:
-            return Finishing(self, finish)
+            return Finishing(self, finish, device)
         # On a device the step is enqueued right away, behind the collective, on the caller's stream. It runs even if
         # no thread waits, and becomes part of a graph that is being captured.
         self.wait()
@@ -194,16 +194,19 @@ class Finishing(PendingHandle):
     """A handle with a local last step, not on a device.
 
     The step runs once, on the first thread that sees the inner handle done. It runs in inference mode: that thread does
-    not know the mode of the call, and tensors made in inference mode can be written in no other. If the caller's thread
-    waits, the step comes behind that wait on its current CUDA stream; on any other thread, on the stream of the call.
+    not know the mode of the call, and tensors made in inference mode can be written in no other.
+
+    A step on a CUDA device comes behind the wait of the caller's thread, on its current stream. On any other thread it
+    runs on the stream of the call, and a later wait orders the current stream behind it.
     """
 
-    def __init__(self, inner: Handle, finish: Callable[[], None]) -> None:
+    def __init__(self, inner: Handle, finish: Callable[[], None], device: torch.device | None = None) -> None:
         super().__init__(self._run_step)
         self._inner = inner
         self._finish: Callable[[], None] | None = finish
         self._thread = threading.get_ident()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._stream = None if device is None else torch.cuda.current_stream(device)
+        self._event: Any = None
         self.notifies = inner.notifies
 
     @property
@@ -214,14 +217,14 @@ class Finishing(PendingHandle):
         finish, self._finish = self._finish, None  # it holds the call's buffers
         if error is None and finish is not None:
             try:
-                with self._on_stream(), torch.inference_mode():
+                stream = None if threading.get_ident() == self._thread else self._stream
+                with torch.cuda.stream(stream), torch.inference_mode():
                     finish()
+                if stream is not None:
+                    self._event = stream.record_event()
             except BaseException as failure:
                 return failure
         return error
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if threading.get_ident() == self._thread else torch.cuda.stream(self._stream)
 
     def wait(self, timeout: float | None = None) -> None:
         try:
@@ -234,6 +237,8 @@ class Finishing(PendingHandle):
             raise
         self._cell.finish(None)
         self._cell.raise_error()
+        if self._event is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def when_done(self, completion: Completion) -> None:
         self._cell.when_done(completion)

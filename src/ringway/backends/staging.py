@@ -38,7 +38,7 @@ def native(backend: Backend, method: Runner) -> Runner:
         staging = _Staging(backend, call)
         staging.call.record = call.record
         handle = start(staging.call)
-        return handle.then(staging.finish) if staging.has_finish else handle
+        return handle.then(staging.finish, staging.device) if staging.has_finish else handle
 
     return run
 
@@ -79,6 +79,12 @@ class _Staging:
     @property
     def has_finish(self) -> bool:
         return bool(self._back)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The CUDA device on which the results are copied back."""
+        output = self._back[0][0]
+        return output.device if output.is_cuda else None
 
     def finish(self) -> None:
         for original, staged in reversed(self._back):

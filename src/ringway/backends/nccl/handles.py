@@ -338,7 +338,7 @@ class Coalesced(PendingHandle):
         self._steps: list[Callable[[], None]] = []
         self._block: Handle | None = None
 
-    def then(self, finish: Callable[[], None]) -> Handle:
+    def then(self, finish: Callable[[], None], device: torch.device | None = None) -> Handle:
         """The last step must wait until the block has started: before, there is no result."""
         self._steps.append(finish)
         return self

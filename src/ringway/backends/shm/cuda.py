@@ -78,14 +78,14 @@ class _DirectHandle(Handle):
         self._launched = CompletionCell()
         return self._launched
 
-    def then(self, finish: Callable[[], None]) -> Handle:
+    def then(self, finish: Callable[[], None], device: torch.device | None = None) -> Handle:
         """The last step of a call that is not launched yet comes behind it on its stream. The handle keeps the step,
         and the memory that it uses, until the device has passed it."""
         with self._lock:
             if self._open:
                 self._steps.append(finish)
                 return self
-        return super().then(finish)
+        return super().then(finish, device)
 
     def last_steps(self) -> list[Callable[[], None]]:
         """What to enqueue behind the call, now that it is launched."""
@@ -143,7 +143,7 @@ class _HostHandle(Finishing):
         self._device = device
         self._near = near
 
-    def then(self, finish: Callable[[], None]) -> Handle:
+    def then(self, finish: Callable[[], None], device: torch.device | None = None) -> Handle:
         return _HostHandle(self._device, self._near, self, finish)
 
 
@@ -168,11 +168,12 @@ class ShmCudaBackend(ShmBackend):
         self._staging: Span = (0, 0)
         self._ending = threading.Lock()
         self._record: _core.GroupRecord | None = None
+        self._health: Health | None = None
         self._path: _core.ShmDeviceFastPath | None = None
         self.why_host = f"groups of more than {_core.SHM_DEVICE_RANKS} ranks use host memory" if self._met else ""
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
-        self._record = record
+        self._record, self._health = record, health
         device = self.device
         self._path = _core.ShmDeviceFastPath(
             self._native, record, device.kind, vars(profiler), device.stream_of, device.kernel_of
@@ -343,6 +344,11 @@ class ShmCudaBackend(ShmBackend):
     def _directly(self, call: Call, near: Tensor, captured: bool) -> Handle:
         link = self._link
         assert link is not None
+        if self.device.index(near) != link.device_index:
+            raise UsageError(
+                f"{call.describe()}: the tensors are on {near.device}, and the group's earlier ones were on cuda:"
+                f"{link.device_index}. A group of shm has one GPU for each rank: make another group for this GPU"
+            )
         part = PARTS[call.op.name](self, call)
         staged = self._staged(part, captured)
         offer = link.offer(part.offered if staged is None else staged, captured)
@@ -471,6 +477,9 @@ class ShmCudaBackend(ShmBackend):
     def settle(self) -> None:
         if self._link is not None:
             self._link.drain(self._limit)
+            found = self.fault()
+            if found is not None and self._health is not None:
+                self._health.failed(found)  # a call on the fast path has no handle that reports it
 
     def close(self) -> None:
         self._end_link()
