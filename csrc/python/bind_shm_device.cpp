@@ -46,6 +46,7 @@ PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 void bind_shm_device(nb::module_& m) {
     m.attr("SHM_DEVICE_RANKS") = kDeviceRanks;
+    m.attr("SHM_DIRECT") = kDirect;
     nb::class_<DeviceLink>(m, "ShmDevice")
         .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device, GroupRecord* record) {
             new (self) DeviceLink(group.shared_engine(), library, device, record);

@@ -18,7 +18,6 @@ constexpr uint32_t kTaken = uint32_t{1} << static_cast<int>(Op::AllReduce) | uin
                           uint32_t{1} << static_cast<int>(Op::AllGatherSingle) |
                           uint32_t{1} << static_cast<int>(Op::ReduceScatterSingle) |
                           uint32_t{1} << static_cast<int>(Op::AllToAllSingle);
-constexpr uint64_t kDirectManner = uint64_t{1} << 34;  // the backend's _DIRECT
 constexpr int64_t kLargeCount = (int64_t{1} << 31) - 1;  // a kernel gets a larger count in 64 bits
 constexpr int64_t kAlignment = 64;  // elements to which a rank's share of a reduction is rounded up
 
@@ -231,7 +230,7 @@ std::vector<std::byte> DeviceFastPath::meet(const PlainCall& call, const std::ve
     r.shown = shown.data();
     r.shown_bytes = static_cast<int64_t>(shown.size());
     r.seen = seen.data();
-    r.manner = kDirectManner;
+    r.manner = kDirect;
     GilHost host;
     group_.run(r, host);
     if (!paired) return seen;

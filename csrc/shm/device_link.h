@@ -37,6 +37,8 @@
 namespace ringway::shm {
 
 inline constexpr int kDeviceRanks = 8;
+// Distinguishes a direct call from one through the host when ranks compare: their bits of the amount are never that high.
+inline constexpr uint64_t kDirect = uint64_t{1} << 34;
 
 class DeviceLink {
   public:

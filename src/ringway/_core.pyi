@@ -274,6 +274,7 @@ class ShmFastPath(FastPath):
     ) -> None: ...
 
 SHM_DEVICE_RANKS: int
+SHM_DIRECT: int
 
 class ShmDevice:
     def __init__(self, group: ShmGroup, library: str, device: int, record: GroupRecord | None) -> None: ...

@@ -41,9 +41,6 @@ from ringway.work import DONE, Completion, CompletionCell, Finishing, Handle
 
 _FACTS_BYTES = 512
 _PROBE_BYTES = 2 << 20
-_DIRECT = 1 << 34
-"""Distinguishes a direct call from one through the host when ranks compare: their bits of the amount are never that
-high. csrc/python/shm_device_path.cpp has it too."""
 _CAPTURED = 1 << 35
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """What bytes are moved as."""
@@ -333,7 +330,7 @@ class ShmCudaBackend(ShmBackend):
         words = json.dumps(facts).encode()
         shown = words.ljust(_FACTS_BYTES) + more
         seen = self._native.show(
-            replace(call, async_op=False), self._timeout(call), count_of(call), shown, _DIRECT | _CAPTURED
+            replace(call, async_op=False), self._timeout(call), count_of(call), shown, _core.SHM_DIRECT | _CAPTURED
         )
         assert isinstance(seen, bytes)
         parts = [seen[i : i + len(shown)] for i in range(0, len(seen), len(shown))]
@@ -360,7 +357,7 @@ class ShmCudaBackend(ShmBackend):
         if part.expected:
             offer += struct.pack(f"{self.size}q", *part.expected)
         handle = _DirectHandle(self, call, near, captured)
-        manner = _DIRECT | (_CAPTURED if captured else 0)
+        manner = _core.SHM_DIRECT | (_CAPTURED if captured else 0)
         if not call.async_op or captured:
             inner = call
             if call.async_op:
