@@ -22,8 +22,8 @@ def _device_code() -> ModuleType:
     return triton_topk
 
 
-_ENCODING = {"num_warps": 16, "maxnreg": 64}
-"""Two such programs fit a multiprocessor at a time, so one computes while the other waits."""
+_ENCODING = {"num_warps": 8, "maxnreg": 80}
+"""Three such programs fit a multiprocessor at a time, so some compute while others wait."""
 
 
 class TritonTopK(Kernels):
@@ -37,7 +37,6 @@ class TritonTopK(Kernels):
         self._shape: dict[str, Any] = {
             "KEPT": codec.kept,
             "BITS": codec.bits,
-            "MOST_LOW": (CHUNK // codec.kept).bit_length() - 1,
             "RECORD": codec.nbytes(CHUNK),
             "num_warps": 8,
             **EXACT,

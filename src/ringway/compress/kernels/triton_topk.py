@@ -3,7 +3,7 @@
 A program takes one chunk. It finds the k-th largest magnitude by bisection, beginning near the largest: each step
 counts how many magnitudes reach a number, and a number that exactly k of them reach ends the search. The kept elements
 then go to a scratch memory, one after the other, and what remains is done with them alone. Records begin at any byte,
-so their bits are set one by one with atomic operations on the words around them, in memory that was zeroed before.
+so their fields are written with atomic operations on the words around them, in memory that was zeroed before.
 
 All offsets are 64 bits wide: tensors may have more than 2**31 elements.
 """
@@ -40,18 +40,29 @@ def _magnitude(level, smallest, largest, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _set_bits(words, positions, mask):
-    """Set bits of zeroed memory. The first bit is the highest of its byte, the first byte the lowest of its word."""
-    byte = positions // 8
-    shifts = (8 * (byte % 4) + 7 - positions % 8).to(tl.int32)
-    ones = tl.full(shifts.shape, 1, tl.int32)
-    tl.atomic_or(words + byte // 4, ones << shifts, mask=mask, sem="relaxed")
+def _big_endian(words):
+    """Swap the bytes of each word. The first bit of a record is the highest of its first byte."""
+    return ((words & 255) << 24) | ((words & 0xFF00) << 8) | ((words >> 8) & 0xFF00) | ((words >> 24) & 255)
 
 
 @triton.jit
-def _bit(bytes_, positions, mask):
-    byte = tl.load(bytes_ + positions // 8, mask=mask, other=0).to(tl.int32)
-    return (byte >> (7 - positions % 8).to(tl.int32)) & 1
+def _write(words, positions, fields, width, mask):
+    """Set the bits of zeroed memory from `positions` on to `fields`, each `width` bits wide, 32 at most."""
+    inside = (positions % 32).to(tl.int32)
+    both = fields.to(tl.int64) << (64 - width - inside).to(tl.int64)
+    upper, lower = (both >> 32).to(tl.int32), both.to(tl.int32)
+    tl.atomic_or(words + positions // 32, _big_endian(upper), mask=mask & (upper != 0), sem="relaxed")
+    tl.atomic_or(words + positions // 32 + 1, _big_endian(lower), mask=mask & (lower != 0), sem="relaxed")
+
+
+@triton.jit
+def _read(words, positions, width, mask):
+    """The fields at `positions`, each `width` bits wide, 31 at most."""
+    inside = (positions % 32).to(tl.int32)
+    upper = _big_endian(tl.load(words + positions // 32, mask=mask, other=0))
+    lower = _big_endian(tl.load(words + positions // 32 + 1, mask=mask & (inside + width > 32), other=0))
+    both = (upper.to(tl.int64) << 32) | (lower.to(tl.int64) & 0xFFFFFFFF)
+    return (both >> (64 - width - inside).to(tl.int64)).to(tl.int32) & ((1 << width) - 1)
 
 
 @triton.jit
@@ -97,6 +108,15 @@ def _selected(magnitudes, peak, kept):
     return taken, smallest
 
 
+@triton.jit
+def _order(taken):
+    """How many elements before each are taken. Threads of one warp count a row, so warps meet only for the rows."""
+    rows = tl.reshape(taken.to(tl.int32), [CHUNK // 32, 32])
+    counts = tl.sum(rows, axis=1)
+    before = tl.cumsum(counts, axis=0) - counts
+    return tl.reshape(before[:, None] + tl.cumsum(rows, axis=1) - rows, [CHUNK])
+
+
 @triton.jit(do_not_specialize=["source_stride", *EXTENT])
 def encode(
     values,
@@ -114,7 +134,6 @@ def encode(
     SOURCES: tl.constexpr,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
-    MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -142,7 +161,7 @@ def encode(
     sound = places < tl.where(finite, length, 0)
     kept, low = _shape(length, KEPT)
     taken, least = _selected(magnitudes, peak, kept)
-    order = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+    order = _order(taken)
     mine = scratch + (row * tl.num_programs(0) + tl.program_id(0)) * (2 * KEPT)
     tl.store(mine + order, places, mask=taken & sound)
     tl.store(mine + KEPT + order, total.to(tl.int32, bitcast=True), mask=taken & sound)
@@ -173,15 +192,11 @@ def encode(
         lost = total - tl.where(positive, magnitude, -magnitude)
         tl.store(residual + first + places, lost.to(residual.dtype.element_ty), mask=here)
     bits = (record + RANGE_BYTES) * 8
-    codes = levels + tl.where(positive, LEVELS, 0)
-    for bit in tl.static_range(BITS):
-        _set_bits(frames_i32, bits + order * BITS + bit, here & (((codes >> (BITS - 1 - bit)) & 1) == 1))
+    _write(frames_i32, bits + order * BITS, levels + tl.where(positive, LEVELS, 0), BITS, here)
     bits += kept * BITS
-    for bit in tl.static_range(MOST_LOW):
-        lower = places >> tl.maximum(low - 1 - bit, 0)
-        _set_bits(frames_i32, bits + order * low + bit, here & ((lower & 1) == 1) & (places * 0 + low > bit))
+    _write(frames_i32, bits + order * low, places & ((1 << low) - 1), low, here)
     bits += kept * low
-    _set_bits(frames_i32, bits + (places >> low) + order, here)
+    _write(frames_i32, bits + (places >> low) + order, tl.full([LANES], 1, tl.int32), 1, here)
 
     status = tl.program_id(0) * 0 + SOURCES + 1
     # Unrolled, because without sources there is no pointer to compile the loop with.
@@ -195,11 +210,11 @@ def encode(
 @triton.jit
 def _kept_elements(
     frames,
+    frames_i32,
     record,
     length,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
-    MOST_LOW: tl.constexpr,
     UNARY: tl.constexpr,
 ):
     """The places and values of a record, [UNARY], and which of these are there. A peer's bytes never lead beyond the
@@ -212,16 +227,11 @@ def _kept_elements(
     unary_at = low_at + kept * low
     lanes = tl.arange(0, UNARY)
     here = lanes < kept + ((length.to(tl.int32) - 1) >> low)
-    ones = _bit(frames, unary_at + lanes, here)
+    ones = _read(frames_i32, unary_at + lanes, 1, here)
     order = tl.cumsum(ones, axis=0) - 1
     here = here & (ones == 1) & (order < kept)
-    places = lanes - order
-    for bit in tl.static_range(MOST_LOW):
-        has = lanes * 0 + low > bit
-        places = tl.where(has, 2 * places + _bit(frames, low_at + order * low + bit, here & has), places)
-    codes = lanes * 0
-    for bit in tl.static_range(BITS):
-        codes = 2 * codes + _bit(frames, codes_at + order * BITS + bit, here)
+    places = ((lanes - order) << low) + _read(frames_i32, low_at + order * low, low, here)
+    codes = _read(frames_i32, codes_at + order * BITS, BITS, here)
     magnitude = _magnitude(codes % LEVELS, smallest, largest, LEVELS)
     return places, tl.where(codes >= LEVELS, magnitude, -magnitude), here & (places < length)
 
@@ -238,7 +248,6 @@ def decode(
     stop,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
-    MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
     UNARY: tl.constexpr,
 ):
@@ -254,7 +263,7 @@ def decode(
         tl.store(chunk + places, rest.to(element), mask=places < length)
         tl.debug_barrier()  # the next stores must come after these
         record = row * stride + HEADER + tl.program_id(0).to(tl.int64) * RECORD
-        at, decoded, here = _kept_elements(frames, record, length, KEPT, BITS, MOST_LOW, UNARY)
+        at, decoded, here = _kept_elements(frames, frames_i32, record, length, KEPT, BITS, UNARY)
         tl.store(chunk + at, _narrowed(decoded, element), mask=here & (at < tl.where(spoiled, 0, length)))
 
 
@@ -270,7 +279,6 @@ def decode_mean(
     count,
     KEPT: tl.constexpr,
     BITS: tl.constexpr,
-    MOST_LOW: tl.constexpr,
     RECORD: tl.constexpr,
     UNARY: tl.constexpr,
 ):
@@ -285,7 +293,7 @@ def decode_mean(
     for row in range(ROWS):
         tl.debug_barrier()  # each frame adds to what the one before left
         guilty |= tl.load(frames_i32 + row * stride // 4)
-        at, decoded, here = _kept_elements(frames, record + row * stride, length, KEPT, BITS, MOST_LOW, UNARY)
+        at, decoded, here = _kept_elements(frames, frames_i32, record + row * stride, length, KEPT, BITS, UNARY)
         before = tl.load(chunk + at, mask=here, other=0.0, volatile=True)
         tl.store(chunk + at, before + decoded * factor, mask=here)
     tl.debug_barrier()
