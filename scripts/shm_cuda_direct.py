@@ -2,4 +2,4 @@
 
 from ringway.backends.shm.cuda import ShmCudaBackend
 
-ShmCudaBackend.direct_from = (0, 0)
+ShmCudaBackend.direct_from = lambda self, op: 0  # type: ignore[method-assign]

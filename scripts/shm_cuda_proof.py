@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import proofs
+import shm_cuda_ranks
 import torch
 from cuda_ranks import check_all, train
+from shm_cuda_ranks import BACKEND, MIB, Checked, backend_of, started
 
 from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, all_cases, run_setting
 
 PROVES = ("src/ringway/backends/shm", "csrc/shm/device_link.cpp", "csrc/device/driver.cpp")
-BACKEND = "cpu:shm,cuda:shm"
-Checked = tuple[bool, str]
-MIB = 1 << 20
-
+sys.path.insert(0, str(proofs.ROOT / "tests" / "backends"))
+import shm_programs  # noqa: E402 - a module of the tests
 
 NOT_ON_CUDA = {"a_forked_child_is_no_member"}
 """A forked child cannot use CUDA at all: torch refuses before ringway is asked."""
@@ -106,11 +106,6 @@ def run(rows: Rows, title: str, function: Callable[..., Checked], size: int, *ar
     rows.add(f"{title}, {size} ranks", failed is None, str((failed or values[0])[1]))
 
 
-def started(context: RankContext, **options: Any) -> Any:
-    torch.cuda.set_device(0)
-    return context.start(BACKEND, **options)
-
-
 # What ranks do
 
 
@@ -118,7 +113,7 @@ def is_direct(context: RankContext) -> Checked:
     dist = started(context)
     tensor = torch.ones(4 * MIB, device="cuda")
     dist.all_reduce(tensor)
-    backend = dist.communicator().devices._backends["cuda"]
+    backend = backend_of(dist)
     link = backend._link
     told = backend.why_host or f"{link.open_mappings} mappings, MPS {link.has_mps}, GPU {link.uuid[:8]}"
     return float(tensor[0]) == context.world_size and link is not None, told
@@ -265,29 +260,30 @@ def many_groups(context: RankContext, count: int, seconds: float) -> Checked:
 
 
 def until_killed(context: RankContext, number: int, nbytes: int) -> Any:
-    """Rank 1 is killed at a random moment of a loop of all_reduces. The survivor says how long it took to notice."""
+    """One rank is killed at a random moment of a loop of calls. The survivor says how long it took to notice."""
     from ringway.errors import PeerLost
 
     dist = started(context, group_name=f"kill {number}")
     free = torch.cuda.mem_get_info()[0]
+    victim, op = number % 2, list(OPS)[number // 6 % 3]
     tensor = torch.ones(nbytes // 4, device="cuda")
     for _ in range(3):
-        dist.all_reduce(tensor)
+        OPS[op](dist, None, tensor, 2)
     torch.cuda.synchronize()
-    if context.rank == 1:
+    if context.rank == victim:
         moment = random.Random(number).uniform(0.0, 0.02)
         context.store.set(f"dies {number}", "1")
         threading.Thread(target=lambda: (time.sleep(moment), os.kill(os.getpid(), signal.SIGKILL))).start()
     began = time.monotonic()
     try:
         while time.monotonic() < began + 20:
-            dist.all_reduce(tensor.fill_(1.0))
+            OPS[op](dist, None, tensor.fill_(1.0), 2)
             if number % 3 == 0:
                 torch.cuda.synchronize()
     except PeerLost as error:
         noticed = time.monotonic() - began
         torch.cuda.synchronize()
-        named = error.rank == 1
+        named = error.rank == victim
         dist.destroy_process_group()
         works = float((torch.ones(1000, device="cuda") * 2).sum()) == 2000
         del tensor
@@ -303,7 +299,7 @@ def until_killed(context: RankContext, number: int, nbytes: int) -> Any:
 
 
 def kills(rows: Rows, count: int, seconds: float, pairs: int = 6) -> None:
-    """Pairs of ranks, several at a time: each pair's rank 1 is killed again and again."""
+    """Pairs of ranks, several at a time. One of each pair is killed again and again, the one and the other in turn."""
     found: list[Any] = []
     until = time.monotonic() + seconds
     before = torch.cuda.mem_get_info()[0]
@@ -315,7 +311,7 @@ def kills(rows: Rows, count: int, seconds: float, pairs: int = 6) -> None:
                     return
                 nbytes = (8 << 10, 4 * MIB, 64 * MIB)[number % 3]
                 outcomes = pool.try_run(until_killed, number, nbytes, world_size=2, timeout=60)
-                survivor = outcomes[0]
+                survivor = outcomes[1 - number % 2]
                 found.append(survivor.value if survivor.ok else (False, 0.0, str(survivor)[-500:]))
 
     threads = [threading.Thread(target=pair, args=(which,)) for which in range(pairs)]
@@ -390,9 +386,21 @@ def times(context: RankContext, cases: list[tuple[str, int]], rivals: list[str],
     return found
 
 
+def limit(op: str, nbytes: int, size: int, under: bool, copy: float) -> float:
+    """The most seconds that a call may take. A copy reads and writes its bytes once: 2 for each byte."""
+    if op == "all_reduce" and nbytes == 4 << 10 and size == 2:
+        return 25e-6 if under else 100e-6
+    if op == "all_reduce" and nbytes == 1024 * MIB:
+        return copy * ((2.4 if under else 3.0) if size == 2 else 1.3 * size)
+    if op == "broadcast" and nbytes == 1024 * MIB:
+        return copy * 1.2 * size / 2
+    return float("inf")
+
+
 def timed(rows: Rows, size: int, under: bool, quick: bool) -> None:
-    cases = [("all_reduce", nbytes) for nbytes in (4 << 10, 64 << 10, MIB, 64 * MIB, 1024 * MIB)]
-    cases += [(op, nbytes) for op in list(OPS)[1:] for nbytes in (4 << 10, 64 * MIB)]
+    cases = [("all_reduce", nbytes) for nbytes in (4 << 10, 64 << 10, 256 << 10, MIB, 64 * MIB, 1024 * MIB)]
+    cases += [(op, nbytes) for op in list(OPS)[1:] for nbytes in (4 << 10, 256 << 10, 64 * MIB)]
+    cases += [("broadcast", 1024 * MIB)]
     if quick:
         cases = [("all_reduce", nbytes) for nbytes in (4 << 10, 256 << 10, MIB, 4 * MIB, 64 * MIB, 1024 * MIB)]
     rivals = [] if quick else ["gloo", "nccl"]
@@ -405,27 +413,84 @@ def timed(rows: Rows, size: int, under: bool, quick: bool) -> None:
     for op, nbytes, taken in outcomes[0].value:
         ours, copies = taken["shm"], taken["shm"] / taken["copy"]
         others = {name: value for name, value in taken.items() if name not in ("shm", "copy")}
-        said = f"{1e6 * ours:.0f} µs, {copies:.2f} copies; " + ", ".join(
-            f"{name} {1e6 * value:.0f} µs" for name, value in others.items()
+        most = limit(op, nbytes, size, under, taken["copy"])
+        said = (
+            f"{1e6 * ours:.0f} µs, {copies:.2f} copies" + (f" (at most {1e6 * most:.0f} µs)" if most < 1 else "") + "; "
         )
+        said += ", ".join(f"{name} {1e6 * value:.0f} µs" for name, value in others.items())
         shown = f"{nbytes >> 10} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
-        rows.add(f"{op} of {shown}, {where}", all(ours <= value for value in others.values()), said)
+        holds = ours <= most and all(ours <= value for value in others.values())
+        rows.add(f"{op} of {shown}, {where}", holds, said)
 
 
-def checks(rows: Rows, size: int) -> None:
+Check = tuple[Any, ...]
+"""A title, what a rank does, and its arguments."""
+
+
+def checks(rows: Rows, size: int, those: Sequence[Check]) -> None:
     with RankPool(size) as pool:
-        for title, function in (
-            ("device memory is shared", is_direct),
-            ("the bits of shm on the CPU", like_the_cpu),
-            ("CUDA graphs", in_graphs),
-            ("any stream", on_any_stream),
-            ("every op, and DDP", trains),
-            ("mismatches", mismatched),
-        ):
-            outcomes = pool.try_run(function, world_size=size, timeout=90)
+        for title, function, *arguments in those:
+            outcomes = pool.try_run(function, *arguments, world_size=size, timeout=90)
             values = [outcome.value if outcome.ok else (False, str(outcome)[-900:]) for outcome in outcomes]
             failed = next((value for value in values if not value[0]), None)
             rows.add(f"{title}, {size} ranks", failed is None, str((failed or values[0])[1]))
+
+
+BASIC: tuple[Check, ...] = (
+    ("device memory is shared", is_direct),
+    ("the bits of shm on the CPU", like_the_cpu),
+    ("CUDA graphs", in_graphs),
+    ("any stream", on_any_stream),
+    ("every op, and DDP", trains),
+    ("mismatches", mismatched),
+)
+
+
+def gpu_uuid() -> str:
+    said = subprocess.run(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, check=True)
+    return said.stdout.decode().split()[0]
+
+
+def training(rows: Rows, size: int) -> None:
+    those: tuple[Check, ...] = (
+        ("DDP has the bits of DDP on the CPU", shm_cuda_ranks.ddp_like_the_cpu),
+        ("FSDP2", shm_cuda_ranks.fsdp2),
+        ("DTensor", shm_cuda_ranks.dtensor),
+    )
+    checks(rows, size, those)
+
+
+def memory(rows: Rows, size: int) -> None:
+    uuid = gpu_uuid()
+    for title, function, *arguments in (
+        ("memory that is freed and allocated again", shm_cuda_ranks.allocated_again),
+        ("expandable segments", shm_cuda_ranks.not_exportable),
+        ("a rank that names the GPU by its UUID", shm_cuda_ranks.seen_under_another_name, uuid),
+        ("a rank that does not come, and Ctrl-C", shm_cuda_ranks.absent),
+    ):
+        checks(rows, size, ((title, function, *arguments),))  # each changes its processes' settings
+
+
+def compression(rows: Rows) -> None:
+    import numerics_proof
+
+    for title, holds, said in numerics_proof.fixed_runs(BACKEND, "cuda"):
+        rows.add(title, holds, said)
+
+
+def programs(rows: Rows, size: int, seconds: float, direct: bool) -> None:
+    """Random programs, ten at a time, until the time is up."""
+    first, count, until = random.randrange(1 << 30), 0, time.monotonic() + seconds
+    preload = ["shm_cuda_direct"] if direct else []
+    failed = ""
+    with RankPool(size, preload=preload) as pool:
+        while time.monotonic() < until and not failed:
+            arguments = (first + count, 10, False, BACKEND, "cuda")
+            outcomes = pool.try_run(shm_programs.run_programs, *arguments, world_size=size, timeout=90)
+            failed = next((str(outcome)[-900:] for outcome in outcomes if not outcome.ok), "")
+            count += 10
+    how = "every call direct" if direct else "as it comes"
+    rows.add(f"random programs, {size} ranks, {how}", not failed, f"{count} programs from seed {first}. {failed}")
 
 
 def _under_mps(part: Callable[[Rows], None]) -> Callable[[Rows], None]:
@@ -437,9 +502,15 @@ def _under_mps(part: Callable[[Rows], None]) -> Callable[[Rows], None]:
 
 
 PARTS: dict[str, Callable[[Rows], None]] = {
-    "checks": lambda rows: checks(rows, 2),
-    "checks4": lambda rows: checks(rows, 4),
-    "checks_mps": _under_mps(lambda rows: checks(rows, 2)),
+    "checks": lambda rows: checks(rows, 2, BASIC),
+    "checks4": lambda rows: checks(rows, 4, BASIC),
+    "checks_mps": _under_mps(lambda rows: checks(rows, 2, BASIC)),
+    "training": lambda rows: training(rows, 2),
+    "memory": lambda rows: memory(rows, 2),
+    "compression": compression,
+    "programs2": lambda rows: programs(rows, 2, 30.0, False),
+    "programs2_direct": lambda rows: programs(rows, 2, 30.0, True),
+    "programs4_mps": _under_mps(lambda rows: programs(rows, 4, 30.0, True)),
     "conformance2": lambda rows: conformance(rows, 2, 7, False),
     "direct2": lambda rows: conformance(rows, 2, 3, True),
     "direct4": lambda rows: conformance(rows, 4, 31, True),
@@ -453,14 +524,16 @@ PARTS: dict[str, Callable[[Rows], None]] = {
     "kills": lambda rows: kills(rows, 200, 600.0),
     "kills_short": lambda rows: kills(rows, 200, 30.0),
 }
-DEFAULT = ("checks", "checks4", "checks_mps", "conformance2", "direct2", "direct4", "direct8")
+DEFAULT = ("checks", "checks4", "checks_mps", "training", "memory", "compression")
+DEFAULT += ("programs2", "programs2_direct", "programs4_mps", "conformance2", "direct2", "direct4", "direct8")
 DEFAULT += ("times", "times_mps", "times4_mps", "groups", "kills")
 
 
 def page(rows: Sequence[Row]) -> str:
     lines = [
         f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, NCCL {proofs.loaded_nccl()}.",
-        "Ranks share the one GPU. A time holds if neither gloo nor NCCL is quicker; they take turns in one run.",
+        "Ranks share the one GPU. A time holds if neither gloo nor NCCL is quicker in the same run, where they take",
+        "turns, and if it is within its limit.",
         "",
         "| what | holds | seen |",
         "|---|---|---|",

@@ -82,7 +82,7 @@ struct WordOperation {
 static_assert(sizeof(WordOperation) == 48);
 
 inline constexpr int kWaitForWord = 1, kWriteWord = 2;  // of 32 bits
-inline constexpr unsigned kUntilEqual = 1;              // a wait's flag
+inline constexpr unsigned kUntilReached = 0, kUntilEqual = 1;  // a wait's flags
 inline constexpr int kBufferId = 7;                     // CU_POINTER_ATTRIBUTE_BUFFER_ID
 inline constexpr int kMpsEnabled = 133;                 // CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 

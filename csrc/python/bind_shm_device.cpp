@@ -47,6 +47,7 @@ PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 void bind_shm_device(nb::module_& m) {
     m.attr("SHM_DEVICE_RANKS") = kDeviceRanks;
     m.attr("SHM_DIRECT") = kDirect;
+    m.attr("SHM_EVERY_RANK") = DeviceLink::kEveryRank;
     nb::class_<DeviceLink>(m, "ShmDevice")
         .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device, GroupRecord* record) {
             new (self) DeviceLink(group.shared_engine(), library, device, record);
@@ -79,14 +80,14 @@ void bind_shm_device(nb::module_& m) {
             return found;
         }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
         .def("follow", &DeviceLink::follow, nb::arg("stream"))
-        .def("meet", &DeviceLink::meet, nb::arg("stream"))
+        .def("meet", &DeviceLink::meet, nb::arg("stream"), nb::arg("worker"))
         .def("copy", [](DeviceLink& self, uintptr_t stream, const PyCopies& copies) {
             self.copy(stream, copies_of(copies));
         }, nb::arg("stream"), nb::arg("copies"))
-        .def("part", [](DeviceLink& self, uintptr_t stream, nb::handle call, int64_t count, double timeout_s,
+        .def("part", [](DeviceLink& self, uintptr_t stream, int worker, nb::handle call, int64_t count, double timeout_s,
                         const PyCopies& copies) {
-            self.part(stream, facts_of(call, count), timeout_s, copies_of(copies));
-        }, nb::arg("stream"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"), nb::arg("copies"))
+            self.part(stream, worker, facts_of(call, count), timeout_s, copies_of(copies));
+        }, nb::arg("stream"), nb::arg("worker"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"), nb::arg("copies"))
         .def("allocate", &DeviceLink::allocate, nb::arg("bytes"), Release())
         .def("free", &DeviceLink::free, nb::arg("address"), Release())
         .def("drain", &DeviceLink::drain, nb::arg("seconds"), Release())
@@ -96,7 +97,8 @@ void bind_shm_device(nb::module_& m) {
         .def(nb::init<PyGroup&, GroupRecord&, int, nb::dict, nb::object, nb::object>(), nb::arg("group"), nb::arg("record"),
              nb::arg("kind"), nb::arg("profiler"), nb::arg("stream_of"), nb::arg("kernel_of"), nb::keep_alive<1, 2>(),
              nb::keep_alive<1, 3>())
-        .def("attach", [](DeviceFastPath& self, nb::object link, int64_t direct_from, bool reduces, bool takes_turns,
-                          bool spreads) { self.attach(std::move(link), {direct_from, reduces, takes_turns, spreads}); },
-             nb::arg("link").none(), nb::arg("direct_from"), nb::arg("reduces"), nb::arg("takes_turns"), nb::arg("spreads"));
+        .def("attach", [](DeviceFastPath& self, nb::object link, std::vector<int64_t> direct_from, bool reduces,
+                          bool takes_turns, bool spreads) {
+            self.attach(std::move(link), {std::move(direct_from), reduces, takes_turns, spreads});
+        }, nb::arg("link").none(), nb::arg("direct_from"), nb::arg("reduces"), nb::arg("takes_turns"), nb::arg("spreads"));
 }

@@ -55,7 +55,7 @@ bool DeviceFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer
     PlainCall call;
     if (native_ == nullptr || profiled() || !read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
     // The sizes of an all_to_all may differ from rank to rank, so all of them are direct.
-    const bool direct = call.op == Op::AllToAllSingle || call.bytes >= manner_.direct_from;
+    const bool direct = call.op == Op::AllToAllSingle || call.bytes >= manner_.direct_from.at(static_cast<size_t>(op));
     if (!direct && call.bytes > DeviceLink::kBounceBytes) return false;
     const nb::object kept = link_;  // another thread may close the group while Python runs, or without the GIL
     DeviceLink& link = *native_;
@@ -129,9 +129,9 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
             spans = link.accept(offers.data(), offers.size(), part.wanted, false);
         }
         link.follow(stream);
-        link.meet(stream);
+        link.meet(stream, part.worker);
         enqueue(link, stream, call.dtype, part, spans);
-        link.part(stream, facts_of(compared(call)), call.timeout_s, {}, begun.token);
+        link.part(stream, part.worker, facts_of(compared(call)), call.timeout_s, {}, begun.token);
     } catch (...) {
         record().started();
         if (met) group_.fail();  // the others wait for this rank's part
@@ -166,8 +166,10 @@ bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Par
     part.bytes = share;
     switch (call.op) {
         case Op::AllReduce: {
-            part.kind = Part::Kind::Reduces;
             part.offered = {{from, share}};
+            if (manner.takes_turns) part.worker = 0;
+            if (manner.takes_turns && rank() != 0) return true;
+            part.kind = Part::Kind::Reduces;
             want(0);
             const int64_t most = (call.count + size() - 1) / size();
             const int64_t mine = manner.takes_turns ? call.count : (most + kAlignment - 1) / kAlignment * kAlignment;
@@ -177,6 +179,7 @@ bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Par
             return true;
         }
         case Op::Broadcast:
+            if (manner.spreads) part.worker = call.root;
             if (rank() == call.root) {
                 if (!manner.spreads) part.offered = {{from, share}};
                 else want(0), part.kind = Part::Kind::Spreads;

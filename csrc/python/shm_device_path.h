@@ -13,10 +13,10 @@ namespace ringway::shm {
 
 // How the ranks of a group share their devices.
 struct DeviceManner {
-    int64_t direct_from = 0;   // bytes of a call
-    bool reduces = false;      // there are kernels
-    bool takes_turns = false;  // one rank does a whole all_reduce
-    bool spreads = false;      // a broadcast's root writes to all others
+    std::vector<int64_t> direct_from;  // by op: the bytes of a call from which it is direct
+    bool reduces = false;              // there are kernels
+    bool takes_turns = false;          // one rank does a whole all_reduce
+    bool spreads = false;              // a broadcast's root writes to all others
 };
 
 class DeviceFastPath final : public FastPath {
@@ -35,6 +35,7 @@ class DeviceFastPath final : public FastPath {
     // what it does with it.
     struct Part {
         enum class Kind { Nothing, Pulls, Reduces, Spreads } kind = Kind::Nothing;
+        int worker = DeviceLink::kEveryRank;
         std::vector<DeviceLink::Span> offered;
         std::vector<DeviceLink::Wanted> wanted;
         uint64_t own = 0;               // this rank's own input

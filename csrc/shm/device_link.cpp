@@ -31,6 +31,7 @@ constexpr int64_t kGraceNs = 100'000'000;
 constexpr auto kLook = std::chrono::milliseconds(1);
 constexpr auto kLookReleasing = std::chrono::microseconds(200);
 constexpr int kLooksPerFaultCheck = 10;
+constexpr uint32_t kFarAhead = uint32_t{1} << 30;
 constexpr int kLinger = 100;  // looks with nothing in flight before the thread sleeps
 
 // Calls that a capturing thread may make although they are no part of the graph.
@@ -265,30 +266,45 @@ void DeviceLink::follow(uintptr_t stream) {
         driver_.require(driver_.wait_event(reinterpret_cast<Stream>(stream), in_flight_.back().event, 0), "cuStreamWaitEvent");
 }
 
-void DeviceLink::signal(uintptr_t stream, int phase) {
-    const auto at = [&](int from, int to) {
-        return words_on_device_ + static_cast<uint64_t>(&word(phase, from, to) - words_) * sizeof(uint32_t);
-    };
+void DeviceLink::operate(uintptr_t stream, WordOperation* operations, unsigned count) {
+    driver_.require(driver_.operate_on_words(reinterpret_cast<Stream>(stream), count, operations, 0), "cuStreamBatchMemOp");
+}
+
+void DeviceLink::signal(uintptr_t stream, int phase, int worker) {
+    if (is_capturing(stream)) return signal_captured(stream, phase);
+    const bool works = worker == kEveryRank || worker == rank_, begins = phase == 0;
+    if (begins) ++number_;
+    WordOperation operations[1 + kDeviceRanks] = {};
+    unsigned count = 0;
+    if (begins || works) operations[count++] = {device::kWriteWord, on_device(reached(phase, rank_)), number_, 0, 0, 0};
+    for (int peer = 0; peer < size_; ++peer) {
+        if (peer == rank_ || (begins ? !works : worker != kEveryRank && worker != peer)) continue;
+        operations[count++] = {device::kWaitForWord, on_device(reached(phase, peer)), number_, device::kUntilReached, 0, 0};
+    }
+    operate(stream, operations, count);
+}
+
+void DeviceLink::signal_captured(uintptr_t stream, int phase) {
     WordOperation operations[3 * kDeviceRanks] = {};
     unsigned count = 0;
     for (int peer = 0; peer < size_; ++peer)
-        if (peer != rank_) operations[count++] = {device::kWriteWord, at(rank_, peer), 1, 0, 0, 0};
+        if (peer != rank_) operations[count++] = {device::kWriteWord, on_device(word(phase, rank_, peer)), 1, 0, 0, 0};
     for (int peer = 0; peer < size_; ++peer) {
         if (peer == rank_) continue;
-        operations[count++] = {device::kWaitForWord, at(peer, rank_), 1, device::kUntilEqual, 0, 0};
-        operations[count++] = {device::kWriteWord, at(peer, rank_), 0, 0, 0, 0};
+        operations[count++] = {device::kWaitForWord, on_device(word(phase, peer, rank_)), 1, device::kUntilEqual, 0, 0};
+        operations[count++] = {device::kWriteWord, on_device(word(phase, peer, rank_)), 0, 0, 0, 0};
     }
-    driver_.require(driver_.operate_on_words(reinterpret_cast<Stream>(stream), count, operations, 0), "cuStreamBatchMemOp");
+    operate(stream, operations, count);
 }
 
 void DeviceLink::require_open() const {
     if (closed_) throw std::runtime_error("the group was closed by another thread");
 }
 
-void DeviceLink::meet(uintptr_t stream) {
+void DeviceLink::meet(uintptr_t stream, int worker) {
     require_open();
     const Entered entered(driver_, context_);
-    signal(stream, 0);
+    signal(stream, 0, worker);
 }
 
 void DeviceLink::copy(uintptr_t stream, const std::vector<Copy>& copies) {
@@ -321,10 +337,10 @@ void DeviceLink::launch(uintptr_t stream, const Kernel& kernel, const std::vecto
                     "cuLaunchKernel");
 }
 
-void DeviceLink::part(uintptr_t stream, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
+void DeviceLink::part(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
                       std::optional<uint64_t> record) {
     const Entered entered(driver_, context_);
-    signal(stream, 1);
+    signal(stream, 1, worker);
     copy(stream, copies);
     const auto on = reinterpret_cast<Stream>(stream);
     const bool captured = is_capturing(stream);
@@ -472,9 +488,13 @@ void DeviceLink::look_for_faults(std::unique_lock<std::mutex>& guard) {
 }
 
 void DeviceLink::release() {
+    const auto write = [](uint32_t& word, uint32_t value) { reinterpret_cast<std::atomic<uint32_t>&>(word).store(value); };
     for (int phase = 0; phase < 2; ++phase)
-        for (int peer = 0; peer < size_; ++peer)
-            if (peer != rank_) reinterpret_cast<std::atomic<uint32_t>&>(word(phase, peer, rank_)).store(1);
+        for (int peer = 0; peer < size_; ++peer) {
+            if (peer == rank_) continue;
+            write(word(phase, peer, rank_), 1);
+            write(reached(phase, peer), number_ + kFarAhead);  // other ranks may be ahead of this one
+        }
 }
 
 bool DeviceLink::drain(double seconds) {

@@ -7,15 +7,18 @@
 // the same address.
 //
 // Order. Streams wait for each other on words of the group's segment, without the host and without a kernel that spins.
-// There are two words for each ordered pair of ranks. A call begins with `meet`: every rank's stream writes 1 to the first
-// word of each pair that it is the first of, then waits for each pair that it is the second of until that word is 1, and
-// writes 0 again. It ends with `part`, which does the same on the second words. So all words are 0 between calls, and a
-// call that was captured in a CUDA graph can run any number of times. A rank cannot write a word that was not yet reset: in
+// A call begins with `meet`: every rank's stream writes the call's number to the rank's first word, then waits until the
+// first words of the others have reached it. It ends with `part`, which does the same on the second words. If one rank
+// does all the work, only that rank waits in `meet`, and only the others wait in `part`, for that rank alone.
+//
+// A call that is captured in a CUDA graph runs any number of times, so it has no number. It uses other words, two for each
+// ordered pair of ranks. Every rank's stream writes 1 to the word of each pair that it is the first of, waits for each pair
+// that it is the second of until that word is 1, and writes 0 again. A rank cannot write a word that was not yet reset: in
 // between, it waits for a word that the other writes after the reset.
 //
 // Faults. A thread follows the calls in flight. It reports a peer that is gone and a call that is overdue, like any other
-// fault of the group. Once there is a fault, it writes 1 to all words that this rank's streams wait for, until the calls
-// in flight have passed: their results are worthless, and no stream hangs.
+// fault of the group. Once there is a fault, it writes what this rank's streams wait for to all these words, until the
+// calls in flight have passed: their results are worthless, and no stream hangs.
 #pragma once
 
 #include <atomic>
@@ -73,10 +76,12 @@ class DeviceLink {
 
     // Everything later on the stream comes after the calls in flight, unless it captures a graph.
     void follow(uintptr_t stream);
-    void meet(uintptr_t stream);
+    // `worker` is the rank that does all the work of the call, or kEveryRank.
+    static constexpr int kEveryRank = -1;
+    void meet(uintptr_t stream, int worker);
     bool is_capturing(uintptr_t stream) const;
     // The call ends with `copies`. If it has a record, that ends when the device has passed the call.
-    void part(uintptr_t stream, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
+    void part(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
               std::optional<uint64_t> record = {});
     // Reduces arrays of `count` numbers into every output; see src/ringway/backends/shm/cuda_kernels.py.
     struct Kernel {
@@ -142,8 +147,15 @@ class DeviceLink {
         std::optional<uint64_t> record;
     };
 
+    // The word of a pair of ranks, for captured calls, and the one of a rank, for the others.
     uint32_t& word(int phase, int from, int to) const { return words_[(phase * kDeviceRanks + from) * kDeviceRanks + to]; }
-    void signal(uintptr_t stream, int phase);
+    uint32_t& reached(int phase, int rank) const { return words_[(2 * kDeviceRanks + phase) * kDeviceRanks + rank]; }
+    uint64_t on_device(const uint32_t& word) const {
+        return words_on_device_ + static_cast<uint64_t>(&word - words_) * sizeof(uint32_t);
+    }
+    void signal(uintptr_t stream, int phase, int worker);
+    void signal_captured(uintptr_t stream, int phase);
+    void operate(uintptr_t stream, device::WordOperation* operations, unsigned count);
     int slot_of(const Span& span, uint64_t& offset);
     bool still_there(const Slot& slot) const;
     void forget_freed();
@@ -167,6 +179,7 @@ class DeviceLink {
     device::Context context_ = nullptr;
     uint32_t* words_;
     uint64_t words_on_device_ = 0;
+    std::atomic<uint32_t> number_{0};  // of the latest call
 
     bool takes_turns_ = false;  // processes take turns on the device: there is no MPS
     std::byte* bounce_ = nullptr;

@@ -297,9 +297,13 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, WordOperation* operation
         if (one.operation == 2) {
             stream_of(stream).add([=] { word->store(static_cast<uint32_t>(one.value)); });
         } else {
-            if (one.operation != 1 || one.flags != 1) return kInvalid;
+            if (one.operation != 1 || one.flags > 1) return kInvalid;
             stream_of(stream).add([=] {
-                for (int looks = 0; word->load() != one.value; ++looks)
+                const auto passes = [&] {
+                    const uint32_t beyond = word->load() - static_cast<uint32_t>(one.value);
+                    return one.flags == 1 ? beyond == 0 : static_cast<int32_t>(beyond) >= 0;
+                };
+                for (int looks = 0; !passes(); ++looks)
                     if (looks > 50) usleep(100);
             });
         }

@@ -4,6 +4,7 @@ are threads. It tests the protocol between ranks on hosts without a GPU."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +19,11 @@ import ringway._core as _core
 from ringway.backends import registry
 from ringway.backends.compose import reduce_rows
 from ringway.backends.shm.cuda import ShmCudaBackend
-from ringway.backends.shm.cuda_device import Cuda, Reduction, reduces_as
-from ringway.call import DTYPES, Reduce
+from ringway.backends.shm.cuda_device import Cuda, Reduction, SideStreams, reduces_as
+from ringway.call import DTYPES, Op, Reduce
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+_SIDES = itertools.count(8)  # streams have numbers
 LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_uint64))
 
 
@@ -60,8 +62,9 @@ class Event:
 
 
 class StandInCuda(Cuda):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, streams: SideStreams) -> None:
+        super().__init__(streams)
+        self._side = next(_SIDES)
         self.library = os.environ["RINGWAY_TEST_CUDA"]
         self._loaded = library()
         self._kernels: list[Any] = []
@@ -100,7 +103,7 @@ class StandInCuda(Cuda):
         return 7
 
     def side(self, tensor: Tensor) -> int:
-        return 8
+        return self._side
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -159,7 +162,9 @@ class StandInBackend(ShmCudaBackend):
     name = "shm_stand_in"
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     make_device = StandInCuda
-    direct_from: ClassVar[tuple[int, int]] = (0, 0)
+
+    def direct_from(self, op: Op) -> int:
+        return 0
 
     def fast_paths(self, record: Any, health: Any) -> Sequence[Any]:
         """None by default: a call on the fast path returns before the stand-in's device is done, and the CPU does not

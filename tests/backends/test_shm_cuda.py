@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shm_programs
 import torch
 from scripted_cuda import build_stand_in
 
@@ -84,6 +86,15 @@ def _in_device_memory(context: RankContext) -> list[Any]:
     dist.destroy_process_group()
     seen.append(driver.stand_in_opened())
     return seen
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(500 if SOAK else 120)
+def test_random_programs_on_the_stand_in(ranks: RankPool) -> None:
+    first = random.randrange(1 << 30)
+    print(f"seeds from {first}")
+    count = 300 if SOAK else 6
+    ranks.run(shm_programs.run_programs, first, count, False, BACKEND, world_size=3, timeout=100 + count)
 
 
 def test_device_memory_is_mapped_once_and_given_back(ranks: RankPool) -> None:

@@ -33,15 +33,17 @@ from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import in_parts
 from ringway.backends.device_watch import DeviceWatch
 from ringway.backends.shm.backend import ShmBackend
-from ringway.backends.shm.cuda_device import Cuda, reduces_as
+from ringway.backends.shm.cuda_device import Cuda, SideStreams, reduces_as
 from ringway.backends.shm.cuda_parts import PARTS, Part, Span, count_of, reduced_as, rounded
-from ringway.call import Call, Reduce
+from ringway.call import OPS, Call, Op, Reduce
 from ringway.errors import RingwayError, UsageError
 from ringway.work import DONE, Completion, CompletionCell, Finishing, Handle
 
 _FACTS_BYTES = 512
 _PROBE_BYTES = 2 << 20
 _CAPTURED = 1 << 35
+_BY_ONE_RANK = (ops.ALL_REDUCE, ops.REDUCE, ops.BROADCAST, ops.GATHER)
+"""Calls of which one rank does all the work if the ranks' processes take turns on a GPU."""
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """What bytes are moved as."""
 
@@ -149,17 +151,14 @@ class ShmCudaBackend(ShmBackend):
 
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     make_device: ClassVar[type[Cuda]] = Cuda
-    direct_from: ClassVar[tuple[int, int]] = (512 << 10, 256 << 10)
-    """Bytes from which a call is direct: if the GPU switches between the ranks' processes, and if it does not, because
-    of MPS or because each has its own."""
 
     def __init__(self, group: GroupInfo) -> None:
         super().__init__(group)
-        self.device = self.make_device()
+        self.device = self.make_device(group.process.part(SideStreams))
         self.watch = group.process.part(DeviceWatch)
         self._link: _core.ShmDevice | None = None
         self._met = group.size == 1 or group.size > _core.SHM_DEVICE_RANKS
-        self._from = 0
+        self._from: list[int] = []
         self._reduces = False
         self.takes_turns = self.spreads = False
         self._staging: Span = (0, 0)
@@ -216,7 +215,15 @@ class ShmCudaBackend(ShmBackend):
         if "reduce" in call.op.agree and not (self._reduces and reduces_as(call.inputs[0].dtype, call.reduce)):
             return False
         paired = call.op is ops.ALL_TO_ALL or call.op is ops.ALL_TO_ALL_SINGLE
-        return captured or paired or call.nbytes >= self._from
+        return captured or paired or call.nbytes >= self._from[call.op.code]
+
+    def direct_from(self, op: Op) -> int:
+        """The bytes from which a call is direct: more ranks take longer to meet, and gain less by it (measured on one
+        GPU, docs/proofs/shm_cuda.md)."""
+        by_one = op in _BY_ONE_RANK
+        if self.takes_turns:
+            return 0 if by_one else (256 << 10) * self.size
+        return ((4 if op is ops.BROADCAST else 2) << 10) * self.size**3
 
     def _alone(self, call: Call) -> Handle:
         for source, target in zip(call.inputs, call.outputs, strict=True):
@@ -323,7 +330,7 @@ class ShmCudaBackend(ShmBackend):
         gpus, at_once = len({what["uuid"] for what in said}), all(what["mps"] for what in said)
         self.takes_turns = gpus == 1 and not at_once
         self.spreads = gpus == 1 and self._reduces
-        self._from = self.direct_from[at_once or gpus == len(said)]
+        self._from = [self.direct_from(op) for op in OPS]
 
     def _all_say(self, call: Call, near: Tensor, facts: dict[str, Any], more: bytes) -> tuple[list[Any], bytes]:
         """Every rank's facts, in rank order, and the rest of what they said."""
@@ -413,12 +420,12 @@ class ShmCudaBackend(ShmBackend):
         link.follow(raw)
         if staged is not None:
             link.copy(raw, [(to, at, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
-        link.meet(raw)
+        link.meet(raw, part.worker)
         part.body(stream, addresses, [at for at, _ in (part.offered if staged is None else staged)])
         back = []
         if staged is not None and part.written:
             back = [(at, to, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)]
-        link.part(raw, call, count_of(call), self._timeout(call), back)
+        link.part(raw, part.worker, call, count_of(call), self._timeout(call), back)
         return None if captured else self.device.mark(stream)
 
     def _compared(self, call: Call, seen: bytes) -> bytes:
@@ -481,6 +488,7 @@ class ShmCudaBackend(ShmBackend):
     def close(self) -> None:
         self._end_link()
         super().close()
+        self.device.close()
 
     def abort(self) -> None:
         self._native.fail()

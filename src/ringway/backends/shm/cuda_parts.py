@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import ringway._core as _core
 from ringway import call as ops
 from ringway.backends.shm.cuda_device import reduces_as
 from ringway.backends.tensors import overlap
@@ -43,6 +44,8 @@ class Part:
     """Whether the offered memory must be copied before others may read it: this rank writes to parts of it."""
     written: bool = False
     """Whether others write to the offered memory."""
+    worker: int = _core.SHM_EVERY_RANK
+    """The rank that does all the work."""
 
 
 class Place(Protocol):
@@ -72,6 +75,8 @@ def _others(me: Place) -> list[int]:
 def _all_reduce_part(me: Place, call: Call) -> Part:
     tensor = call.outputs[0]
     count, width = tensor.numel(), tensor.element_size()
+    if me.takes_turns and me.rank != 0:
+        return Part([_span(tensor)], [], _nothing, written=True, worker=0)
     share = count if me.takes_turns else rounded(-(-count // me.size), _ALIGNMENT)
     start = min(me.rank * share, count)
     mine = min(share, count - start)
@@ -81,7 +86,7 @@ def _all_reduce_part(me: Place, call: Call) -> Part:
         me.enqueue_reduction(stream, call, at, at, mine)
 
     wanted = [(rank, 0) for rank in _others(me)]
-    return Part([_span(tensor)], wanted, body, written=True)
+    return Part([_span(tensor)], wanted, body, written=True, worker=0 if me.takes_turns else _core.SHM_EVERY_RANK)
 
 
 def _reduce_part(me: Place, call: Call) -> Part:
@@ -94,7 +99,7 @@ def _reduce_part(me: Place, call: Call) -> Part:
             at = [addresses.get(rank, own[0]) for rank in range(me.size)]
             me.enqueue_reduction(stream, call, at, [target.data_ptr()], source.numel())
 
-    return Part([_span(source)], wanted, body, hidden=root and _overlap_askew(target, source))
+    return Part([_span(source)], wanted, body, hidden=root and _overlap_askew(target, source), worker=call.peer)
 
 
 def _broadcast_part(me: Place, call: Call) -> Part:
@@ -103,12 +108,12 @@ def _broadcast_part(me: Place, call: Call) -> Part:
     if not me.spreads:
         return Part([_span(tensor)], [], _nothing) if root else _pulls(me, [], [(call.peer, 0, tensor)])
     if not root:
-        return Part([_span(tensor)], [], _nothing, written=True)
+        return Part([_span(tensor)], [], _nothing, written=True, worker=call.peer)
 
     def body(stream: Any, addresses: dict[int, int], own: list[int]) -> None:
         me.enqueue_spread(stream, tensor.data_ptr(), list(addresses.values()), tensor.nbytes)
 
-    return Part([], [(rank, 0) for rank in _others(me)], body)
+    return Part([], [(rank, 0) for rank in _others(me)], body, worker=call.peer)
 
 
 def _gather_part(me: Place, call: Call) -> Part:
@@ -117,14 +122,13 @@ def _gather_part(me: Place, call: Call) -> Part:
         outputs = list(call.outputs[0].view(-1).split(source.numel())) if source.numel() else []
     else:
         outputs = list(call.outputs)
+    worker = call.peer if call.op is ops.GATHER else _core.SHM_EVERY_RANK
     if not outputs:
-        return Part([_span(source)], [], _nothing)
-    return _pulls(
-        me,
-        [source],
-        [(rank, 0, outputs[rank]) for rank in _others(me)],
-        kept=(source, outputs[me.rank]),
-    )
+        return Part([_span(source)], [], _nothing, worker=worker)
+    pulled = [(rank, 0, outputs[rank]) for rank in _others(me)]
+    part = _pulls(me, [source], pulled, kept=(source, outputs[me.rank]))
+    part.worker = worker
+    return part
 
 
 def _scatter_part(me: Place, call: Call) -> Part:
