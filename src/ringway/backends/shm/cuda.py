@@ -218,12 +218,10 @@ class ShmCudaBackend(ShmBackend):
         return captured or paired or call.nbytes >= self._from[call.op.code]
 
     def direct_from(self, op: Op) -> int:
-        """The bytes from which a call is direct: more ranks take longer to meet, and gain less by it (measured on one
-        GPU, docs/proofs/shm_cuda.md)."""
-        by_one = op in _BY_ONE_RANK
+        """The bytes from which a call is direct: more ranks take longer to meet (measured on one GPU)."""
         if self.takes_turns:
-            return 0 if by_one else (256 << 10) * self.size
-        return ((4 if op is ops.BROADCAST else 2) << 10) * self.size**3
+            return 0 if op in _BY_ONE_RANK else (256 << 10) * self.size
+        return ((16 if op is ops.BROADCAST else 8) << 10) * self.size
 
     def _alone(self, call: Call) -> Handle:
         for source, target in zip(call.inputs, call.outputs, strict=True):
