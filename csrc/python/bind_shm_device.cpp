@@ -48,10 +48,13 @@ void bind_shm_device(nb::module_& m) {
     m.attr("SHM_DEVICE_RANKS") = kDeviceRanks;
     m.attr("SHM_DIRECT") = kDirect;
     m.attr("SHM_EVERY_RANK") = DeviceLink::kEveryRank;
+    nb::class_<LaunchOrder>(m, "LaunchOrder").def(nb::init<>());
     nb::class_<DeviceLink>(m, "ShmDevice")
-        .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device, GroupRecord* record) {
-            new (self) DeviceLink(group.shared_engine(), library, device, record);
-        }, nb::arg("group"), nb::arg("library"), nb::arg("device"), nb::arg("record").none(), nb::keep_alive<1, 5>())
+        .def("__init__", [](DeviceLink* self, PyGroup& group, const std::string& library, int device, GroupRecord* record,
+                            LaunchOrder& order) {
+            new (self) DeviceLink(group.shared_engine(), library, device, record, order);
+        }, nb::arg("group"), nb::arg("library"), nb::arg("device"), nb::arg("record").none(), nb::arg("order"),
+             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
         .def_prop_ro("has_mps", &DeviceLink::has_mps)
         .def_prop_ro("uuid", &DeviceLink::uuid)
         .def_prop_ro("device_index", &DeviceLink::device_index)
@@ -79,6 +82,10 @@ void bind_shm_device(nb::module_& m) {
             for (const DeviceLink::Span& span : spans) found.emplace_back(span.address, span.bytes);
             return found;
         }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
+        .def("enter", [](DeviceLink& self) { return self.order().enter(&self); })
+        .def("wait_for_earlier", [](DeviceLink& self, uint64_t place) { self.order().wait_for_earlier(place); },
+             nb::arg("place"), Release())
+        .def("leave", [](DeviceLink& self, uint64_t place) { self.order().leave(place); }, nb::arg("place"))
         .def("follow", &DeviceLink::follow, nb::arg("stream"))
         .def("meet", &DeviceLink::meet, nb::arg("stream"), nb::arg("worker"))
         .def("copy", [](DeviceLink& self, uintptr_t stream, const PyCopies& copies) {

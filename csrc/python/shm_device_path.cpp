@@ -120,12 +120,14 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
     // second on the other ranks.
     record().starting(call.op, begun);
     bool met = false;
+    LaunchTurn turn(link.order(), &link);
     try {
         const std::vector<std::byte> offers = meet(call, offer);
         met = true;
         std::vector<DeviceLink::Span> spans;
         {
             GilRelease gil;
+            turn.wait_for_earlier();
             spans = link.accept(offers.data(), offers.size(), part.wanted, false);
         }
         link.follow(stream);

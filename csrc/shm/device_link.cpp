@@ -53,12 +53,14 @@ bool same(const device::IpcHandle& one, const device::IpcHandle& other) {
 
 }  // namespace
 
-DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device, GroupRecord* record)
+DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device, GroupRecord* record,
+                       LaunchOrder& order)
     : engine_(std::move(engine)),
       members_(engine_->members),
       rank_(members_.rank()),
       size_(members_.size()),
       record_(record),
+      order_(order),
       index_(device),
       driver_(library),
       words_(members_.segment().stream_words()),

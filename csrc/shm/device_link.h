@@ -36,6 +36,7 @@
 #include "device/driver.h"
 #include "record/group_record.h"
 #include "shm/engine.h"
+#include "shm/launch_order.h"
 
 namespace ringway::shm {
 
@@ -53,9 +54,10 @@ class DeviceLink {
     using Wanted = std::pair<int, int>;
     using Copy = std::pair<Span, uint64_t>;  // from a span, to an address
 
-    // `device` is this process's number for the device. `record` may be null, and must outlive the link. Throws
+    // `device` is this process's number for the device. `record` may be null. It and `order` must outlive the link. Throws
     // std::runtime_error if the driver refuses.
-    DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device, GroupRecord* record);
+    DeviceLink(std::shared_ptr<Engine> engine, const std::string& library, int device, GroupRecord* record,
+               LaunchOrder& order);
     ~DeviceLink();
     DeviceLink(const DeviceLink&) = delete;
     DeviceLink& operator=(const DeviceLink&) = delete;
@@ -64,6 +66,7 @@ class DeviceLink {
     bool has_mps() const;
     std::string uuid() const;
     int device_index() const { return index_; }
+    LaunchOrder& order() const { return order_; }
 
     // The bytes that offer these spans, at most one for each rank. Empty, and `refused` the first such span, if memory
     // cannot be shared. With `keep`, the slots are kept until the end: a graph uses the memory again.
@@ -173,6 +176,7 @@ class DeviceLink {
     const int rank_;
     const int size_;
     GroupRecord* const record_;
+    LaunchOrder& order_;
     const int index_;  // this process's number for the device
     device::MemoryDriver driver_;
     int device_ = 0;

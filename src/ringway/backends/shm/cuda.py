@@ -33,7 +33,7 @@ from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import in_parts
 from ringway.backends.device_watch import DeviceWatch
 from ringway.backends.shm.backend import ShmBackend
-from ringway.backends.shm.cuda_device import Cuda, SideStreams, reduces_as
+from ringway.backends.shm.cuda_device import Cuda, reduces_as
 from ringway.backends.shm.cuda_parts import PARTS, Part, Span, count_of, reduced_as, rounded
 from ringway.call import OPS, Call, Op, Reduce
 from ringway.errors import RingwayError, UsageError
@@ -154,8 +154,9 @@ class ShmCudaBackend(ShmBackend):
 
     def __init__(self, group: GroupInfo) -> None:
         super().__init__(group)
-        self.device = self.make_device(group.process.part(SideStreams))
+        self.device = self.make_device()
         self.watch = group.process.part(DeviceWatch)
+        self._order = group.process.part(_core.LaunchOrder)
         self._link: _core.ShmDevice | None = None
         self._met = group.size == 1 or group.size > _core.SHM_DEVICE_RANKS
         self._from: list[int] = []
@@ -287,7 +288,9 @@ class ShmCudaBackend(ShmBackend):
         facts: dict[str, Any] = {"no_kernels": self.device.lacks()}
         offer: bytes | int = -1
         try:
-            link = _core.ShmDevice(self._native, self.device.library, self.device.index(near), self._record)
+            link = _core.ShmDevice(
+                self._native, self.device.library, self.device.index(near), self._record, self._order
+            )
             self._link = link
             facts |= {"uuid": link.uuid, "mps": link.has_mps}
             offer = link.offer([(link.allocate(_PROBE_BYTES), _PROBE_BYTES)], False)
@@ -363,19 +366,28 @@ class ShmCudaBackend(ShmBackend):
             offer += struct.pack(f"{self.size}q", *part.expected)
         handle = _DirectHandle(self, call, near, captured)
         manner = _core.SHM_DIRECT | (_CAPTURED if captured else 0)
+        place = link.enter()
         if not call.async_op or captured:
             inner = call
             if call.async_op:
                 inner = replace(call, async_op=False)
                 inner.record = call.record
             stream = self.device.current(near)
-            seen = self._native.show(inner, self._timeout(call), count_of(call), offer, manner)
-            assert isinstance(seen, bytes)
-            with in_parts():
-                return handle.begun(self._launch(call, part, staged, seen, stream, captured))
+            try:
+                seen = self._native.show(inner, self._timeout(call), count_of(call), offer, manner)
+                assert isinstance(seen, bytes)
+                link.wait_for_earlier(place)
+                with in_parts():
+                    return handle.begun(self._launch(call, part, staged, seen, stream, captured))
+            finally:
+                link.leave(place)
         stream, launched = self.device.side(near), handle.queued()
         issued = self.device.mark(self.device.current(near))
-        task = self._native.show(call, self._timeout(call), count_of(call), offer, manner)
+        try:
+            task = self._native.show(call, self._timeout(call), count_of(call), offer, manner)
+        except BaseException:
+            link.leave(place)
+            raise
         assert isinstance(task, _core.ShmTask)
 
         def met() -> None:
@@ -383,6 +395,7 @@ class ShmCudaBackend(ShmBackend):
             try:
                 if outcome != 0:
                     raise self._faults.error(outcome, task.fault())
+                link.wait_for_earlier(place)
                 with self.device.on(stream):
                     self.device.wait(stream, issued)
                     event = self._launch(call, part, staged, task.seen(), stream, captured=False)
@@ -394,8 +407,10 @@ class ShmCudaBackend(ShmBackend):
                 if outcome == 0:
                     self._native.fail()  # the others wait for this rank's part
                 handle.last_steps()
+                link.leave(place)
                 launched.finish(error)
             else:
+                link.leave(place)
                 launched.finish(None)
 
         task.when_done(met)
@@ -486,7 +501,6 @@ class ShmCudaBackend(ShmBackend):
     def close(self) -> None:
         self._end_link()
         super().close()
-        self.device.close()
 
     def abort(self) -> None:
         self._native.fail()

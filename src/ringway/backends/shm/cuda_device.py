@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -13,11 +12,9 @@ from torch import Tensor
 
 import ringway._core as _core
 from ringway.call import DTYPES, Reduce
-from ringway.errors import RingwayError
 
 Reduction = tuple[torch.dtype, Reduce]
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _REALS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -35,43 +32,13 @@ def reduces_as(dtype: torch.dtype, kind: Reduce) -> tuple[torch.dtype, int] | No
     return (dtype, 1) if dtype in _INTEGERS else None
 
 
-class SideStreams:
-    """Streams for the asynchronous calls of a process, one for each group.
-
-    torch's streams come from a pool of 32. Two groups with the same stream could wait for each other in a circle, since
-    ranks may launch the calls of different groups in different order. These streams are never destroyed, because
-    torch's allocator remembers them. A group that ends gives its stream back."""
-
-    library = "libcuda.so.1"
-
-    def __init__(self) -> None:
-        self._unused: dict[torch.device, list[Any]] = {}
-
-    def take(self, device: torch.device) -> Any:
-        unused = self._unused.setdefault(device, [])
-        return unused.pop() if unused else self._made(device)
-
-    def give_back(self, stream: Any) -> None:
-        self._unused[stream.device].append(stream)
-
-    def _made(self, device: torch.device) -> Any:
-        raw = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device).query()  # torch's context is now the one of this thread
-            status = ctypes.CDLL(self.library).cuStreamCreate(ctypes.byref(raw), _NON_BLOCKING)
-        if status != 0:
-            raise RingwayError(f"the CUDA driver gives no stream for asynchronous calls: error {status}")
-        return torch.cuda.ExternalStream(raw.value, device)
-
-
 class Cuda:
     """The CUDA device of one backend. Tests replace it."""
 
-    library = SideStreams.library
+    library = "libcuda.so.1"
     kind = _core.CUDA
 
-    def __init__(self, streams: SideStreams) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
         self._sides: dict[torch.device, Any] = {}
 
     def lacks(self) -> str | None:
@@ -110,15 +77,8 @@ class Cuda:
         """The stream of asynchronous calls."""
         device = tensor.device
         if device not in self._sides:
-            self._sides[device] = self._streams.take(device)
+            self._sides[device] = torch.cuda.Stream(device)
         return self._sides[device]
-
-    def close(self) -> None:
-        """The group has ended. A stream that is stuck is not used again."""
-        while self._sides:
-            _, stream = self._sides.popitem()
-            if stream.query():
-                self._streams.give_back(stream)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
