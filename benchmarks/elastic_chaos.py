@@ -1,11 +1,12 @@
 """What faults cost an elastic job: `benchmarks/elastic.py --chaos` (its options are described there).
 
 Ranks train a small network on the CPU. Every `--every` seconds one of them is killed, or another one joins, in turns.
-What counts is the number of completed steps per second, each weighted by the ranks that made it. A machine may be
-faster in one minute than in the next, so it is compared with the rate of the same job between its events, without the
-SETTLING seconds after each. A job that got slower with every event would not show there, so it is also compared with
-the slower of two undisturbed jobs, one before and one after. Processes are forked from one that has imported torch,
-at the moment they join: a fork is counted, an import is not.
+What counts is the number of completed steps, each weighted by the ranks that made it, for each second of a rank that is
+present: a rank that was killed is not there to work, but what the others lose by its death counts. A machine may be
+faster in one minute than in the next, so this rate is compared with that of the same job between its events, without
+the SETTLING seconds after each. A job that got slower with every event would not show there, so it is also compared
+with the slower of two undisturbed jobs, one before and one after. Processes are forked from one that has imported
+torch, at the moment they join: a fork is counted, an import is not.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _AHEAD = 30
 class Run:
     """One job: when each of its steps was completed and by how many ranks, and the events."""
 
+    ranks: int = 0
+    """Present at the beginning."""
     steps: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By number: the time, and the ranks."""
     events: list[tuple[float, str]] = field(default_factory=list)
@@ -64,9 +67,16 @@ class Run:
         end = self.began + self.seconds
         return sorted(each for each in self.steps.values() if self.began < each[0] <= end)
 
+    def rank_seconds(self, begin: float, end: float) -> float:
+        """The time between two moments, weighted by the ranks present."""
+        changes = [(moment, -1 if kind == "kill" else 1) for moment, kind in self.events]
+        lost_or_won = sum(change * max(end - max(moment, begin), 0.0) for moment, change in changes)
+        return self.ranks * (end - begin) + lost_or_won
+
     def rate(self) -> float:
-        """Steps a second, weighted by their ranks."""
-        return sum(ranks for _, ranks in self.inside()) / self.seconds
+        """Steps for each second of a rank."""
+        made = sum(ranks for _, ranks in self.inside())
+        return made / self.rank_seconds(self.began, self.began + self.seconds)
 
     def rate_between_events(self) -> float:
         """The same, without SETTLING seconds after each event."""
@@ -74,7 +84,7 @@ class Run:
         ends = [*(moment for moment, _ in self.events), self.began + self.seconds]
         calm = [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
         made = sum(ranks for moment, ranks in self.inside() if any(begin < moment <= end for begin, end in calm))
-        return made / sum(end - begin for begin, end in calm)
+        return made / sum(self.rank_seconds(begin, end) for begin, end in calm)
 
     def gaps(self) -> list[float]:
         """After each event, how long it took until the step after the next was completed, beyond a usual step."""
@@ -140,7 +150,7 @@ class _Job:
         _LAST_STEP.pack_into(self._last_step, 0, -1)
         self._reader, self._writer = os.pipe()
         self._unread = b""
-        self.run = Run()
+        self.run = Run(options.ranks)
         self.living: list[int] = []
 
     def start(self, rank: int) -> None:
@@ -275,10 +285,10 @@ def measure(options: argparse.Namespace) -> int:
         f"{options.ranks} ranks, {kinds.count('kill')} killed and {kinds.count('join')} joined in {options.minutes:g} "
         f"minutes, one event every {options.every:g} s (seed {seed}).",
         "",
-        "| run | seconds | steps | steps a second × ranks | longest time between two steps |",
+        "| run | seconds | steps | steps for each second of a rank | longest time between two steps |",
         "|---|---|---|---|---|",
         *(
-            f"| {name} | {each.seconds:.0f} | {len(each.inside())} | {each.rate():.1f} | {each.longest_gap():.2f} s |"
+            f"| {name} | {each.seconds:.0f} | {len(each.inside())} | {each.rate():.3f} | {each.longest_gap():.2f} s |"
             for name, each in (
                 ("undisturbed, before", calm[0]),
                 ("with events", stormy),
@@ -302,11 +312,8 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def _report(name: str, each: Run) -> None:
-    print(
-        f"{name}: {len(each.inside())} steps in {each.seconds:.0f} s, {each.rate():.1f} steps a second × ranks, ",
-        end="",
-    )
-    print(f"longest time between two steps {each.longest_gap():.2f} s", flush=True)
+    print(f"{name}: {len(each.inside())} steps in {each.seconds:.0f} s, {each.rate():.3f} for each second of a rank,")
+    print(f"    longest time between two steps {each.longest_gap():.2f} s", flush=True)
 
 
 def _write_page(path: Path, text: list[str], commit: str | None) -> None:
