@@ -28,9 +28,14 @@ import torch
 from ringway.errors import RingwayError
 from ringway.testing import RankContext, RankPool
 
+sys.path.insert(0, str(proofs.ROOT / "tests" / "groups"))
+import rank_reconfigure  # noqa: E402 - a module of the tests
+
 PROVES = ("src/ringway/backends/nccl", "src/ringway/groups", "src/ringway/observe/stall")
 LIMIT = 2.5
 """Seconds until a call is overdue."""
+SURVIVORS = [("1", (0, 2, 3.0)), ("1", (1, 2, 3.0))]
+"""What the ranks that live return after rank 1 has died."""
 MISMATCHES = ("op", "size", "dtype", "root")
 _AT_ONCE = 10
 
@@ -205,6 +210,11 @@ def coalesced(context: RankContext) -> Any:
     return [one[0].item() for one in several], [output[[0, 8]].tolist() for output in outputs]
 
 
+def reconfigured(context: RankContext, how: str) -> Any:
+    torch.cuda.set_device(0)
+    return getattr(rank_reconfigure, how)(context, "nccl", "cuda")
+
+
 class Row(NamedTuple):
     title: str
     holds: bool
@@ -217,17 +227,18 @@ class Check(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     fine: Callable[[list[Any]], bool]
+    ranks: int = 2
 
 
 def _rounds(rounds: int, check: Check, until: float, found: Callable[[Row], None]) -> None:
-    with RankPool(2) as pool:
+    with RankPool(check.ranks) as pool:
         for _ in range(rounds):
             if time.monotonic() < until:
                 found(_run(pool, check))
 
 
 def _run(pool: RankPool, check: Check) -> Row:
-    outcomes = pool.try_run(check.function, *check.arguments, world_size=2, timeout=40, grace=12)
+    outcomes = pool.try_run(check.function, *check.arguments, world_size=check.ranks, timeout=40, grace=12)
     values = [outcome.value if outcome.ok else str(outcome)[-1500:] for outcome in outcomes]
     try:
         holds = check.fine(values)
@@ -251,6 +262,8 @@ ONCE = (
     Check("DDP's calls are recorded", training_is_recorded, (), lambda v: v[0][0] >= 4 and v[0][3] == "Bridge"),
     Check("messages in a batch", messages_in_a_batch, (), lambda v: v == [[True, True]] * 2),
     Check("coalesced blocks", coalesced, (), lambda v: v[0][0] == [2.0] * 3 and v[0][1] == [[0.0, 1.0]] * 2),
+    Check("a group's members change", reconfigured, ("changes",), lambda v: v == list(rank_reconfigure.CHANGES), 3),
+    Check("a group goes on without a dead rank", reconfigured, ("survivors",), lambda v: v[::2] == SURVIVORS, 3),
     Check("sub-groups of a bound world", sub_groups, (), lambda v: v[0][0] == 4.0 and v[0][1] == "Bridge"),
 )
 FAULTS = (
