@@ -29,7 +29,7 @@ from ringway.errors import RingwayError
 from ringway.testing import RankContext, RankPool
 
 sys.path.insert(0, str(proofs.ROOT / "tests" / "groups"))
-import rank_reconfigure  # noqa: E402 - a module of the tests
+import rank_reconfigure
 
 PROVES = ("src/ringway/backends/nccl", "src/ringway/groups", "src/ringway/observe/stall")
 LIMIT = 2.5
