@@ -83,8 +83,9 @@ void bind_shm_device(nb::module_& m) {
             return found;
         }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
         .def("enter", [](DeviceLink& self) { return self.order().enter(&self); })
-        .def("wait_for_earlier", [](DeviceLink& self, uint64_t place) { self.order().wait_for_earlier(place); },
-             nb::arg("place"), Release())
+        .def("wait_for_earlier", [](DeviceLink& self, uint64_t place, double seconds) {
+            return self.order().wait_for_earlier(place, seconds);
+        }, nb::arg("place"), nb::arg("seconds"), Release())
         .def("leave", [](DeviceLink& self, uint64_t place) { self.order().leave(place); }, nb::arg("place"))
         .def("follow", &DeviceLink::follow, nb::arg("stream"))
         .def("meet", &DeviceLink::meet, nb::arg("stream"), nb::arg("worker"))

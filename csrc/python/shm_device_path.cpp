@@ -109,6 +109,7 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
     const size_t results = call.op == Op::AllReduce ? ranks : 1;
     if (reduces(call.op) && (!manner.reduces || kernel(link, call.dtype, ranks, results, true, false).function == nullptr))
         return false;
+    if (link.order().others_pending(&link)) return false;  // the general path waits for them
     int refused = -1;
     const std::vector<std::byte> offer = link.offer(part.offered, false, refused);
     if (refused >= 0) return false;  // the general path copies the tensor to memory that can be shared
@@ -120,14 +121,17 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
     // second on the other ranks.
     record().starting(call.op, begun);
     bool met = false;
-    LaunchTurn turn(link.order(), &link);
+    const uint64_t place = link.order().enter(&link);
+    const auto end = [&] {
+        record().started();
+        link.order().leave(place);
+    };
     try {
         const std::vector<std::byte> offers = meet(call, offer);
         met = true;
         std::vector<DeviceLink::Span> spans;
         {
             GilRelease gil;
-            turn.wait_for_earlier();
             spans = link.accept(offers.data(), offers.size(), part.wanted, false);
         }
         link.follow(stream);
@@ -135,12 +139,12 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
         enqueue(link, stream, call.dtype, part, spans);
         link.part(stream, part.worker, facts_of(compared(call)), call.timeout_s, {}, begun.token);
     } catch (...) {
-        record().started();
+        end();
         if (met) group_.fail();  // the others wait for this rank's part
         record().end(begun.token, State::Failed);
         throw;
     }
-    record().started();
+    end();
     return true;
 }
 

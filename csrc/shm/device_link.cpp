@@ -274,13 +274,18 @@ void DeviceLink::operate(uintptr_t stream, WordOperation* operations, unsigned c
 
 void DeviceLink::signal(uintptr_t stream, int phase, int worker) {
     if (is_capturing(stream)) return signal_captured(stream, phase);
-    const bool works = worker == kEveryRank || worker == rank_, begins = phase == 0;
+    const bool begins = phase == 0;
     if (begins) ++number_;
+    const auto waits_for = [&](int peer) {
+        if (peer == rank_) return false;
+        return worker == kEveryRank || worker == (begins ? rank_ : peer);
+    };
     WordOperation operations[1 + kDeviceRanks] = {};
     unsigned count = 0;
-    if (begins || works) operations[count++] = {device::kWriteWord, on_device(reached(phase, rank_)), number_, 0, 0, 0};
+    // Written on every call, even if nobody waits for it: the words must not stay behind by half of their range.
+    operations[count++] = {device::kWriteWord, on_device(reached(phase, rank_)), number_, 0, 0, 0};
     for (int peer = 0; peer < size_; ++peer) {
-        if (peer == rank_ || (begins ? !works : worker != kEveryRank && worker != peer)) continue;
+        if (!waits_for(peer)) continue;
         operations[count++] = {device::kWaitForWord, on_device(reached(phase, peer)), number_, device::kUntilReached, 0, 0};
     }
     operate(stream, operations, count);
@@ -421,7 +426,7 @@ void DeviceLink::watch() {
     int idle = 0, looks = 0;
     while (!stopping_) {
         look_for_ended();
-        const bool over = members_.faulted() || members_.left();
+        const bool over = members_.faulted();
         if (over) release();
         if (in_flight_.empty() && !captured_ && ++idle > kLinger) {
             asleep_ = true;

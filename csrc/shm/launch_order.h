@@ -20,53 +20,38 @@ class LaunchOrder {
     // A call is issued: its place in the order. A group's own calls are in order already.
     uint64_t enter(const void* group) {
         const std::lock_guard<std::mutex> guard(lock_);
-        pending_.emplace(++last_, Pending{group});
+        pending_.emplace(++last_, group);
         return last_;
     }
 
-    // Waits for the earlier calls of other groups. One that takes too long, because a rank is late, is not waited for again.
-    void wait_for_earlier(uint64_t place) {
+    // Whether calls of other groups are not launched yet.
+    bool others_pending(const void* group) {
+        const std::lock_guard<std::mutex> guard(lock_);
+        return std::any_of(pending_.begin(), pending_.end(), [&](const auto& entry) { return entry.second != group; });
+    }
+
+    // Waits for the earlier calls of other groups, but not for longer than this. Whether they are launched.
+    bool wait_for_earlier(uint64_t place, double seconds) {
         std::unique_lock<std::mutex> guard(lock_);
         const auto own = pending_.find(place);
-        if (own == pending_.end()) return;
-        const auto awaited = [&](const auto& entry) { return entry.second.group != own->second.group && !entry.second.late; };
-        const auto clear = [&] { return std::none_of(pending_.begin(), own, awaited); };
-        if (left_.wait_for(guard, kPatience, clear)) return;
-        for (auto entry = pending_.begin(); entry != own; ++entry) entry->second.late |= awaited(*entry);
+        if (own == pending_.end()) return true;
+        const auto launched = [&] {
+            return std::all_of(pending_.begin(), own, [&](const auto& entry) { return entry.second == own->second; });
+        };
+        return left_.wait_for(guard, std::chrono::duration<double>(seconds), launched);
     }
 
     // The call is launched, or has failed.
     void leave(uint64_t place) {
         const std::lock_guard<std::mutex> guard(lock_);
-        pending_.erase(place);
-        left_.notify_all();
+        if (pending_.erase(place) != 0) left_.notify_all();
     }
 
   private:
-    static constexpr std::chrono::seconds kPatience{1};
-    struct Pending {
-        const void* group;
-        bool late = false;
-    };
-
     std::mutex lock_;
     std::condition_variable left_;
-    std::map<uint64_t, Pending> pending_;
+    std::map<uint64_t, const void*> pending_;  // their groups, by place
     uint64_t last_ = 0;
-};
-
-// A call from when it is issued until it is launched.
-class LaunchTurn {
-  public:
-    LaunchTurn(LaunchOrder& order, const void* group) : order_(order), place_(order.enter(group)) {}
-    ~LaunchTurn() { order_.leave(place_); }
-    LaunchTurn(const LaunchTurn&) = delete;
-    LaunchTurn& operator=(const LaunchTurn&) = delete;
-    void wait_for_earlier() { order_.wait_for_earlier(place_); }
-
-  private:
-    LaunchOrder& order_;
-    const uint64_t place_;
 };
 
 }  // namespace ringway::shm

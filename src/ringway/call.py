@@ -272,6 +272,16 @@ class Call:
             waited=timeout,
         )
 
+    def behind_others(self, waited: float) -> CommTimeout:
+        """The error for a call whose turn did not come."""
+        return CommTimeout(
+            f"{self.describe()}: calls that this process issued earlier in other groups have not met after {waited} s. "
+            "Calls of different groups must be issued in the same order on all ranks that share them",
+            op=self.op.name,
+            sequence=self.sequence,
+            waited=waited,
+        )
+
     def describe(self) -> str:
         """The call in words: `all_reduce #12 (float32[1024], SUM, group dp)`."""
         tensors = self.inputs or self.outputs

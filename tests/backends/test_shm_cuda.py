@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from scripted_cuda import build_stand_in
 
 from ringway import call as ops
-from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost
+from ringway.errors import CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.observe.recorder import RecordedCall, recent_calls
 from ringway.store import Deadline
 from ringway.testing import RankContext, RankPool
@@ -59,6 +61,103 @@ def test_conformance_on_the_stand_in(ranks: RankPool) -> None:
     run_setting(ranks, Setting(BACKEND, 3, every=3 if SOAK else 61), cases, report)
     assert not report.findings, str(report)
     assert len(report.seconds) == len(cases)
+
+
+def _several_groups(context: RankContext) -> list[float]:
+    """Calls of three groups in one order, on streams that share a queue. Rank 2 comes only when rank 0 waits for it."""
+    dist = context.start(BACKEND)
+    groups = {name: (dist.new_group(ranks), ranks) for name, ranks in (("A", [0, 1, 2]), ("B", [0, 2]), ("C", [0, 1]))}
+    for group, ranks in groups.values():
+        if context.rank in ranks:
+            dist.all_reduce(torch.ones(4), group=group)  # the first call of a group waits for all ranks
+    found, works = [], []
+    if context.rank == 2:
+        context.store.wait(["rank 0 waits"])
+    elif context.rank == 0:
+        threading.Timer(0.3, lambda: context.store.set("rank 0 waits", "")).start()
+    for name in ("A", "C", "B"):
+        group, ranks = groups[name]
+        if context.rank in ranks:
+            tensor = torch.full((4,), context.rank + 1.0)
+            works.append((tensor, dist.all_reduce(tensor, group=group, async_op=name != "C")))
+    for tensor, work in works:
+        if work is not None:
+            work.wait()
+        found.append(tensor[0].item())
+    return found
+
+
+def test_calls_of_several_groups_keep_one_order(ranks: RankPool) -> None:
+    assert ranks.run(_several_groups, world_size=3, timeout=60) == [[6.0, 3.0, 4.0], [6.0, 3.0], [6.0, 4.0]]
+
+
+def _interrupted_before_its_turn(context: RankContext) -> list[str]:
+    """Rank 0's call of B has met, and waits for its call of A, which rank 2 does not make, when Ctrl-C comes."""
+    dist = context.start(BACKEND)
+    a, b = dist.new_group([0, 2]), dist.new_group([0, 1])
+    for group, ranks in ((a, [0, 2]), (b, [0, 1])):
+        if context.rank in ranks:
+            dist.all_reduce(torch.ones(4), group=group)  # the first call of a group waits for all ranks
+    told: list[str] = []
+    if context.rank == 2:
+        context.store.wait(["interrupted"])
+        return told
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(4), group=a, async_op=True)
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            dist.all_reduce(torch.ones(4), group=b)
+        except KeyboardInterrupt:
+            told.append("interrupted")
+            context.store.set("interrupted", "")
+    try:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(4), group=b, async_op=True).wait()
+            dist.settled()
+    except RingwayError as error:
+        told.append(str(error))
+    return told
+
+
+def test_ctrl_c_before_a_calls_turn_ends_the_group(ranks: RankPool) -> None:
+    first, second, _ = ranks.run(_interrupted_before_its_turn, world_size=3, timeout=60)
+    assert first[0] == "interrupted"
+    assert "interrupted by KeyboardInterrupt in the middle of a call" in first[1]
+    assert "rank 0 aborted the group" in second[0]
+    ranks.replace()
+
+
+def _closed_twice(context: RankContext) -> list[float]:
+    """Rank 0 closes the group in two threads, while rank 2 has not broadcast yet."""
+    import stand_in_cuda
+
+    dist = context.start(BACKEND, group_name="closed twice")
+    dist.all_reduce(torch.ones(4))
+    kernel = stand_in_cuda.KERNEL(lambda _: context.store.wait(["closing"]))
+    if context.rank == 2:
+        stand_in_cuda.library().stand_in_launch(8, kernel, 0)
+    tensor = torch.full((4,), float(context.rank))
+    work = dist.broadcast(tensor, 2, async_op=True)
+    if context.rank == 0:
+        communicator = dist.communicator()
+        link = _backend(dist)._link
+        while link.drain(0.01):
+            pass  # the call is not launched yet
+        closers = [threading.Thread(target=communicator.close) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        time.sleep(0.5)  # both are in the middle of it
+        context.store.set("closing", "")
+        for closer in closers:
+            closer.join()
+        return [2.0]
+    work.wait()
+    return tensor.unique().tolist()
+
+
+def test_closing_in_two_threads_frees_no_other_rank(ranks: RankPool) -> None:
+    assert ranks.run(_closed_twice, world_size=3, timeout=60) == [[2.0]] * 3
+    ranks.replace()
 
 
 def _in_device_memory(context: RankContext) -> list[Any]:

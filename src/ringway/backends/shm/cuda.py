@@ -19,6 +19,7 @@ import json
 import logging
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -42,6 +43,7 @@ from ringway.work import DONE, Completion, CompletionCell, Finishing, Handle
 _FACTS_BYTES = 512
 _PROBE_BYTES = 2 << 20
 _CAPTURED = 1 << 35
+_SLICE = 0.05
 _BY_ONE_RANK = (ops.ALL_REDUCE, ops.REDUCE, ops.BROADCAST, ops.GATHER)
 """Calls of which one rank does all the work if the ranks' processes take turns on a GPU."""
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -161,7 +163,7 @@ class ShmCudaBackend(ShmBackend):
         self._met = group.size == 1 or group.size > _core.SHM_DEVICE_RANKS
         self._from: list[int] = []
         self._reduces = False
-        self.takes_turns = self.spreads = False
+        self._switches = self.takes_turns = self.spreads = False
         self._staging: Span = (0, 0)
         self._ending = threading.Lock()
         self._record: _core.GroupRecord | None = None
@@ -220,8 +222,8 @@ class ShmCudaBackend(ShmBackend):
 
     def direct_from(self, op: Op) -> int:
         """The bytes from which a call is direct: more ranks take longer to meet (measured on one GPU)."""
-        if self.takes_turns:
-            return 0 if op in _BY_ONE_RANK else (256 << 10) * self.size
+        if self._switches:
+            return 0 if self.takes_turns and op in _BY_ONE_RANK else (256 << 10) * self.size
         return ((16 if op is ops.BROADCAST else 8) << 10) * self.size
 
     def _alone(self, call: Call) -> Handle:
@@ -329,7 +331,8 @@ class ShmCudaBackend(ShmBackend):
         self._reduces = lacking is None
         self.why_host = "" if lacking is None else lacking
         gpus, at_once = len({what["uuid"] for what in said}), all(what["mps"] for what in said)
-        self.takes_turns = gpus == 1 and not at_once
+        self._switches = gpus < self.size and not at_once
+        self.takes_turns = gpus == 1 and self._switches
         self.spreads = gpus == 1 and self._reduces
         self._from = [self.direct_from(op) for op in OPS]
 
@@ -366,36 +369,30 @@ class ShmCudaBackend(ShmBackend):
             offer += struct.pack(f"{self.size}q", *part.expected)
         handle = _DirectHandle(self, call, near, captured)
         manner = _core.SHM_DIRECT | (_CAPTURED if captured else 0)
-        place = link.enter()
         if not call.async_op or captured:
-            inner = call
-            if call.async_op:
-                inner = replace(call, async_op=False)
-                inner.record = call.record
+            # Without its record, the call is starting until it is launched: a signal handler's would be launched first.
+            inner = replace(call, async_op=False)
             stream = self.device.current(near)
+            place = link.enter()
             try:
                 seen = self._native.show(inner, self._timeout(call), count_of(call), offer, manner)
                 assert isinstance(seen, bytes)
-                link.wait_for_earlier(place)
                 with in_parts():
+                    self._wait_for_earlier(link, place, call)
                     return handle.begun(self._launch(call, part, staged, seen, stream, captured))
             finally:
                 link.leave(place)
         stream, launched = self.device.side(near), handle.queued()
         issued = self.device.mark(self.device.current(near))
-        try:
-            task = self._native.show(call, self._timeout(call), count_of(call), offer, manner)
-        except BaseException:
-            link.leave(place)
-            raise
-        assert isinstance(task, _core.ShmTask)
+        place = link.enter()
 
         def met() -> None:
+            assert isinstance(task, _core.ShmTask)
             outcome = task.outcome()
             try:
                 if outcome != 0:
                     raise self._faults.error(outcome, task.fault())
-                link.wait_for_earlier(place)
+                self._wait_for_earlier(link, place, call)
                 with self.device.on(stream):
                     self.device.wait(stream, issued)
                     event = self._launch(call, part, staged, task.seen(), stream, captured=False)
@@ -413,14 +410,32 @@ class ShmCudaBackend(ShmBackend):
                 link.leave(place)
                 launched.finish(None)
 
-        task.when_done(met)
+        task: _core.ShmTask | bytes = b""
+        try:
+            task = self._native.show(call, self._timeout(call), count_of(call), offer, manner)
+            assert isinstance(task, _core.ShmTask)
+            task.when_done(met)
+        except BaseException:
+            link.leave(place)
+            if task:
+                self._native.fail()  # the others wait for this rank's part
+            raise
         return handle
+
+    def _wait_for_earlier(self, link: _core.ShmDevice, place: int, call: Call) -> None:
+        """Until the calls that this process issued earlier in other groups are launched (csrc/shm/launch_order.h).
+        Signals are handled between the slices."""
+        until = time.monotonic() + self._timeout(call)
+        while not link.wait_for_earlier(place, _SLICE):
+            if self.fault() is not None or time.monotonic() > until:
+                raise self.fault() or call.behind_others(self._timeout(call))
 
     def _launch(
         self, call: Call, part: Part, staged: list[Span] | None, seen: bytes, stream: Any, captured: bool
     ) -> Any:
         link = self._link
-        assert link is not None
+        if link is None:
+            raise RingwayError(f"{call.describe()}: the group was closed by another thread")
         offers = self._compared(call, seen) if part.expected else seen
         addresses = dict(
             zip(
@@ -508,8 +523,8 @@ class ShmCudaBackend(ShmBackend):
         super().abort()
 
     def _end_link(self) -> None:
-        with self._ending:
+        with self._ending:  # a second thread that ends the group waits for the first
             link, self._link = self._link, None
             self._attach_path()
-        if link is not None:
-            link.close()
+            if link is not None:
+                link.close()
