@@ -45,6 +45,7 @@ nb::object difference(const GroupRecord& record) {
 }
 
 uint64_t begin_call(GroupRecord& record, nb::handle call, uint32_t label) {
+    if (record.is_starting()) return 0;
     const CallView view(call);
     const uint32_t site = current_site();
     const GroupRecord::Begun begun =
@@ -114,7 +115,7 @@ void bind_group(nb::module_& m) {
              [](GroupRecord& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
                  return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype), static_cast<Reduce>(reduce),
                                    peer, label, current_site()).token;
-             })  // no argument names on these three: nanobind calls them faster without
+             })  // no argument names on these four: nanobind calls them faster without
         .def("begin_call", &begin_call)
         .def("end",
              [](GroupRecord& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
@@ -123,7 +124,11 @@ void bind_group(nb::module_& m) {
                  const auto [started_ns, completed_ns, stream, beside] = times;
                  self.end(token, ok ? State::Completed : State::Failed, {started_ns, completed_ns, stream, beside});
              })
-        .def("started", &GroupRecord::started)
+        .def("started",
+             [](GroupRecord& self, uint64_t ended) {
+                 self.started();
+                 if (ended != 0) self.end(ended, State::Completed);
+             })
         .def_prop_ro("is_starting", &GroupRecord::is_starting)
         .def_static("exchange_starting", &GroupRecord::exchange_starting)
         .def("take_back", &GroupRecord::take_back)

@@ -37,13 +37,15 @@ class GroupRecord:
     def __init__(self, recorder: Recorder, group: str, size: int = 1, ranks: Sequence[int] = ()) -> None: ...
     def begin(self, op: int, bytes: int, dtype: int, reduce: int, peer: int, label: int) -> int: ...
     def begin_call(self, call: Any, label: int) -> int:
-        """Numbers and records a `ringway.call.Call`, and sets its `sequence` and `site`. Returns the record's token."""
+        """Numbers and records a `ringway.call.Call`, and sets its `sequence` and `site`. Returns the record's token.
+        If a call of this thread is starting, it returns 0, and nothing has happened."""
     def end(self, token: int, ok: bool) -> None: ...
     def end_on_device(self, token: int, ok: bool, times: tuple[int, int, int, bool], /) -> None:
         """`times` are the start and the end on the device, in the host's clock, the number of the stream, and whether
         that is not the program's own. All 0 if the device was not asked."""
-    def started(self) -> None:
-        """The call that this thread has begun has started. Until then `is_starting` is true on this thread."""
+    def started(self, ended: int, /) -> None:
+        """The call that this thread has begun has started. Until then `is_starting` is true on this thread. `ended` is
+        its token if it has ended too, else 0."""
     @property
     def is_starting(self) -> bool: ...
     @staticmethod

@@ -154,6 +154,31 @@ def test_a_small_all_reduce_is_one_python_function(pool: RankPool) -> None:
         assert called == ["all_reduce"]
 
 
+class _CountedRecord(_core.GroupRecord):
+    """Keeps the names of the methods that are called."""
+
+    def __getattribute__(self, name: str) -> Any:
+        _record_uses.append(name)
+        return super().__getattribute__(name)
+
+
+_record_uses: list[str] = []
+
+
+def _uses_of_the_record(context: RankContext) -> list[str]:
+    group = context.start("shm").communicator()
+    group.calls._record = _CountedRecord(world.recorder, group.name, group.size, group.ranks)
+    _record_uses.clear()
+    dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX)
+    return list(_record_uses)
+
+
+def test_a_synchronous_call_on_the_general_path_uses_the_record_twice(pool: RankPool) -> None:
+    """Before the backend and after it: each use is a step into native code."""
+    for uses in pool.run(_uses_of_the_record, world_size=2):
+        assert uses == ["begin_call", "started"]
+
+
 def _default_group_changes(context: RankContext) -> list[float]:
     """The fast path of the default group follows torch's default group, and raises what the group's own path raises."""
     sums = []

@@ -83,7 +83,7 @@ class MpiFastPath(_core.FastPath):
             self._health.interrupted_by(error)
             raise
         finally:
-            self._record.started()
+            self._record.started(0)
             self._queue.give_back()
         return True
 

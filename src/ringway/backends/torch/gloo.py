@@ -55,7 +55,7 @@ class GlooFastPath(_core.FastPath):
             self._health.interrupted_by(error)
             raise
         finally:
-            self._record.started()
+            self._record.started(0)
         done = False
         try:
             try:
