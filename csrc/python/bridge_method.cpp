@@ -56,14 +56,14 @@ nb::object BridgeMethod::issue(PyObject* arguments) const {
         default:
             break;
     }
-    return nb::borrow(Py_NotImplemented);
+    return nb::bool_(false);
 }
 
 PyObject* BridgeMethod::operator()(PyObject* arguments, PyObject* named) const {
     if (named == nullptr || PyDict_GET_SIZE(named) == 0) {
         PyObject* const done = or_raise([&] { return issue(arguments).release().ptr(); });
         if (done == nullptr) replace_error(failure_);
-        if (done != Py_NotImplemented) return done;
+        if (done != Py_False) return done;
         Py_DECREF(done);
     }
     return PyObject_Call(otherwise_.ptr(), arguments, named);

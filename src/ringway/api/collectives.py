@@ -35,12 +35,11 @@ from ringway.call import (
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import NON_MEMBER, world
-from ringway.work import Work, sent
+from ringway.work import Work
 
 _compiling = torch.compiler.is_dynamo_compiling
 find = world.communicator
 on_world = world.fast.run
-start_on_world = world.fast.start
 
 _SUM = ReduceOp.SUM
 _ALL_REDUCE, _BARRIER, _SEND, _RECV = ALL_REDUCE.code, BARRIER.code, SEND.code, RECV.code
@@ -76,7 +75,7 @@ def broadcast(
     if _compiling():
         return c10d.broadcast(tensor, src, group, async_op, group_src)
     plain = group is None and group_src is None and not async_op and log_name is None
-    if plain and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src):
+    if plain and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src) is not False:
         return None
     member = member_of(group, "broadcast")
     return None if member is None else member.broadcast(tensor, src, async_op, group_src, log_name=log_name)
@@ -87,7 +86,8 @@ def all_reduce(
 ) -> Work | None:
     if _compiling():
         return c10d.all_reduce(tensor, op, group, async_op)
-    if group is None and op is _SUM and not async_op and log_name is None and on_world(_ALL_REDUCE, tensor, tensor):
+    plain = group is None and op is _SUM and not async_op and log_name is None
+    if plain and on_world(_ALL_REDUCE, tensor, tensor) is not False:
         return None
     member = member_of(group, "all_reduce")
     return None if member is None else member.all_reduce(tensor, op, async_op, log_name=log_name)
@@ -116,7 +116,7 @@ def reduce(
     if _compiling():
         return c10d.reduce(tensor, dst, op, group, async_op, group_dst)
     plain = group is None and op is _SUM and group_dst is None and not async_op and log_name is None
-    if plain and type(dst) is int and on_world(REDUCE.code, tensor, tensor, dst):
+    if plain and type(dst) is int and on_world(REDUCE.code, tensor, tensor, dst) is not False:
         return None
     member = member_of(group, "reduce")
     return None if member is None else member.reduce(tensor, dst, op, async_op, group_dst, log_name=log_name)
@@ -132,7 +132,8 @@ def all_gather(
 ) -> Work | None:
     if _compiling():
         return c10d.all_gather(tensor_list, tensor, group, async_op)
-    if group is None and not async_op and log_name is None and on_world(ALL_GATHER.code, tensor_list, tensor):
+    plain = group is None and not async_op and log_name is None
+    if plain and on_world(ALL_GATHER.code, tensor_list, tensor) is not False:
         return None
     member = member_of(group, "all_gather")
     return None if member is None else member.all_gather(tensor_list, tensor, async_op, log_name=log_name)
@@ -149,7 +150,7 @@ def all_gather_into_tensor(
     if _compiling():
         return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     plain = group is None and not async_op and log_name is None
-    if plain and on_world(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
+    if plain and on_world(ALL_GATHER_SINGLE.code, output_tensor, input_tensor) is not False:
         return None
     member = member_of(group, "all_gather_into_tensor")
     if member is None:
@@ -169,8 +170,10 @@ def gather(
 ) -> Work | None:
     if _compiling():
         return c10d.gather(tensor, gather_list, dst, group, async_op, group_dst)
-    plain = group is None and group_dst is None and not async_op and log_name is None
-    if plain and (dst is None or type(dst) is int) and on_world(GATHER.code, gather_list, tensor, dst or 0):
+    plain = (
+        group is None and group_dst is None and not async_op and log_name is None and (dst is None or type(dst) is int)
+    )
+    if plain and on_world(GATHER.code, gather_list, tensor, dst or 0) is not False:
         return None
     member = member_of(group, "gather")
     return None if member is None else member.gather(tensor, gather_list, dst, async_op, group_dst, log_name=log_name)
@@ -188,8 +191,10 @@ def scatter(
 ) -> Work | None:
     if _compiling():
         return c10d.scatter(tensor, scatter_list, src, group, async_op, group_src)
-    plain = group is None and group_src is None and not async_op and log_name is None
-    if plain and (src is None or type(src) is int) and on_world(SCATTER.code, tensor, scatter_list, src or 0):
+    plain = (
+        group is None and group_src is None and not async_op and log_name is None and (src is None or type(src) is int)
+    )
+    if plain and on_world(SCATTER.code, tensor, scatter_list, src or 0) is not False:
         return None
     member = member_of(group, "scatter")
     return None if member is None else member.scatter(tensor, scatter_list, src, async_op, group_src, log_name=log_name)
@@ -207,7 +212,7 @@ def reduce_scatter(
     if _compiling():
         return c10d.reduce_scatter(output, input_list, op, group, async_op)
     plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(REDUCE_SCATTER.code, output, input_list):
+    if plain and on_world(REDUCE_SCATTER.code, output, input_list) is not False:
         return None
     member = member_of(group, "reduce_scatter")
     return None if member is None else member.reduce_scatter(output, input_list, op, async_op, log_name=log_name)
@@ -225,7 +230,7 @@ def reduce_scatter_tensor(
     if _compiling():
         return c10d.reduce_scatter_tensor(output, input, op, group, async_op)
     plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(REDUCE_SCATTER_SINGLE.code, output, input):
+    if plain and on_world(REDUCE_SCATTER_SINGLE.code, output, input) is not False:
         return None
     member = member_of(group, "reduce_scatter_tensor")
     return None if member is None else member.reduce_scatter_tensor(output, input, op, async_op, log_name=log_name)
@@ -260,7 +265,7 @@ def all_to_all_single(
     if _compiling():
         return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     plain = group is None and not (output_split_sizes or input_split_sizes or async_op) and log_name is None
-    if plain and on_world(ALL_TO_ALL_SINGLE.code, output, input):
+    if plain and on_world(ALL_TO_ALL_SINGLE.code, output, input) is not False:
         return None
     member = member_of(group, "all_to_all_single")
     if member is None:
@@ -313,7 +318,7 @@ def send(
     log_name: str | None = None,
 ) -> None:
     plain = group is None and group_dst is None and tag is _NO_TAG and log_name is None
-    if plain and type(dst) is int and on_world(_SEND, (), tensor, dst):
+    if plain and type(dst) is int and on_world(_SEND, (), tensor, dst) is not False:
         return
     member = member_of(group, "send")
     if member is not None:
@@ -331,7 +336,7 @@ def recv(
 ) -> int:
     """Returns the global rank of the sender; -1 on a rank outside the group."""
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
-    if plain and type(src) is int and on_world(_RECV, tensor, (), src):
+    if plain and type(src) is int and on_world(_RECV, tensor, (), src) is not False:
         return src
     member = member_of(group, "recv")
     return -1 if member is None else member.recv(tensor, src, tag, group_src, log_name=log_name)
@@ -347,10 +352,9 @@ def isend(
     log_name: str | None = None,
 ) -> Work | None:
     if group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None:
-        if on_world(_SEND, (), tensor, dst, _NO_TAG, False):
-            return sent()
-        if (work := start_on_world(_SEND, (), tensor, dst)) is not None:
-            return work
+        done = on_world(_SEND, (), tensor, dst, True)
+        if done is not False:
+            return done
     member = member_of(group, "isend")
     return None if member is None else member.isend(tensor, dst, tag, group_dst, log_name=log_name)
 
@@ -365,8 +369,10 @@ def irecv(
     log_name: str | None = None,
 ) -> Work | None:
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
-    if plain and type(src) is int and (work := start_on_world(_RECV, tensor, (), src)) is not None:
-        return work
+    if plain and type(src) is int:
+        done = on_world(_RECV, tensor, (), src, True)
+        if done is not False:
+            return done
     member = member_of(group, "irecv")
     return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
 
@@ -432,7 +438,8 @@ def barrier(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    if group is None and not async_op and timeout is None and log_name is None and on_world(_BARRIER, (), ()):
+    plain = group is None and not async_op and timeout is None and log_name is None
+    if plain and on_world(_BARRIER, (), ()) is not False:
         return None
     member = member_of(group, "barrier")
     return None if member is None else member.barrier(async_op, device_ids, timeout, log_name=log_name)

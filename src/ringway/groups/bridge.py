@@ -107,7 +107,7 @@ class Bridge(c10d.ProcessGroup):
             return False
         if getattr(opts, "asyncOp", True) or opts.timeout.days >= 0:
             return False
-        return self.communicator.calls.run_fast(op.code, output, input, peer)
+        return self.communicator.calls.run_fast(op.code, output, input, peer) is not False
 
     @staticmethod
     def _reduction(opts: Any) -> tuple[Reduce, Any]:

@@ -7,7 +7,7 @@ The user's calls, torch's own functions and DDP all come through `CallPath.issue
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
@@ -80,29 +80,26 @@ class CallPath:
         self._timeout = seconds
         self._devices.set_timeout(seconds)
 
-    def run_fast(self, op: int, outputs: Any, inputs: Any, peer: int = -1, tag: int = 0, wait: bool = True) -> bool:
-        """Whether a fast path has done the call. If not, nothing has happened, and `issue` must."""
+    def run_fast(
+        self,
+        op: int,
+        outputs: Any,
+        inputs: Any,
+        peer: int = -1,
+        async_op: bool = False,
+        tag: int = 0,
+        reduce: Reduce = Reduce.SUM,
+    ) -> Work | Literal[False] | None:
+        """What a fast path makes of the call: its Work, or None if it is synchronous. False if nothing has happened:
+        then `issue` must."""
         try:
-            for run in self._paths.by_op[op]:
-                if run(op, outputs, inputs, peer, tag, wait):
-                    return True
+            for run in (self._paths.async_by_op if async_op else self._paths.by_op)[op]:
+                done = run(op, outputs, inputs, peer, async_op, tag, reduce)
+                if done is not False:
+                    return done
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
         return False
-
-    def start_fast(
-        self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Reduce = Reduce.SUM, tag: int = 0
-    ) -> Work | None:
-        """The Work of an asynchronous call that a fast path has started. If None, nothing has happened, and `issue`
-        must."""
-        try:
-            for start in self._paths.starts[op]:
-                work: Work | None = start(op, outputs, inputs, peer, reduce, tag)
-                if work is not None:
-                    return work
-        except _FAST_FAILURES as error:
-            raise self._health.fail(error) from None
-        return None
 
     def fast_failure(self, error: BaseException) -> BaseException:
         """What to raise for an error of a fast path."""
