@@ -68,13 +68,10 @@ class Health(Protocol):
         """Raise if the group has failed, so that its waits can no longer succeed."""
 
     def fail(self, error: BaseException) -> BaseException:
-        """A call failed. Returns what to raise."""
+        """A call failed, maybe after it had returned to its caller. Returns what to raise."""
 
     def settle(self, error: BaseException) -> BaseException:
         """A call in flight failed. Returns what to raise: what ended the group, if it was not this call."""
-
-    def failed(self, error: BaseException) -> None:
-        """A call failed after it had returned to its caller."""
 
     def device_failed(self, error: BaseException) -> None:
         """This process can no longer use its device."""

@@ -107,10 +107,6 @@ class Health:
                     logging.getLogger("ringway").exception("a listener could not be told of a failed group")
         return error
 
-    def failed(self, error: BaseException) -> None:
-        """A call failed after it had returned to its caller."""
-        self.fail(error)
-
     def interrupted_by(self, error: BaseException) -> bool:
         """`error` leaves a call that may not have started: a signal handler raised it, or the backend. If nothing of
         the call was sent, its number goes to the next call, as if this one had not been made, and the result is True.

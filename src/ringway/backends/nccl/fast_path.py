@@ -204,7 +204,7 @@ class NcclFastPath(_core.StreamFastPath):
             if of_device:
                 self._health.device_failed(error)
             else:
-                self._health.failed(error)
+                self._health.fail(error)
             if self._health.fault is not None:
                 self.fail()
         except ReferenceError:  # the group is gone
