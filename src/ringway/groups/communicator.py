@@ -15,6 +15,7 @@ from torch import Tensor
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import padded
+from ringway.backends.process import Parts
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -83,6 +84,8 @@ class Communicator:
         self.paths = FastPaths(self.record)
         self.health = Health(self, info.name, self.record, self.devices, self.paths, listeners)
         self.calls = CallPath(info, recorder, self.record, self.health, self.devices, self.paths, listeners)
+        self.parts = Parts()
+        """What features keep for this group."""
         self._barriers = 0
         self.spans_hosts = False
 
