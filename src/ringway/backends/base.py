@@ -70,7 +70,7 @@ class Health(Protocol):
     def fail(self, error: BaseException) -> BaseException:
         """A call failed, maybe after it had returned to its caller. Returns what to raise."""
 
-    def settle(self, error: BaseException) -> BaseException:
+    def fail_in_flight(self, error: BaseException) -> BaseException:
         """A call in flight failed. Returns what to raise: what ended the group, if it was not this call."""
 
     def device_failed(self, error: BaseException) -> None:

@@ -32,14 +32,14 @@ class ShmFastPath(_core.ShmFastPath):
         super().__init__(native, record, vars(profiler), MessageWork, sent, weak_method(self._failed))
 
     def _failed(self, outcome: int) -> None:
-        self.settle(self.faults.error(outcome, self._native.fault()))
+        self.what_to_raise(self.faults.error(outcome, self._native.fault()))
 
-    def settle(self, error: BaseException | None) -> BaseException | None:
-        """What to raise for the error of a message."""
+    def what_to_raise(self, error: BaseException | None) -> BaseException | None:
+        """The error of a message, or what ended the group before."""
         if error is None:
             return None
         try:
-            return self._health.settle(error)
+            return self._health.fail_in_flight(error)
         except ReferenceError:  # the group is gone
             return error
 
@@ -71,7 +71,9 @@ class MessageWork(Work):
     @property
     def _cell(self) -> CompletionCell:  # type: ignore[override]
         made = self.__dict__
-        return made.get("_end") or made.setdefault("_end", CompletionCell(self._path.settle))  # one for all threads
+        return made.get("_end") or made.setdefault(
+            "_end", CompletionCell(self._path.what_to_raise)
+        )  # one for all threads
 
     @property
     def _result(self) -> list[Tensor]:  # type: ignore[override]
