@@ -30,8 +30,7 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     return run_with(given, count, [self](const FastCall& call) {
         auto& path = *nb::inst_ptr<DeviceFastPath>(self);
         const bool sums = !call.async && call.reduce == Reduce::Sum;
-        const bool done = sums && path.run(call.op, call.outputs, call.inputs, call.peer);
-        return done ? nb::none() : nb::object(nb::bool_(false));
+        return nb::bool_(sums && path.run(call.op, call.outputs, call.inputs, call.peer));
     });
 }
 

@@ -54,7 +54,7 @@ PyObject* run_with(PyObject* const* given, Py_ssize_t count, const Run& run) {
     const long op = PyLong_AsLong(given[0]), peer = PyLong_AsLong(given[3]), tag = PyLong_AsLong(given[5]);
     const long reduce = PyLong_AsLong(given[6]);
     if (PyErr_Occurred() != nullptr) return nullptr;
-    const FastCall call{static_cast<int>(op),   given[1], given[2], static_cast<int>(peer), PyObject_IsTrue(given[4]) == 1,
+    const FastCall call{static_cast<int>(op),   given[1], given[2], static_cast<int>(peer), given[4] != Py_False && PyObject_IsTrue(given[4]) == 1,
                         static_cast<int>(tag), static_cast<Reduce>(reduce)};
     return or_raise([&] { return nanobind::object(run(call)).release().ptr(); });
 }

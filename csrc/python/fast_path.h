@@ -1,8 +1,8 @@
 // The fast path: one native step reads, checks, records and compares a call on plain tensors.
 //
 // A path belongs to one backend of one group. It takes only dense, contiguous tensors on its device. Every path has one
-// method, `run`, which takes a FastCall and returns what the caller gets: a Work, or None for a synchronous call that is
-// done. False says that nothing has happened: then the general path converts the call or says what is wrong with it. Every
+// method, `run`, which takes a FastCall and returns the Work of an asynchronous call, or True for a synchronous one that
+// is done. False says that nothing has happened: then the general path converts the call or says what is wrong with it. Every
 // path takes synchronous sums and moves; its fields say what else it takes.
 #pragma once
 

@@ -57,14 +57,14 @@ nb::object ShmFastPath::run(const FastCall& given) {
     if (!read_here(given, call)) return nb::bool_(false);
     if (!is_point_to_point(call.op)) {
         run_collective(call);
-        return nb::none();
+        return nb::bool_(true);
     }
     const bool sends = call.op == Op::Send;
     const nb::handle tensor = sends ? given.inputs : given.outputs;
-    if (sends && send_at_once(call, given.tag)) return given.async ? sent_() : nb::none();
+    if (sends && send_at_once(call, given.tag)) return given.async ? sent_() : nb::object(nb::bool_(true));
     if (!given.async) {
         run_message(call, tensor, given.tag);
-        return nb::none();
+        return nb::bool_(true);
     }
     return shares_group() ? nb::object(nb::bool_(false)) : start(call, tensor, given.tag);
 }

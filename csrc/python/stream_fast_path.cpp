@@ -174,7 +174,7 @@ nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) 
     record().started();
     if (given.async) return opened(kind, call, given, begun, std::move(torchs), began_ns, started);
     follow(kind.number, begun.sequence, begun.token, given.outputs, call.device_index, stream, started);
-    return nb::none();
+    return nb::bool_(true);
 }
 
 nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const Given& given,

@@ -1,7 +1,7 @@
 """ringway's native core (csrc/)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ringway.work import Work
 
@@ -88,8 +88,8 @@ class FastPath:
         the call has started, `GroupRecord.started` must be called. The path checks the dtype for sums only."""
     def run(
         self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int, /
-    ) -> Work | Literal[False] | None:
-        """The Work of an asynchronous call, None if a synchronous one is done. False: nothing has happened."""
+    ) -> Work | bool:
+        """The Work of an asynchronous call, True if a synchronous one is done. False: nothing has happened."""
     def serve(self, op: int, ranges: Sequence[tuple[int, int]]) -> None: ...
     def hold(self, change: int) -> None: ...
     def has(self, op: int) -> bool: ...
@@ -115,7 +115,7 @@ class WorldFastPath:
         tag: int = 0,
         reduce: int = 0,
         /,
-    ) -> Work | Literal[False] | None:
+    ) -> Work | bool:
         """What the first path of torch's default group says that takes the call, else False."""
 
 class StreamWatch:

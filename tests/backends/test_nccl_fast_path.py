@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -579,9 +579,9 @@ def test_each_device_has_its_own_fast_path(monkeypatch: pytest.MonkeyPatch, sett
             super().__init__(record, 0, 2, _core.CPU, 0, 0, 1 << ALL_REDUCE.code | 1 << BARRIER.code)
             self._name, self._takes = name, takes
 
-        def run(self, op: int, *_: Any) -> Literal[False] | None:
+        def run(self, op: int, *_: Any) -> bool:
             taken.append((self._name, OPS[op].name))
-            return None if self._takes or op == BARRIER.code else False
+            return self._takes or op == BARRIER.code
 
     info = scripted_info(size=2)
     first, second = (adopt(info, Group(), "nccl") for _ in range(2))

@@ -70,7 +70,7 @@ def _fast_calls(context: RankContext) -> dict[str, Any]:
     (path,) = backend.fast_paths(record, communicator.health)
 
     def run(op: Op, outputs: Any, inputs: Any, peer: int = -1) -> bool:
-        return path.run(op.code, outputs, inputs, peer, False, 0, 0) is not False
+        return path.run(op.code, outputs, inputs, peer, False, 0, 0) is True
 
     rank, size = context.rank, context.world_size
     tensor = torch.full((5,), float(rank + 1))
@@ -189,7 +189,7 @@ def _default_group_changes(context: RankContext) -> list[float]:
             dist.all_reduce(tensor)
         sums.append(tensor[0].item())
         before = dist.communicator().record.collectives
-        assert world.fast.run(ALL_REDUCE.code, tensor, tensor) is None
+        assert world.fast.run(ALL_REDUCE.code, tensor, tensor) is True
         assert dist.communicator().record.collectives == before + 1
         dist.destroy_process_group()
         assert world.fast.run(ALL_REDUCE.code, tensor, tensor) is False
@@ -291,7 +291,7 @@ def _fast_messages(context: RankContext) -> None:
         return
     dist.broadcast(count, 0)
     for expected in range(int(count)):
-        assert path.run(RECV.code, chunk, (), 0, False, 7, 0) is None
+        assert path.run(RECV.code, chunk, (), 0, False, 7, 0) is True
         assert torch.equal(chunk, torch.full_like(chunk, expected))
     for tag in (2**31 - 1, -8):
         dist.recv(count.zero_(), 0, tag=tag)

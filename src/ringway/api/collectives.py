@@ -75,7 +75,7 @@ def broadcast(
     if _compiling():
         return c10d.broadcast(tensor, src, group, async_op, group_src)
     plain = group is None and group_src is None and not async_op and log_name is None
-    if plain and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src) is not False:
+    if plain and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src):
         return None
     member = member_of(group, "broadcast")
     return None if member is None else member.broadcast(tensor, src, async_op, group_src, log_name=log_name)
@@ -86,8 +86,7 @@ def all_reduce(
 ) -> Work | None:
     if _compiling():
         return c10d.all_reduce(tensor, op, group, async_op)
-    plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(_ALL_REDUCE, tensor, tensor) is not False:
+    if group is None and op is _SUM and not async_op and log_name is None and on_world(_ALL_REDUCE, tensor, tensor):
         return None
     member = member_of(group, "all_reduce")
     return None if member is None else member.all_reduce(tensor, op, async_op, log_name=log_name)
@@ -116,7 +115,7 @@ def reduce(
     if _compiling():
         return c10d.reduce(tensor, dst, op, group, async_op, group_dst)
     plain = group is None and op is _SUM and group_dst is None and not async_op and log_name is None
-    if plain and type(dst) is int and on_world(REDUCE.code, tensor, tensor, dst) is not False:
+    if plain and type(dst) is int and on_world(REDUCE.code, tensor, tensor, dst):
         return None
     member = member_of(group, "reduce")
     return None if member is None else member.reduce(tensor, dst, op, async_op, group_dst, log_name=log_name)
@@ -132,8 +131,7 @@ def all_gather(
 ) -> Work | None:
     if _compiling():
         return c10d.all_gather(tensor_list, tensor, group, async_op)
-    plain = group is None and not async_op and log_name is None
-    if plain and on_world(ALL_GATHER.code, tensor_list, tensor) is not False:
+    if group is None and not async_op and log_name is None and on_world(ALL_GATHER.code, tensor_list, tensor):
         return None
     member = member_of(group, "all_gather")
     return None if member is None else member.all_gather(tensor_list, tensor, async_op, log_name=log_name)
@@ -150,7 +148,7 @@ def all_gather_into_tensor(
     if _compiling():
         return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     plain = group is None and not async_op and log_name is None
-    if plain and on_world(ALL_GATHER_SINGLE.code, output_tensor, input_tensor) is not False:
+    if plain and on_world(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
         return None
     member = member_of(group, "all_gather_into_tensor")
     if member is None:
@@ -170,10 +168,8 @@ def gather(
 ) -> Work | None:
     if _compiling():
         return c10d.gather(tensor, gather_list, dst, group, async_op, group_dst)
-    plain = (
-        group is None and group_dst is None and not async_op and log_name is None and (dst is None or type(dst) is int)
-    )
-    if plain and on_world(GATHER.code, gather_list, tensor, dst or 0) is not False:
+    plain = group is None and group_dst is None and not async_op and log_name is None
+    if plain and (dst is None or type(dst) is int) and on_world(GATHER.code, gather_list, tensor, dst or 0):
         return None
     member = member_of(group, "gather")
     return None if member is None else member.gather(tensor, gather_list, dst, async_op, group_dst, log_name=log_name)
@@ -191,10 +187,8 @@ def scatter(
 ) -> Work | None:
     if _compiling():
         return c10d.scatter(tensor, scatter_list, src, group, async_op, group_src)
-    plain = (
-        group is None and group_src is None and not async_op and log_name is None and (src is None or type(src) is int)
-    )
-    if plain and on_world(SCATTER.code, tensor, scatter_list, src or 0) is not False:
+    plain = group is None and group_src is None and not async_op and log_name is None
+    if plain and (src is None or type(src) is int) and on_world(SCATTER.code, tensor, scatter_list, src or 0):
         return None
     member = member_of(group, "scatter")
     return None if member is None else member.scatter(tensor, scatter_list, src, async_op, group_src, log_name=log_name)
@@ -212,7 +206,7 @@ def reduce_scatter(
     if _compiling():
         return c10d.reduce_scatter(output, input_list, op, group, async_op)
     plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(REDUCE_SCATTER.code, output, input_list) is not False:
+    if plain and on_world(REDUCE_SCATTER.code, output, input_list):
         return None
     member = member_of(group, "reduce_scatter")
     return None if member is None else member.reduce_scatter(output, input_list, op, async_op, log_name=log_name)
@@ -230,7 +224,7 @@ def reduce_scatter_tensor(
     if _compiling():
         return c10d.reduce_scatter_tensor(output, input, op, group, async_op)
     plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(REDUCE_SCATTER_SINGLE.code, output, input) is not False:
+    if plain and on_world(REDUCE_SCATTER_SINGLE.code, output, input):
         return None
     member = member_of(group, "reduce_scatter_tensor")
     return None if member is None else member.reduce_scatter_tensor(output, input, op, async_op, log_name=log_name)
@@ -265,7 +259,7 @@ def all_to_all_single(
     if _compiling():
         return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     plain = group is None and not (output_split_sizes or input_split_sizes or async_op) and log_name is None
-    if plain and on_world(ALL_TO_ALL_SINGLE.code, output, input) is not False:
+    if plain and on_world(ALL_TO_ALL_SINGLE.code, output, input):
         return None
     member = member_of(group, "all_to_all_single")
     if member is None:
@@ -318,7 +312,7 @@ def send(
     log_name: str | None = None,
 ) -> None:
     plain = group is None and group_dst is None and tag is _NO_TAG and log_name is None
-    if plain and type(dst) is int and on_world(_SEND, (), tensor, dst) is not False:
+    if plain and type(dst) is int and on_world(_SEND, (), tensor, dst):
         return
     member = member_of(group, "send")
     if member is not None:
@@ -336,7 +330,7 @@ def recv(
 ) -> int:
     """Returns the global rank of the sender; -1 on a rank outside the group."""
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
-    if plain and type(src) is int and on_world(_RECV, tensor, (), src) is not False:
+    if plain and type(src) is int and on_world(_RECV, tensor, (), src):
         return src
     member = member_of(group, "recv")
     return -1 if member is None else member.recv(tensor, src, tag, group_src, log_name=log_name)
@@ -353,8 +347,8 @@ def isend(
 ) -> Work | None:
     if group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None:
         done = on_world(_SEND, (), tensor, dst, True)
-        if done is not False:
-            return done
+        if done:
+            return None if done is True else done
     member = member_of(group, "isend")
     return None if member is None else member.isend(tensor, dst, tag, group_dst, log_name=log_name)
 
@@ -371,8 +365,8 @@ def irecv(
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
     if plain and type(src) is int:
         done = on_world(_RECV, tensor, (), src, True)
-        if done is not False:
-            return done
+        if done:
+            return None if done is True else done
     member = member_of(group, "irecv")
     return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
 
@@ -438,8 +432,7 @@ def barrier(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    plain = group is None and not async_op and timeout is None and log_name is None
-    if plain and on_world(_BARRIER, (), ()) is not False:
+    if group is None and not async_op and timeout is None and log_name is None and on_world(_BARRIER, (), ()):
         return None
     member = member_of(group, "barrier")
     return None if member is None else member.barrier(async_op, device_ids, timeout, log_name=log_name)

@@ -135,8 +135,8 @@ class Backend(metaclass=_LikeTorch):
         A fast path runs sums and moves of plain tensors without ringway's general path. Its `run` takes the op's code,
         outputs, inputs, the peer (root, destination or source; -1 for none), whether the call is asynchronous, a tag
         and the reduction. It gets asynchronous calls and other reductions than SUM only of the ops in its `async_ops`.
-        It records the call in `record` and returns what the caller gets: a Work, or None for a synchronous call that is
-        done, which on a CUDA stream means that the current stream waits for it. It returns False for a call that is
+        It records the call in `record` and returns the Work of an asynchronous call, or True for a synchronous one that
+        is done, which on a CUDA stream means that the current stream waits for it. It returns False for a call that is
         not for it, and leaves no trace then: nothing is numbered, recorded or sent. Errors that only show after `run`
         returned go to `health`, which is a weak proxy: keep it, not its methods.
         """

@@ -107,7 +107,7 @@ class Bridge(c10d.ProcessGroup):
             return False
         if is_async(opts) or opts.timeout.days >= 0:
             return False
-        return self.communicator.calls.run_fast(op.code, output, input, peer) is not False
+        return self.communicator.calls.run_fast(op.code, output, input, peer) is True
 
     @staticmethod
     def _reduction(opts: Any) -> tuple[Reduce, Any]:

@@ -7,7 +7,7 @@ The user's calls, torch's own functions and DDP all come through `CallPath.issue
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
@@ -89,13 +89,13 @@ class CallPath:
         async_op: bool = False,
         tag: int = 0,
         reduce: Reduce = Reduce.SUM,
-    ) -> Work | Literal[False] | None:
-        """What a fast path makes of the call: its Work, or None if it is synchronous. False if nothing has happened:
-        then `issue` must."""
+    ) -> Work | bool:
+        """The Work of an asynchronous call that a fast path has started, or True if it has done a synchronous one.
+        False if nothing has happened: then `issue` must."""
         try:
             for run in (self._paths.async_by_op if async_op else self._paths.by_op)[op]:
                 done = run(op, outputs, inputs, peer, async_op, tag, reduce)
-                if done is not False:
+                if done:
                     return done
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None

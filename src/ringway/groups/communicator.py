@@ -136,8 +136,8 @@ class Communicator:
         root = self.members.place("src", src, group_src)
         if log_name is None:
             done = self.calls.run_fast(BROADCAST.code, tensor, tensor, root, async_op)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         return self.calls.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
@@ -145,8 +145,8 @@ class Communicator:
     ) -> Work | None:
         if op is _SUM and log_name is None:
             done = self.calls.run_fast(_ALL_REDUCE, tensor, tensor, -1, async_op)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         reduce, factor = parse_reduce(op)
         if getattr(tensor, "layout", None) is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, reduce, async_op)
@@ -170,7 +170,7 @@ class Communicator:
     ) -> Work | None:
         root = self.members.place("dst", dst, group_dst)
         plain = op is _SUM and not async_op and log_name is None
-        if plain and self.calls.run_fast(REDUCE.code, tensor, tensor, root) is not False:
+        if plain and self.calls.run_fast(REDUCE.code, tensor, tensor, root):
             return None
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
@@ -185,7 +185,7 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if not async_op and log_name is None and self.calls.run_fast(ALL_GATHER.code, tensor_list, tensor) is not False:
+        if not async_op and log_name is None and self.calls.run_fast(ALL_GATHER.code, tensor_list, tensor):
             return None
         return self.calls.issue(
             Call(
@@ -198,8 +198,8 @@ class Communicator:
     ) -> Work | None:
         if log_name is None:
             done = self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor, -1, async_op)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         return self.calls.issue(
             Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name)
         )
@@ -216,7 +216,7 @@ class Communicator:
     ) -> Work | None:
         root = self.members.place("dst", dst, group_dst, default=0)
         plain = not async_op and log_name is None
-        if plain and self.calls.run_fast(GATHER.code, gather_list, tensor, root) is not False:
+        if plain and self.calls.run_fast(GATHER.code, gather_list, tensor, root):
             return None
         outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
         return self.calls.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
@@ -233,7 +233,7 @@ class Communicator:
     ) -> Work | None:
         root = self.members.place("src", src, group_src, default=0)
         plain = not async_op and log_name is None
-        if plain and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root) is not False:
+        if plain and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root):
             return None
         inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
         return self.calls.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
@@ -248,7 +248,7 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         plain = op is _SUM and not async_op and log_name is None
-        if plain and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list) is not False:
+        if plain and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list):
             return None
         reduce, factor = parse_reduce(op)
         inputs = listed(REDUCE_SCATTER, "input_list", input_list)
@@ -267,8 +267,8 @@ class Communicator:
     ) -> Work | None:
         if op is _SUM and log_name is None:
             done = self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input, -1, async_op)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
             Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
@@ -298,8 +298,8 @@ class Communicator:
     ) -> Work | None:
         if not (output_split_sizes or input_split_sizes) and log_name is None:
             done = self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input, -1, async_op)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         return self.calls.issue(
             Call(
                 ALL_TO_ALL_SINGLE,
@@ -404,8 +404,8 @@ class Communicator:
             tag = _tag(tag)
         if label is None:
             done = self.calls.run_fast(_SEND, (), tensor, peer, async_op, tag)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         return self.calls.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
@@ -421,7 +421,7 @@ class Communicator:
         peer = self._source(src, group_src)
         if tag is not _NO_TAG:
             tag = _tag(tag)
-        if log_name is None and self.calls.run_fast(_RECV, tensor, (), peer, False, tag) is not False:
+        if log_name is None and self.calls.run_fast(_RECV, tensor, (), peer, False, tag):
             return self.ranks[peer]
         call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
         self.calls.issue(call)
@@ -441,8 +441,8 @@ class Communicator:
             tag = _tag(tag)
         if log_name is None:
             done = self.calls.run_fast(_RECV, tensor, (), peer, True, tag)
-            if done is not False:
-                return done
+            if done:
+                return None if done is True else done
         return self.calls.issue(Call(RECV, (), (tensor,), peer=peer, tag=tag, async_op=True, label=log_name))
 
     def _source(self, src: int | None, group_src: int | None) -> int:
@@ -462,7 +462,7 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         plain = timeout is None and not async_op and log_name is None
-        if plain and self.calls.run_fast(BARRIER.code, (), ()) is not False:
+        if plain and self.calls.run_fast(BARRIER.code, (), ()):
             return None
         device = torch.device("cuda", device_ids[0]) if device_ids else None
         return self.calls.issue(

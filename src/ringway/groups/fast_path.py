@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import ringway._core as _core
 from ringway.backends.base import Backend, Health
 from ringway.call import BARRIER, OPS
 from ringway.work import Work
 
-Run = Callable[[int, Any, Any, int, bool, int, int], Work | Literal[False] | None]
+Run = Callable[[int, Any, Any, int, bool, int, int], Work | bool]
 _NONE: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -65,9 +65,7 @@ class MpiFastPath(_core.FastPath):
         self._record = record
         self._health = health
 
-    def run(
-        self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int
-    ) -> Literal[False] | None:
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int) -> bool:
         # If the call comes from a signal handler that interrupted one, the general path says why it is refused.
         if self._record.is_starting or not self._queue.take():
             return False
@@ -87,7 +85,7 @@ class MpiFastPath(_core.FastPath):
         finally:
             self._record.started(0)
             self._queue.give_back()
-        return None
+        return True
 
     def _sum(self, tensor: Tensor) -> None:
         with _sent_as(parts := countable(tensor)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
@@ -43,9 +43,7 @@ class GlooFastPath(_core.FastPath):
         self._name = info.name
         self._options = options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=c10d.ReduceOp.SUM)
 
-    def run(
-        self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int
-    ) -> Literal[False] | None:
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int) -> bool:
         if self._record.is_starting:  # the general path says why the call is refused
             return False
         try:
@@ -68,7 +66,7 @@ class GlooFastPath(_core.FastPath):
             done = True
         finally:
             self._record.end(token, done)
-        return None
+        return True
 
     def _start(self, token: int, tensor: torch.Tensor) -> Any:
         try:
