@@ -129,7 +129,7 @@ def test_codes_match_the_native_core() -> None:
         for summed, taken in ((1 << code, True), (~(1 << code) & 0xFFFF, False)):
             path = _core.FastPath(record, 0, 1, _core.CPU, 0, summed, 1 << ALL_REDUCE.code)
             assert (path.begin(ALL_REDUCE.code, tensor, tensor, -1) > 0) == taken, dtype
-            record.started()
+            record.started(0)
         assert recorder.recent(1)[0][3] == code
 
 

@@ -35,16 +35,16 @@ class Scripted(Handle):
         completion(self._error)
 
 
-def test_a_failure_before_the_last_step_settles_the_work() -> None:
+def test_a_failure_before_the_last_step_ends_the_work() -> None:
     failure = RingwayError("nothing came")
     finished: list[int] = []
     settled: list[BaseException | None] = []
 
-    def settle(error: BaseException | None) -> BaseException | None:
+    def on_end(error: BaseException | None) -> BaseException | None:
         settled.append(error)
         return error
 
-    work = Work(Finishing(Scripted(failure), lambda: finished.append(1)), (), settle)
+    work = Work(Finishing(Scripted(failure), lambda: finished.append(1)), (), on_end)
     for _ in range(2):
         with pytest.raises(RingwayError, match="nothing came"):
             work.wait()

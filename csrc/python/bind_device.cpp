@@ -13,38 +13,11 @@ using namespace ringway::device;
 
 namespace {
 
-bool count_is(Py_ssize_t count, Py_ssize_t wanted, const char* what) {
-    if (count != wanted) PyErr_SetString(PyExc_TypeError, what);
-    return count == wanted;
-}
-
-int integer(PyObject* given) {
-    const long value = PyLong_AsLong(given);
-    if (value == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
-    return static_cast<int>(value);
-}
-
-StreamFastPath& path_of(PyObject* self) { return *nb::inst_ptr<StreamFastPath>(self); }
-
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    if (!count_is(count, 6, "run takes op, outputs, inputs, peer, tag, wait")) return nullptr;
-    return or_raise([&] {
-        return PyBool_FromLong(path_of(self).run(integer(given[0]), given[1], given[2], integer(given[3]), integer(given[4]),
-                                                 given[5] == Py_True));
-    });
+    return run_with(given, count, [self](const FastCall& call) { return nb::inst_ptr<StreamFastPath>(self)->run(call); });
 }
 
-PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    if (!count_is(count, 6, "start takes op, outputs, inputs, peer, reduce, tag")) return nullptr;
-    return or_raise([&] {
-        return path_of(self)
-            .start(integer(given[0]), given[1], given[2], integer(given[3]), integer(given[4]), integer(given[5]))
-            .release()
-            .ptr();
-    });
-}
-
-PyMethodDef fast_methods[] = {fast_method("run", &run), fast_method("start", &start), {}};
+PyMethodDef fast_methods[] = {fast_method("run", &run), {}};
 PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 PyObject* call_method(PyObject* self, PyObject* arguments, PyObject* named) {

@@ -7,6 +7,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
+
 #include "agreement.h"
 #include "python/call_view.h"
 #include "python/fast_method.h"
@@ -45,6 +47,7 @@ nb::object difference(const GroupRecord& record) {
 }
 
 uint64_t begin_call(GroupRecord& record, nb::handle call, uint32_t label) {
+    if (record.is_starting()) return 0;
     const CallView view(call);
     const uint32_t site = current_site();
     const GroupRecord::Begun begun =
@@ -62,38 +65,22 @@ void translate(const std::exception_ptr& thrown, void* calls_differ) {
     }
 }
 
-// The arguments, with the usual values for those that are missing.
-struct WorldArguments {
-    WorldArguments(PyObject* const* given, Py_ssize_t count, PyObject* const* usual) {
-        for (Py_ssize_t i = 0; i < kMost; ++i) all[i] = i < count ? given[i] : usual[i - kLeast];
-    }
-    static bool fit(Py_ssize_t count) {
-        if (kLeast <= count && count <= kMost) return true;
-        PyErr_SetString(PyExc_TypeError, "a fast path takes op, outputs, inputs, and up to three more arguments");
-        return false;
-    }
-    static constexpr Py_ssize_t kLeast = 3, kMost = WorldFastPath::kArguments;
-    PyObject* all[kMost];
-};
-
+// The arguments of a FastCall, with the usual values for those that are missing.
 PyObject* run_on_world(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    static PyObject* const table = PyUnicode_InternFromString("by_op");
-    static PyObject* const usual[] = {PyLong_FromLong(-1), PyLong_FromLong(0), Py_True};
-    if (!WorldArguments::fit(count)) return nullptr;
-    const WorldArguments arguments(given, count, usual);
-    return or_raise([&] { return nb::inst_ptr<WorldFastPath>(self)->call(table, arguments.all, Py_False); });
+    static constexpr Py_ssize_t kLeast = 3;
+    static PyObject* const usual[] = {PyLong_FromLong(-1), Py_False, PyLong_FromLong(0),
+                                      PyLong_FromLong(static_cast<int>(Reduce::Sum))};
+    static_assert(kLeast + std::size(usual) == FastCall::kArguments);
+    if (count < kLeast || count > FastCall::kArguments) {
+        PyErr_SetString(PyExc_TypeError, "a fast path takes op, outputs, inputs, and up to four more arguments");
+        return nullptr;
+    }
+    PyObject* all[FastCall::kArguments];
+    for (Py_ssize_t i = 0; i < FastCall::kArguments; ++i) all[i] = i < count ? given[i] : usual[i - kLeast];
+    return or_raise([&] { return nb::inst_ptr<WorldFastPath>(self)->run(all); });
 }
 
-PyObject* start_on_world(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    static PyObject* const table = PyUnicode_InternFromString("starts");
-    static PyObject* const usual[] = {PyLong_FromLong(-1), PyLong_FromLong(static_cast<int>(Reduce::Sum)),
-                                      PyLong_FromLong(0)};
-    if (!WorldArguments::fit(count)) return nullptr;
-    const WorldArguments arguments(given, count, usual);
-    return or_raise([&] { return nb::inst_ptr<WorldFastPath>(self)->call(table, arguments.all, Py_None); });
-}
-
-PyMethodDef world_methods[] = {fast_method("run", &run_on_world), fast_method("start", &start_on_world), {}};
+PyMethodDef world_methods[] = {fast_method("run", &run_on_world), {}};
 PyType_Slot world_slots[] = {{Py_tp_methods, world_methods}, {0, nullptr}};
 
 }  // namespace
@@ -114,7 +101,7 @@ void bind_group(nb::module_& m) {
              [](GroupRecord& self, int op, int64_t bytes, int dtype, int reduce, int32_t peer, uint32_t label) {
                  return self.begin(static_cast<Op>(op), bytes, static_cast<DType>(dtype), static_cast<Reduce>(reduce),
                                    peer, label, current_site()).token;
-             })  // no argument names on these three: nanobind calls them faster without
+             })  // no argument names on these four: nanobind calls them faster without
         .def("begin_call", &begin_call)
         .def("end",
              [](GroupRecord& self, uint64_t token, bool ok) { self.end(token, ok ? State::Completed : State::Failed); })
@@ -123,7 +110,11 @@ void bind_group(nb::module_& m) {
                  const auto [started_ns, completed_ns, stream, beside] = times;
                  self.end(token, ok ? State::Completed : State::Failed, {started_ns, completed_ns, stream, beside});
              })
-        .def("started", &GroupRecord::started)
+        .def("started",
+             [](GroupRecord& self, uint64_t ended) {
+                 self.started();
+                 if (ended != 0) self.end(ended, State::Completed);
+             })
         .def_prop_ro("is_starting", &GroupRecord::is_starting)
         .def_static("exchange_starting", &GroupRecord::exchange_starting)
         .def("take_back", &GroupRecord::take_back)
@@ -135,9 +126,9 @@ void bind_group(nb::module_& m) {
         .def_prop_ro("completed", &GroupRecord::completed);
 
     nb::class_<FastPath>(m, "FastPath")
-        .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint32_t>(), nb::arg("record"), nb::arg("rank"),
-             nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"), nb::arg("ops"),
-             nb::keep_alive<1, 2>())
+        .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint32_t, uint32_t>(), nb::arg("record"),
+             nb::arg("rank"), nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"), nb::arg("ops"),
+             nb::arg("async_ops") = 0, nb::keep_alive<1, 2>())
         .def(
             "begin",
             [](FastPath& self, int op, nb::handle outputs, nb::handle inputs, int peer, int reduce) -> uint64_t {
@@ -150,10 +141,11 @@ void bind_group(nb::module_& m) {
             },
             nb::arg("op"), nb::arg("outputs").none(), nb::arg("inputs").none(), nb::arg("peer"),
             nb::arg("reduce") = static_cast<int>(Reduce::Sum))
-        .def("start", [](FastPath&, nb::args) { return nb::none(); })
         .def("serve", &FastPath::serve, nb::arg("op"), nb::arg("ranges"))
         .def("hold", &FastPath::hold, nb::arg("change"))
-        .def("has", &FastPath::has, nb::arg("op"));
+        .def("has", &FastPath::has, nb::arg("op"))
+        .def("has_async", &FastPath::has_async, nb::arg("op"))
+        .def_prop_ro("takes_options", &FastPath::takes_options);
 
     nb::class_<WorldFastPath>(m, "WorldFastPath", nb::type_slots(world_slots))
         .def(nb::init<nb::object, nb::object>(), nb::arg("c10d"), nb::arg("failure"))

@@ -16,39 +16,11 @@ using Release = nb::call_guard<GilRelease>;
 
 namespace {
 
-// ShmFastPath.run. It bypasses nanobind's matching of arguments, which would take a tenth of a small call's time.
-PyObject* run_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, tag, wait");
-        return nullptr;
-    }
-    const long op = PyLong_AsLong(arguments[0]), peer = PyLong_AsLong(arguments[3]), tag = PyLong_AsLong(arguments[4]);
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    return or_raise([&] {
-        const bool done = nb::inst_ptr<ShmFastPath>(self)->run(static_cast<int>(op), arguments[1], arguments[2],
-                                                               static_cast<int>(peer), static_cast<int>(tag),
-                                                               arguments[5] == Py_True);
-        return PyBool_FromLong(done);
-    });
+PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    return run_with(given, count, [self](const FastCall& call) { return nb::inst_ptr<ShmFastPath>(self)->run(call); });
 }
 
-// ShmFastPath.start, likewise.
-PyObject* start_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "start takes op, outputs, inputs, peer, reduce, tag");
-        return nullptr;
-    }
-    const long op = PyLong_AsLong(arguments[0]), peer = PyLong_AsLong(arguments[3]), tag = PyLong_AsLong(arguments[5]);
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    return or_raise([&] {
-        return nb::inst_ptr<ShmFastPath>(self)
-            ->start(static_cast<int>(op), arguments[1], arguments[2], static_cast<int>(peer), static_cast<int>(tag))
-            .release()
-            .ptr();
-    });
-}
-
-PyMethodDef fast_methods[] = {fast_method("run", &run_fast), fast_method("start", &start_fast), {}};
+PyMethodDef fast_methods[] = {fast_method("run", &run), {}};
 PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 }  // namespace
@@ -114,6 +86,7 @@ void bind_shm(nb::module_& m) {
         .def("abort", &PyGroup::abort, Release());
 
     nb::class_<ShmFastPath, FastPath>(m, "ShmFastPath", nb::type_slots(fast_slots))
-        .def(nb::init<PyGroup&, GroupRecord&, nb::dict, nb::object, nb::object>(), nb::arg("group"), nb::arg("record"),
-             nb::arg("profiler"), nb::arg("work"), nb::arg("failed"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
+        .def(nb::init<PyGroup&, GroupRecord&, nb::dict, nb::object, nb::object, nb::object>(), nb::arg("group"),
+             nb::arg("record"), nb::arg("profiler"), nb::arg("work"), nb::arg("sent"), nb::arg("failed"),
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
 }

@@ -26,20 +26,15 @@ std::vector<DeviceLink::Copy> copies_of(const PyCopies& given) {
     return copies;
 }
 
-PyObject* run_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, tag, wait");
-        return nullptr;
-    }
-    const long op = PyLong_AsLong(arguments[0]), peer = PyLong_AsLong(arguments[3]);
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    return or_raise([&] {
+PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    return run_with(given, count, [self](const FastCall& call) {
         auto& path = *nb::inst_ptr<DeviceFastPath>(self);
-        return PyBool_FromLong(path.run(static_cast<int>(op), arguments[1], arguments[2], static_cast<int>(peer)));
+        const bool sums = !call.async && call.reduce == Reduce::Sum;
+        return nb::bool_(sums && path.run(call.op, call.outputs, call.inputs, call.peer));
     });
 }
 
-PyMethodDef fast_methods[] = {fast_method("run", &run_fast), {}};
+PyMethodDef fast_methods[] = {fast_method("run", &run), {}};
 PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 }  // namespace

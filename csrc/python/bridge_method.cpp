@@ -56,15 +56,17 @@ nb::object BridgeMethod::issue(PyObject* arguments) const {
         default:
             break;
     }
-    return nb::borrow(Py_NotImplemented);
+    return nb::bool_(false);
 }
 
 PyObject* BridgeMethod::operator()(PyObject* arguments, PyObject* named) const {
     if (named == nullptr || PyDict_GET_SIZE(named) == 0) {
         PyObject* const done = or_raise([&] { return issue(arguments).release().ptr(); });
         if (done == nullptr) replace_error(failure_);
-        if (done != Py_NotImplemented) return done;
+        if (done != Py_True && done != Py_False) return done;
+        const bool synchronous = done == Py_True;
         Py_DECREF(done);
+        if (synchronous) Py_RETURN_NONE;
     }
     return PyObject_Call(otherwise_.ptr(), arguments, named);
 }

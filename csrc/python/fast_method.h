@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "codes.h"
 #include "record/call_board.h"
 
 namespace ringway {
@@ -30,6 +31,32 @@ PyObject* or_raise(const Work& work) {
         PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return nullptr;
+}
+
+// The arguments of a path's `run`, as _core.pyi names them.
+struct FastCall {
+    static constexpr Py_ssize_t kArguments = 7;
+    int op;
+    nanobind::handle outputs, inputs;
+    int peer;
+    bool async;
+    int tag;
+    Reduce reduce;
+};
+
+// Reads the arguments, and returns what `run` makes of them.
+template <class Run>
+PyObject* run_with(PyObject* const* given, Py_ssize_t count, const Run& run) {
+    if (count != FastCall::kArguments) {
+        PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, async_op, tag, reduce");
+        return nullptr;
+    }
+    const long op = PyLong_AsLong(given[0]), peer = PyLong_AsLong(given[3]), tag = PyLong_AsLong(given[5]);
+    const long reduce = PyLong_AsLong(given[6]);
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    const FastCall call{static_cast<int>(op),   given[1], given[2], static_cast<int>(peer), given[4] != Py_False && PyObject_IsTrue(given[4]) == 1,
+                        static_cast<int>(tag), static_cast<Reduce>(reduce)};
+    return or_raise([&] { return nanobind::object(run(call)).release().ptr(); });
 }
 
 }  // namespace ringway

@@ -11,14 +11,17 @@ bool same_kind(const TensorView& one, const TensorView& other) {
 
 }  // namespace
 
-FastPath::FastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint32_t ops)
+FastPath::FastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint32_t ops,
+                   uint32_t async_ops, bool takes_options)
     : record_(record),
       rank_(rank),
       size_(size),
       device_(device),
       moved_(moved),
       summed_(summed),
-      ops_(ops & ~(uint32_t{1} << static_cast<int>(Op::AllToAll))) {
+      ops_(ops & ~(uint32_t{1} << static_cast<int>(Op::AllToAll))),
+      async_ops_(async_ops),
+      takes_options_(takes_options) {
     served_.fill({{0, INT64_MAX}});
 }
 

@@ -1,9 +1,9 @@
 // The fast path: one native step reads, checks, records and compares a call on plain tensors.
 //
-// A path belongs to one backend of one group. It takes only dense, contiguous tensors on its device. The `run` of every
-// path takes synchronous sums and moves. ShmFastPath also starts asynchronous messages, and StreamFastPath takes
-// asynchronous calls and other reductions. Everything else is for the general path, which converts it or says what is
-// wrong with it.
+// A path belongs to one backend of one group. It takes only dense, contiguous tensors on its device. Every path has one
+// method, `run`, which takes a FastCall and returns the Work of an asynchronous call, or True for a synchronous one that
+// is done. False says that nothing has happened: then the general path converts the call or says what is wrong with it. Every
+// path takes synchronous sums and moves; its fields say what else it takes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "python/fast_method.h"
 #include "python/tensor_view.h"
 #include "record/group_record.h"
 #include "shm/collectives.h"
@@ -33,8 +34,10 @@ struct PlainCall : shm::Request {
 class FastPath {
   public:
     // `device` is the kind of device, `moved` and `summed` have a bit for each dtype that the backend moves and sums as
-    // it is, `ops` a bit for each op that the path takes. It never takes an all_to_all of lists.
-    FastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint32_t ops);
+    // it is, `ops` a bit for each op that the path takes, and `async_ops` one for each that it also takes asynchronously. It
+    // never takes an all_to_all of lists. With `takes_options` it is a StreamFastPath, which a BridgeMethod can use.
+    FastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint32_t ops,
+             uint32_t async_ops = 0, bool takes_options = false);
 
     // Fills `call` and returns true if the path takes it. False leaves no trace.
     bool read(Op op, nb::handle outputs, nb::handle inputs, int peer, PlainCall& call) const;
@@ -49,6 +52,8 @@ class FastPath {
     // While the sum of all changes is not zero, the path takes no calls: an earlier call runs on another backend.
     void hold(int change) { held_ += change; }
     bool has(int op) const { return op >= 0 && op < kOps && (ops_ >> op & 1) != 0; }
+    bool has_async(int op) const { return has(op) && (async_ops_ >> op & 1) != 0; }
+    bool takes_options() const { return takes_options_; }
 
     GroupRecord& record() { return record_; }
 
@@ -72,7 +77,8 @@ class FastPath {
     GroupRecord& record_;
     const int rank_, size_, device_;
     const uint64_t moved_, summed_;
-    const uint32_t ops_;
+    const uint32_t ops_, async_ops_;
+    const bool takes_options_;
     std::array<std::vector<std::pair<int64_t, int64_t>>, kOps> served_;  // by op: least and most bytes
     int held_ = 0;
     bool shares_group_ = false;

@@ -8,6 +8,7 @@ namespace {
 
 constexpr uint64_t kEveryDtype = ~uint64_t{0};
 constexpr uint32_t kEveryOp = ~uint32_t{0};
+constexpr uint32_t kMessages = 1u << static_cast<int>(Op::Send) | 1u << static_cast<int>(Op::Recv);
 
 uint64_t summed_dtypes() {
     uint64_t bits = 0;
@@ -23,12 +24,14 @@ struct Names {
 
 }  // namespace
 
-ShmFastPath::ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler, nb::object work, nb::object failed)
+ShmFastPath::ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler, nb::object work, nb::object sent,
+                         nb::object failed)
     : FastPath(record, group.engine().members.rank(), group.engine().members.size(), kCpu, kEveryDtype,
-               summed_dtypes(), kEveryOp),
+               summed_dtypes(), kEveryOp, kMessages),
       group_(group),
       profiler_(std::move(profiler)),
       work_(std::move(work)),
+      sent_(std::move(sent)),
       failed_(std::move(failed)) {}
 
 // Profilers only see calls on the general path, which creates an event for each.
@@ -38,31 +41,37 @@ bool ShmFastPath::profiled() const {
 }
 
 // Fills a call that this path takes. A message must name another rank.
-bool ShmFastPath::read_here(int op, nb::handle outputs, nb::handle inputs, int peer, PlainCall& call) const {
-    const auto kind = static_cast<Op>(op);
-    if (is_point_to_point(kind) && (peer < 0 || peer == rank())) return false;
-    if (profiled() || !read(kind, outputs, inputs, peer, call)) return false;
+bool ShmFastPath::read_here(const FastCall& given, PlainCall& call) const {
+    const auto kind = static_cast<Op>(given.op);
+    if (given.reduce != Reduce::Sum || (given.async && !has_async(given.op))) return false;
+    if (is_point_to_point(kind) && (given.peer < 0 || given.peer == rank())) return false;
+    if (profiled() || !read(kind, given.outputs, given.inputs, given.peer, call)) return false;
     call.timeout_s = group_.timeout_s();
     call.site = current_site();
     call.place = text_of_site(call.site);
     return true;
 }
 
-bool ShmFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait) {
+nb::object ShmFastPath::run(const FastCall& given) {
     PlainCall call;
-    if (!read_here(op, outputs, inputs, peer, call)) return false;
-    if (is_point_to_point(call.op)) return run_message(call, call.op == Op::Send ? inputs : outputs, tag, wait);
-    run_collective(call);
-    return true;
+    if (!read_here(given, call)) return nb::bool_(false);
+    if (!is_point_to_point(call.op)) {
+        run_collective(call);
+        return nb::bool_(true);
+    }
+    const bool sends = call.op == Op::Send;
+    const nb::handle tensor = sends ? given.inputs : given.outputs;
+    if (sends && send_at_once(call, given.tag)) return given.async ? sent_() : nb::object(nb::bool_(true));
+    if (!given.async) {
+        run_message(call, tensor, given.tag);
+        return nb::bool_(true);
+    }
+    return shares_group() ? nb::object(nb::bool_(false)) : start(call, tensor, given.tag);
 }
 
 // What may run Python, and so other calls, comes before the call gets its number.
-nb::object ShmFastPath::start(int op, nb::handle outputs, nb::handle inputs, int peer, int tag) {
+nb::object ShmFastPath::start(PlainCall& call, nb::handle tensor, int tag) {
     static const Names names;
-    PlainCall call;
-    if (shares_group() || !is_point_to_point(static_cast<Op>(op)) || !read_here(op, outputs, inputs, peer, call))
-        return nb::none();
-    const nb::handle tensor = call.op == Op::Send ? inputs : outputs;
     auto message = std::make_shared<RecordedMessage>(record(), failed_);
     message->attachment.keep(tensor);
     message->attachment.keep(failed_);
@@ -107,24 +116,27 @@ void ShmFastPath::run_collective(PlainCall& call) {
     });
 }
 
-bool ShmFastPath::run_message(PlainCall& call, nb::handle tensor, int tag, bool wait) {
+bool ShmFastPath::send_at_once(PlainCall& call, int tag) {
     call.number = record().messages();
     Message message;
     describe(message, call, call.bytes, tag);
-    if (message.sends && run_at_once(message)) {
-        record().end(begin(call, call.site).token, State::Completed);
-        return true;
-    }
-    if (message.sends && !wait) return false;
+    if (!run_at_once(message)) return false;
+    record().end(begin(call, call.site).token, State::Completed);
+    return true;
+}
+
+void ShmFastPath::run_message(PlainCall& call, nb::handle tensor, int tag) {
+    call.number = record().messages();
     const uint64_t token = begin(call, call.site).token;
     run_recorded(token, [&] {
+        Message message;
+        describe(message, call, call.bytes, tag);
         if (!message.sends && run_at_once(message)) return;
         auto pending = std::make_shared<PythonMessage>();
         pending->attachment.keep(tensor);
         describe(*pending, call, call.bytes, tag);
         group_.run(pending);
     });
-    return true;
 }
 
 bool ShmFastPath::run_at_once(const Message& message) {

@@ -58,7 +58,7 @@ bool takes_list(Op op) { return op == Op::AllReduce || op == Op::Broadcast; }
 StreamFastPath::StreamFastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed,
                                uint64_t averaged, uint32_t ops, Calls& calls, nb::dict open, nb::object work,
                                nb::tuple streams, std::unordered_map<int64_t, int> reductions)
-    : FastPath(record, rank, size, device, moved, summed, ops),
+    : FastPath(record, rank, size, device, moved, summed, ops, ops, true),
       calls_(calls),
       averaged_(averaged),
       open_(std::move(open)),
@@ -92,21 +92,14 @@ uintptr_t StreamFastPath::current_stream(int device) const {
     return static_cast<uintptr_t>(nb::cast<uint64_t>(call_with(raw_stream_, nb::int_(device))));
 }
 
-bool StreamFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait) {
+nb::object StreamFastPath::run(const FastCall& given) {
     PlainCall call;
-    if (!wait || !read_call(op, outputs, inputs, peer, Reduce::Sum, call)) return false;
-    return !begin_and_start(call, {outputs, inputs, nb::handle(), tag, false}).is(nb::handle(Py_NotImplemented));
-}
-
-nb::object StreamFastPath::start(int op, nb::handle outputs, nb::handle inputs, int peer, int reduce, int tag) {
-    PlainCall call;
-    if (!read_call(op, outputs, inputs, peer, static_cast<Reduce>(reduce), call)) return nb::none();
-    nb::object work = begin_and_start(call, {outputs, inputs, nb::handle(), tag, true});
-    return work.is(nb::handle(Py_NotImplemented)) ? nb::none() : work;
+    if (!read_call(given.op, given.outputs, given.inputs, given.peer, given.reduce, call)) return nb::bool_(false);
+    return begin_and_start(call, {given.outputs, given.inputs, nb::handle(), given.tag, given.async});
 }
 
 nb::object StreamFastPath::issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options) {
-    const nb::object not_done = nb::borrow(Py_NotImplemented);
+    const nb::bool_ not_done(false);
     const nb::object async = attribute(options, names().async_op);
     if (!async.is_valid()) return not_done;
     int root = -1;
@@ -134,7 +127,7 @@ nb::object StreamFastPath::issue_message(int op, nb::handle tensor, int peer, in
     const bool sends = static_cast<Op>(op) == Op::Send;
     const nb::handle message = only_tensor(tensor);
     const Given given{sends ? nb::handle(nothing) : message, sends ? message : nb::handle(nothing), nb::handle(), tag, true, true};
-    if (!read_call(op, given.outputs, given.inputs, peer, Reduce::Sum, call)) return nb::borrow(Py_NotImplemented);
+    if (!read_call(op, given.outputs, given.inputs, peer, Reduce::Sum, call)) return nb::bool_(false);
     return begin_and_start(call, given);
 }
 
@@ -154,7 +147,7 @@ nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) 
     const uintptr_t stream = current_stream(call.device_index);
     // A captured call never ends. The default stream cannot be captured.
     if (given.async && stream != 0 && calls_.watch().is_capturing(call.device_index, stream))
-        return nb::borrow(Py_NotImplemented);
+        return nb::bool_(false);
     const bool timed = record().recorder().keeps_times();
     const GroupRecord::Begun begun = begin(call, current_site());
     record().starting(call.op, begun);
@@ -181,7 +174,7 @@ nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) 
     record().started();
     if (given.async) return opened(kind, call, given, begun, std::move(torchs), began_ns, started);
     follow(kind.number, begun.sequence, begun.token, given.outputs, call.device_index, stream, started);
-    return nb::none();
+    return nb::bool_(true);
 }
 
 nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const Given& given,

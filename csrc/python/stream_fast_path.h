@@ -33,13 +33,10 @@ class StreamFastPath : public FastPath {
                    uint32_t ops, Calls& calls, nb::dict open, nb::object work, nb::tuple streams,
                    std::unordered_map<int64_t, int> reductions);
 
-    // A synchronous sum or move.
-    bool run(int op, nb::handle outputs, nb::handle inputs, int peer, int tag, bool wait);
-    // The Work of an asynchronous call, or None: then nothing has happened.
-    nb::object start(int op, nb::handle outputs, nb::handle inputs, int peer, int reduce, int tag);
-    // A call with torch's options, which torch gets as they are. If they have a timeout, torch keeps it. Its Work, or None
-    // if it is synchronous. NotImplemented: nothing has happened. If C++ made the call, the Work is torch's own: nobody
-    // can ask it for what ringway's has besides, and DDP's calls need no Python object.
+    nb::object run(const FastCall& given);
+    // The same for a call with torch's options, which torch gets as they are. If they have a timeout, torch keeps it. If
+    // C++ made the call, the Work is torch's own: nobody can ask it for what ringway's has besides, and DDP's calls need
+    // no Python object.
     nb::object issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options);
     // A message, likewise.
     nb::object issue_message(int op, nb::handle tensor, int peer, int tag);

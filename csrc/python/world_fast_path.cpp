@@ -1,5 +1,7 @@
 #include "python/world_fast_path.h"
 
+#include "python/fast_method.h"
+
 namespace ringway {
 
 void WorldFastPath::serve(nb::object group, nb::object paths) {
@@ -29,20 +31,21 @@ bool WorldFastPath::serves_default() const {
 #endif
 }
 
-PyObject* WorldFastPath::call(PyObject* table, PyObject* const* arguments, PyObject* refused) {
-    if (!serves_default()) return nb::borrow(refused).release().ptr();
-    const nb::object by_op = nb::steal(PyObject_GetAttr(paths_.ptr(), table));
+PyObject* WorldFastPath::run(PyObject* const* arguments) {
+    static PyObject* const tables[] = {PyUnicode_InternFromString("by_op"), PyUnicode_InternFromString("async_by_op")};
+    if (!serves_default()) Py_RETURN_FALSE;
+    const nb::object by_op = nb::steal(PyObject_GetAttr(paths_.ptr(), tables[arguments[4] == Py_True ? 1 : 0]));
     const Py_ssize_t op = PyNumber_AsSsize_t(arguments[0], PyExc_IndexError);
     if (PyErr_Occurred() != nullptr) return nullptr;
     const nb::object methods = nb::borrow(PyTuple_GetItem(by_op.ptr(), op));  // a call may close the paths
     if (!methods.is_valid()) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(methods.ptr()); ++i) {
-        PyObject* result = PyObject_Vectorcall(PyTuple_GET_ITEM(methods.ptr(), i), arguments, kArguments, nullptr);
+        PyObject* result = PyObject_Vectorcall(PyTuple_GET_ITEM(methods.ptr(), i), arguments, FastCall::kArguments, nullptr);
         if (result == nullptr) translate_error();
-        if (result != refused) return result;
+        if (result != Py_False) return result;
         Py_DECREF(result);
     }
-    return nb::borrow(refused).release().ptr();
+    Py_RETURN_FALSE;
 }
 
 void WorldFastPath::translate_error() {

@@ -12,8 +12,6 @@ namespace nb = nanobind;
 
 class WorldFastPath {
   public:
-    static constexpr int kArguments = 6;
-
     // torch's module `distributed_c10d` knows the default group. `failure` turns the error of a path into the one to raise.
     WorldFastPath(nb::object c10d, nb::object failure)
         : c10d_(std::move(c10d)), failure_(std::move(failure)) {}
@@ -21,10 +19,10 @@ class WorldFastPath {
     // From now on: the default group, held weakly, and its paths. None for no group.
     void serve(nb::object group, nb::object paths);
 
-    // Passes the arguments to the methods of the op, the first of them, in the table of the paths with this name. Returns
-    // what the first says that takes the call; null with an error set. If none takes it, or torch's default group is
-    // another one, the result is `refused`, and nothing has happened.
-    PyObject* call(PyObject* table, PyObject* const* arguments, PyObject* refused);
+    // Passes the arguments of a FastCall to the paths that may take it. Returns what the first says that takes it; null with
+    // an error set. If none takes it, or torch's default group is another one, the result is False, and nothing has
+    // happened.
+    PyObject* run(PyObject* const* arguments);
 
   private:
     bool serves_default() const;

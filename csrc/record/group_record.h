@@ -39,7 +39,6 @@ class GroupRecord {
     // there, on the same thread, must make no call of the group: it would get the later number and start first. Other
     // threads may.
     void starting(Op op, const Begun& begun) {
-        if (is_starting()) return;
         starting_here.push_back({id_, begun.sequence, is_point_to_point(op), passed_on_here, begun.token});
     }
     void started() {

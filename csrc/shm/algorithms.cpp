@@ -30,7 +30,7 @@ void Collectives::dispatch(const Request& r) {
     switch (r.op) {
         case Op::Barrier:
             announce();
-            return meet_everybody();
+            return compare_with_all();
         case Op::Broadcast:
             return broadcast(r);
         case Op::AllReduce:
@@ -69,7 +69,7 @@ void Collectives::alone(const Request& r) {
 void Collectives::show(const Request& r) {
     signature_ = signature(r.op, r.count, r.dtype, r.reduce, r.root) ^ r.manner;
     announce_with(r.shown, r.shown_bytes);
-    meet_everybody();
+    compare_with_all();
     for (int rank = 0; rank < size_; ++rank)
         move_bytes(r.seen + r.shown_bytes * rank, payload(rank), r.shown_bytes);
 }
@@ -94,7 +94,7 @@ void Collectives::broadcast(const Request& r) {
     if (fits_entry(bytes)) {
         announce_with(r.in.at(0), root ? bytes : 0);
         if (root) return;
-        meet(r.root);
+        compare_with(r.root);
         return move_bytes(r.out.at(0), payload(r.root), bytes);
     }
     announce();
@@ -138,7 +138,7 @@ void Collectives::reduce_flat(const Request& r) {
     const bool takes = r.op == Op::AllReduce || rank_ == r.root;
     announce_with(r.in.at(0), bytes);
     if (!takes) return;
-    meet_everybody();
+    compare_with_all();
     for (int rank = 0; rank < size_; ++rank) sources_[static_cast<size_t>(rank)] = payload(rank);
     reduce_sources(r, r.out.at(0), nullptr, bytes);
 }
@@ -260,7 +260,7 @@ void Collectives::gather(const Request& r, int taker) {
     move_bytes(r.out.at(rank_), payload(rank_), bytes);
     for (int i = 1; i < size_; ++i) {
         const int rank = (rank_ + i) % size_;
-        meet(rank);
+        compare_with(rank);
         move_bytes(r.out.at(rank), payload(rank), bytes);
     }
 }
@@ -273,7 +273,7 @@ void Collectives::scatter(const Request& r) {
             announce_with_blocks(r, bytes);
         } else {
             announce();
-            meet(r.root);
+            compare_with(r.root);
         }
         return move_bytes(r.out.at(0), payload(r.root) + bytes * rank_, bytes);
     }
@@ -304,7 +304,7 @@ void Collectives::reduce_scatter(const Request& r) {
     }
     if (reduces_flat(bytes) && fits_entry(bytes * size_)) {
         announce_with_blocks(r, bytes);
-        meet_everybody();
+        compare_with_all();
         for (int rank = 0; rank < size_; ++rank)
             sources_[static_cast<size_t>(rank)] = payload(rank) + bytes * rank_;
         return reduce_sources(r, r.out.at(0), nullptr, bytes);

@@ -108,7 +108,7 @@ void Collectives::exchange(const Request& r) {
     int64_t largest = row(rank_)->largest_streamed;
     for (int i = 1; i < size_; ++i) {
         const int peer = (rank_ + i) % size_;
-        meet(peer);
+        compare_with(peer);
         check_pair(peer, peer, rank_, row(peer)->to(rank_), r.bytes_from(peer));
         check_pair(peer, rank_, peer, r.bytes_to(peer), row(peer)->from(rank_, size_));
         largest = std::max(largest, row(peer)->largest_streamed);

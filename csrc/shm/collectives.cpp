@@ -15,7 +15,7 @@ Collectives::Collectives(Membership& members)
       size_(members.size()),
       waiter_(segment_.header().waiting, segment_.header().cpu, rank_, size_, members.ranks_fit_cpus(), *this),
       facts_(&segment_.control(rank_).facts[0]),
-      met_(static_cast<size_t>(size_)),
+      compared_(static_cast<size_t>(size_)),
       sources_(static_cast<size_t>(size_)),
       factors_(static_cast<size_t>(size_)) {}
 
@@ -53,7 +53,7 @@ Outcome Collectives::go_on(Frame& frame, Host& host) {
 }
 
 void Collectives::begin(const Request& request) {
-    settle_previous();
+    check_previous();
     ++sequence_;
     if (!apart_.empty()) std::vector<std::byte>().swap(apart_);
     describe(request);
@@ -62,9 +62,9 @@ void Collectives::begin(const Request& request) {
 // Before a rank posts a call, it checks that every rank has come to the previous one and called the same. So a call in
 // which a rank waits for nobody (the root of a broadcast) is compared one call later at the latest. And an entry slot that
 // is used again has been read by all: a rank that came to the call after it is done with it.
-void Collectives::settle_previous() {
+void Collectives::check_previous() {
     for (int peer = 0; peer < size_; ++peer)
-        if (peer != rank_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
+        if (peer != rank_ && compared_[static_cast<size_t>(peer)] != sequence_) compare_with(peer);
 }
 
 void Collectives::describe(const Request& r) {
@@ -87,16 +87,16 @@ void Collectives::announce() {
 }
 
 // Waits until the peer has come to this call, and compares what it called.
-void Collectives::meet(int peer) {
+void Collectives::compare_with(int peer) {
     const Entry& entry = segment_.entry(peer, sequence_);
     wait(peer, [&] { return entry.sequence.load(kObserveEntry) >= sequence_; });
     if (entry.signature != signature_) mismatch(peer, {});
-    met_[static_cast<size_t>(peer)] = sequence_;
+    compared_[static_cast<size_t>(peer)] = sequence_;
 }
 
-void Collectives::meet_everybody() {
+void Collectives::compare_with_all() {
     for (int peer = 0; peer < size_; ++peer)
-        if (peer != rank_) meet(peer);
+        if (peer != rank_) compare_with(peer);
 }
 
 void Collectives::mismatch(int peer, const Pair& pair) {
@@ -144,7 +144,7 @@ void Collectives::post(Counter& counter, uint64_t value) {
 void Collectives::reach(int peer, Counter RankControl::*counter, uint64_t target) {
     if (peer == rank_) return;
     const Counter& value = segment_.control(peer).*counter;
-    if (target > base_ && met_[static_cast<size_t>(peer)] != sequence_) meet(peer);
+    if (target > base_ && compared_[static_cast<size_t>(peer)] != sequence_) compare_with(peer);
     wait(peer, [&] { return value.load(kObserve) >= target; });
 }
 

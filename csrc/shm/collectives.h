@@ -158,15 +158,15 @@ class Collectives final : public Guard {
     void lay_out_blocks(const Request& r, int64_t part, int64_t turn, uint64_t step);
 
     void describe(const Request& r);
-    void settle_previous();
+    void check_previous();
     bool announced() const {
         return segment_.entry(rank_, sequence_).sequence.load(std::memory_order_relaxed) == sequence_;
     }
     void announce();
     void announce_with(const void* data, int64_t bytes);
     void announce_with_blocks(const Request& r, int64_t block);
-    void meet(int peer);
-    void meet_everybody();
+    void compare_with(int peer);
+    void compare_with_all();
     [[noreturn]] void mismatch(int peer, const Pair& pair);
 
     // The steps of a large call. Each role is played by everybody, nobody, or one rank.
@@ -208,7 +208,7 @@ class Collectives final : public Guard {
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;
-    std::vector<uint64_t> met_;  // the latest call in which each peer's signature was checked
+    std::vector<uint64_t> compared_;  // the latest call in which each peer's signature was checked
     std::vector<const void*> sources_;
     std::vector<double> factors_;
 };

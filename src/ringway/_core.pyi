@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from ringway.work import Work
+
 Returned = TypeVar("Returned")
 
 class Recorder:
@@ -37,13 +39,15 @@ class GroupRecord:
     def __init__(self, recorder: Recorder, group: str, size: int = 1, ranks: Sequence[int] = ()) -> None: ...
     def begin(self, op: int, bytes: int, dtype: int, reduce: int, peer: int, label: int) -> int: ...
     def begin_call(self, call: Any, label: int) -> int:
-        """Numbers and records a `ringway.call.Call`, and sets its `sequence` and `site`. Returns the record's token."""
+        """Numbers and records a `ringway.call.Call`, and sets its `sequence` and `site`. Returns the record's token.
+        If a call of this thread is starting, it returns 0, and nothing has happened."""
     def end(self, token: int, ok: bool) -> None: ...
     def end_on_device(self, token: int, ok: bool, times: tuple[int, int, int, bool], /) -> None:
         """`times` are the start and the end on the device, in the host's clock, the number of the stream, and whether
         that is not the program's own. All 0 if the device was not asked."""
-    def started(self) -> None:
-        """The call that this thread has begun has started. Until then `is_starting` is true on this thread."""
+    def started(self, ended: int, /) -> None:
+        """The call that this thread has begun has started. Until then `is_starting` is true on this thread. `ended` is
+        its token if it has ended too, else 0."""
     @property
     def is_starting(self) -> bool: ...
     @staticmethod
@@ -69,17 +73,30 @@ class FastPath:
     """Runs calls on plain tensors. Backends subclass it and define `run`."""
 
     def __init__(
-        self, record: GroupRecord, rank: int, size: int, device: int, moved: int, summed: int, ops: int
+        self,
+        record: GroupRecord,
+        rank: int,
+        size: int,
+        device: int,
+        moved: int,
+        summed: int,
+        ops: int,
+        async_ops: int = 0,
     ) -> None: ...
     def begin(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: int = 0) -> int:
         """Numbers, records and compares a call that the path takes, and returns its token; else 0, and no trace. Once
         the call has started, `GroupRecord.started` must be called. The path checks the dtype for sums only."""
-    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool: ...
-    def start(self, op: int, outputs: Any, inputs: Any, peer: int, reduce: Any, tag: int, /) -> Any:
-        """The Work of an asynchronous call that the path takes; else None, and no trace. Most paths take none."""
+    def run(
+        self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int, /
+    ) -> Work | bool:
+        """The Work of an asynchronous call, True if a synchronous one is done. False: nothing has happened."""
     def serve(self, op: int, ranges: Sequence[tuple[int, int]]) -> None: ...
     def hold(self, change: int) -> None: ...
     def has(self, op: int) -> bool: ...
+    def has_async(self, op: int) -> bool: ...
+    @property
+    def takes_options(self) -> bool:
+        """Whether it is a `StreamFastPath`, which takes a bridge's calls with torch's options."""
 
 class WorldFastPath:
     """The fast paths of the default group. `c10d` is torch's module that knows this group; `failure` turns the error of
@@ -88,10 +105,18 @@ class WorldFastPath:
     def __init__(self, c10d: Any, failure: Callable[[BaseException], BaseException]) -> None: ...
     def serve(self, group: Any, paths: Any) -> None:
         """The default group is this one from now on, with these paths (`FastPaths`). None for no group."""
-    def run(self, op: int, outputs: Any, inputs: Any, peer: int = -1, tag: int = 0, wait: bool = True, /) -> bool:
-        """Whether a path of torch's default group has done the call. If not, nothing has happened."""
-    def start(self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Any = 0, tag: int = 0, /) -> Any:
-        """The Work of an asynchronous call that a path has started; None if nothing has happened."""
+    def run(
+        self,
+        op: int,
+        outputs: Any,
+        inputs: Any,
+        peer: int = -1,
+        async_op: bool = False,
+        tag: int = 0,
+        reduce: int = 0,
+        /,
+    ) -> Work | bool:
+        """What the first path of torch's default group says that takes the call, else False."""
 
 class StreamWatch:
     """Loads the CUDA driver, or raises RuntimeError."""
@@ -175,7 +200,7 @@ class BridgeMethod:
     def __init__(
         self,
         op: int,
-        path: StreamFastPath,
+        path: FastPath,
         otherwise: Callable[..., Any],
         failure: Callable[[BaseException], BaseException],
     ) -> None: ...
@@ -270,6 +295,7 @@ class ShmFastPath(FastPath):
         record: GroupRecord,
         profiler: dict[str, Any],
         work: type,
+        sent: Callable[[], Any],
         failed: Callable[[int], object],
     ) -> None: ...
 

@@ -89,6 +89,24 @@ def reconfigures() -> bool:
     return "enable_reconfigure" in inspect.signature(c10d.init_process_group).parameters
 
 
+def sorts_ranks() -> bool:
+    """Whether `new_group` sorts the ranks of every group. Versions before 2.13 may have no argument `sort_ranks`."""
+    return "sort_ranks" not in inspect.signature(c10d.new_group).parameters
+
+
+def is_async(options: Any) -> bool:
+    """Whether a call with torch's options is asynchronous, as one without options is. Versions before 2.13 may have
+    options without this field."""
+    return bool(getattr(options, "asyncOp", True))
+
+
+def set_async(options: Any, async_op: bool) -> None:
+    """Has torch run a synchronous call on the current stream, if its options have this field. Versions before 2.13 may
+    have options without it."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = async_op
+
+
 def premul_factor(op: Any) -> Any:
     """The factor of a PREMUL_SUM. Older versions than 2.13 may expose it only to pickle."""
     return op.factor if hasattr(op, "factor") else op.__getstate__()[1]

@@ -22,7 +22,7 @@ from ringway.torch_versions import untraced
 
 Completion = Callable[[BaseException | None], None]
 """A callback for the end of a call. Its argument is the error, or None."""
-Settle = Callable[[BaseException | None], BaseException | None]
+OnEnd = Callable[[BaseException | None], BaseException | None]
 
 _CHECK_SECONDS = 0.1
 """How often a wait asks whether it can still succeed."""
@@ -32,16 +32,16 @@ class CompletionCell:
     """How a call ended. Thread-safe: finished once, awaited and observed by any number of threads.
 
     `finish` keeps the error and runs the callbacks on the thread that calls it. A callback added later runs at once.
-    `settle` sees the error before anybody else does, exactly once; its result replaces the error. With
+    `on_end` sees the error before anybody else does, exactly once; its result replaces the error. With
     `callbacks_first`, waiters continue only after the callbacks have run.
     """
 
-    __slots__ = ("_callbacks", "_hold_waiters", "_lock", "_settle", "_wake", "error", "finished")
+    __slots__ = ("_callbacks", "_hold_waiters", "_lock", "_on_end", "_wake", "error", "finished")
 
-    def __init__(self, settle: Settle | None = None, *, callbacks_first: bool = False) -> None:
+    def __init__(self, on_end: OnEnd | None = None, *, callbacks_first: bool = False) -> None:
         self.finished = False
         self.error: BaseException | None = None
-        self._settle = settle
+        self._on_end = on_end
         self._hold_waiters = callbacks_first
         self._callbacks: list[Completion] = []
         self._lock = threading.RLock()
@@ -51,8 +51,8 @@ class CompletionCell:
         with self._lock:
             if self.finished:
                 return
-            self.error = error if self._settle is None else self._settle(error)
-            self._settle = None  # it may hold this cell's owner, and buffers of the call
+            self.error = error if self._on_end is None else self._on_end(error)
+            self._on_end = None  # it may hold this cell's owner, and buffers of the call
             self.finished = True
             callbacks, self._callbacks = self._callbacks, []
             if self._wake is not None and not self._hold_waiters:
@@ -180,8 +180,8 @@ DONE: Handle = _Done()
 class PendingHandle(Handle):
     """A handle that its backend finishes through a cell."""
 
-    def __init__(self, settle: Settle | None = None, *, callbacks_first: bool = False) -> None:
-        self._cell = CompletionCell(settle, callbacks_first=callbacks_first)
+    def __init__(self, on_end: OnEnd | None = None, *, callbacks_first: bool = False) -> None:
+        self._cell = CompletionCell(on_end, callbacks_first=callbacks_first)
 
     def done(self) -> bool:
         return self._cell.finished
@@ -312,15 +312,15 @@ def seconds(timeout: timedelta | float | None) -> float | None:
 class Work(c10d.Work):
     """What an asynchronous call returns; its methods mean what torch's do.
 
-    `settle` gets the error or None exactly once, before anybody learns that the work is done. Its result replaces the
+    `on_end` gets the error or None exactly once, before anybody learns that the work is done. Its result replaces the
     error. The communicator uses it to record the end and to inform the listeners.
     """
 
-    def __init__(self, handle: Handle, result: Sequence[Tensor], settle: Settle) -> None:
+    def __init__(self, handle: Handle, result: Sequence[Tensor], on_end: OnEnd) -> None:
         super().__init__()
         self._handle = handle
         self._result = list(result)
-        self._cell = CompletionCell(settle)
+        self._cell = CompletionCell(on_end)
         self._watched = handle.notifies
         if self._watched:
             handle.when_done(self._cell.finish)

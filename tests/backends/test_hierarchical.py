@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ringway.backends.several.hosts import HostLayout
+from ringway.backends.several.hosts import HostGrid
 from ringway.errors import BackendUnavailable
 from ringway.testing import RankContext, RankPool
 from slow_link import Host, needed, run_ranks, two_hosts
@@ -80,15 +80,15 @@ def test_it_sends_fewer_bytes_and_is_faster(pool: RankPool, hosts: tuple[Host, H
 
 
 def test_host_layouts() -> None:
-    layout = HostLayout.of(["a", "b", "a", "b"], 3)
-    assert layout.hosts == ((0, 2), (1, 3))
-    assert (layout.host, layout.place) == (1, 1)
-    assert layout.neighbours == (1, 3)
-    assert layout.counterparts == (2, 3)
-    assert layout.by_place() == [0, 1, 2, 3]
+    grid = HostGrid.of(["a", "b", "a", "b"], 3)
+    assert grid.hosts == ((0, 2), (1, 3))
+    assert (grid.host, grid.place) == (1, 1)
+    assert grid.neighbours == (1, 3)
+    assert grid.counterparts == (2, 3)
+    assert grid.by_place() == [0, 1, 2, 3]
     for identities in (["a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "a", "b", "c"]):
         with pytest.raises(BackendUnavailable, match="equally many ranks"):
-            HostLayout.of(identities, 0)
+            HostGrid.of(identities, 0)
 
 
 def _on_one_host(context: RankContext) -> str:

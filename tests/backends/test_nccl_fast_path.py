@@ -308,7 +308,7 @@ def test_an_asynchronous_call_ends_with_the_stream_that_waits_for_it(setting: Se
 
 def test_asynchronous_calls_that_nobody_waits_for_end_with_torchs_works(setting: Setting) -> None:
     calls, tensor = setting.communicator.calls, torch.zeros(3)
-    works = [calls.start_fast(ALL_REDUCE.code, tensor, tensor, reduce=Reduce.AVG) for _ in range(3)]
+    works = [calls.run_fast(ALL_REDUCE.code, tensor, tensor, -1, True, 0, Reduce.AVG) for _ in range(3)]
     assert all(isinstance(work, FastWork) for work in works)
     setting.group.works[0].finished.set()
     setting.group.works[2].finished.set()  # out of order: the device has not passed the second yet
@@ -579,7 +579,7 @@ def test_each_device_has_its_own_fast_path(monkeypatch: pytest.MonkeyPatch, sett
             super().__init__(record, 0, 2, _core.CPU, 0, 0, 1 << ALL_REDUCE.code | 1 << BARRIER.code)
             self._name, self._takes = name, takes
 
-        def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+        def run(self, op: int, *_: Any) -> bool:
             taken.append((self._name, OPS[op].name))
             return self._takes or op == BARRIER.code
 

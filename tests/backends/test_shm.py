@@ -70,7 +70,7 @@ def _fast_calls(context: RankContext) -> dict[str, Any]:
     (path,) = backend.fast_paths(record, communicator.health)
 
     def run(op: Op, outputs: Any, inputs: Any, peer: int = -1) -> bool:
-        return path.run(op.code, outputs, inputs, peer, 0, True)
+        return path.run(op.code, outputs, inputs, peer, False, 0, 0) is True
 
     rank, size = context.rank, context.world_size
     tensor = torch.full((5,), float(rank + 1))
@@ -154,6 +154,31 @@ def test_a_small_all_reduce_is_one_python_function(pool: RankPool) -> None:
         assert called == ["all_reduce"]
 
 
+class _CountedRecord(_core.GroupRecord):
+    """Keeps the names of the methods that are called."""
+
+    def __getattribute__(self, name: str) -> Any:
+        _record_uses.append(name)
+        return super().__getattribute__(name)
+
+
+_record_uses: list[str] = []
+
+
+def _uses_of_the_record(context: RankContext) -> list[str]:
+    group = context.start("shm").communicator()
+    group.calls._record = _CountedRecord(world.recorder, group.name, group.size, group.ranks)
+    _record_uses.clear()
+    dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX)
+    return list(_record_uses)
+
+
+def test_a_synchronous_call_on_the_general_path_uses_the_record_twice(pool: RankPool) -> None:
+    """Before the backend and after it: each use is a step into native code."""
+    for uses in pool.run(_uses_of_the_record, world_size=2):
+        assert uses == ["begin_call", "started"]
+
+
 def _default_group_changes(context: RankContext) -> list[float]:
     """The fast path of the default group follows torch's default group, and raises what the group's own path raises."""
     sums = []
@@ -164,10 +189,10 @@ def _default_group_changes(context: RankContext) -> list[float]:
             dist.all_reduce(tensor)
         sums.append(tensor[0].item())
         before = dist.communicator().record.collectives
-        assert world.fast.run(ALL_REDUCE.code, tensor, tensor)
+        assert world.fast.run(ALL_REDUCE.code, tensor, tensor) is True
         assert dist.communicator().record.collectives == before + 1
         dist.destroy_process_group()
-        assert not world.fast.run(ALL_REDUCE.code, tensor, tensor)
+        assert world.fast.run(ALL_REDUCE.code, tensor, tensor) is False
         with pytest.raises(UsageError, match="no group yet"):
             dist.all_reduce(tensor)
     context.start("shm")
@@ -184,7 +209,7 @@ def _default_group_changes(context: RankContext) -> list[float]:
     replaced = distributed_c10d._world
     try:
         distributed_c10d._world = type(replaced)()  # as torch's own tests do
-        assert not world.fast.run(BARRIER.code, (), ())
+        assert world.fast.run(BARRIER.code, (), ()) is False
     finally:
         distributed_c10d._world = replaced
     assert dist.recv(tensor, other) == other if context.rank else dist.send(tensor, other) is None
@@ -229,22 +254,22 @@ def test_ranks_beside_busy_processes(pool: RankPool) -> None:
 
 
 def _fast_messages(context: RankContext) -> None:
-    """Sends that complete at once keep their order among those that wait, and are refused if the ring is full."""
+    """Sends that complete at once keep their order among those that wait because the ring is full."""
     context.start("shm")
     record = _core.GroupRecord(_core.Recorder(64), "short")
     (path,) = dist.communicator().backend.fast_paths(record, dist.communicator().health)
     chunk, count = torch.zeros(50_000), torch.zeros(1)  # a fifth of a ring
     if context.rank == 0:
-        sent = 0
-        while path.run(SEND.code, (), chunk.fill_(sent), 1, 7, False):
-            sent += 1
-        assert 1 < sent < 10
-        assert record.messages == record.completed == sent, "what was not sent is not recorded"
-        late = [dist.isend(torch.full_like(chunk, sent + more), 1, tag=7) for more in range(3)]
-        assert not path.run(SEND.code, (), count, 1, 7, False), "others wait before it"
-        assert not any(work.is_completed() for work in late)
+        works: list[Any] = []
+        while not works or works[-1].is_completed():
+            works.append(path.run(SEND.code, (), torch.full_like(chunk, len(works)), 1, True, 7, 0))
+        sent = len(works)
+        assert 2 < sent < 11
+        assert (record.messages, record.completed) == (sent, sent - 1)
+        works += [dist.isend(torch.full_like(chunk, sent + more), 1, tag=7) for more in range(3)]
+        assert not any(work.is_completed() for work in works[sent - 1 :])
         dist.broadcast(count.fill_(sent + 3), 0)
-        for work in late:
+        for work in works:
             work.wait()
         first, second = (dist.isend(count, 1, tag=tag) for tag in (-8, 2**31 - 1))
         assert first is not second
@@ -260,13 +285,13 @@ def _fast_messages(context: RankContext) -> None:
         assert first.get_future().wait() == []
         with pytest.raises(dist.errors.UsageError, match="tag=2147483648 is not between"):
             dist.isend(count, 1, tag=2**31)
-        assert not path.run(SEND.code, (), chunk, 0, 0, True), "to itself"
-        assert not path.run(RECV.code, torch.zeros(4, 2)[:, 0], (), 1, 0, True)
+        assert path.run(SEND.code, (), chunk, 0, False, 0, 0) is False, "to itself"
+        assert path.run(RECV.code, torch.zeros(4, 2)[:, 0], (), 1, False, 0, 0) is False
         assert record.messages == sent
         return
     dist.broadcast(count, 0)
     for expected in range(int(count)):
-        assert path.run(RECV.code, chunk, (), 0, 7, True)
+        assert path.run(RECV.code, chunk, (), 0, False, 7, 0) is True
         assert torch.equal(chunk, torch.full_like(chunk, expected))
     for tag in (2**31 - 1, -8):
         dist.recv(count.zero_(), 0, tag=tag)

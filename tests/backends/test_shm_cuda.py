@@ -305,7 +305,7 @@ def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
         dist.all_reduce(staged)
 
         def run(op: Any, output: torch.Tensor, given: torch.Tensor | None = None, peer: int = -1) -> torch.Tensor:
-            assert backend._path.run(op.code, output, given, peer, 0, True), (op.name, output.dtype)
+            assert backend._path.run(op.code, output, given, peer, False, 0, 0) is True, (op.name, output.dtype)
             assert backend._link.drain(60)
             return output
 
@@ -344,7 +344,7 @@ def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
         ]
         for op, output, given, why in refused:
             if size == 3:
-                assert not backend._path.run(op.code, output, given, -1, 0, True), why
+                assert backend._path.run(op.code, output, given, -1, False, 0, 0) is False, why
         name = dist.communicator().name
 
         def open_calls() -> list[RecordedCall]:
@@ -376,7 +376,7 @@ def _paths_meet(context: RankContext) -> str:
         if context.rank == 0:
             dist.all_to_all_single(taken, given, [2, 2, 2], [2, 1, 3])
         else:
-            assert backend._path.run(ops.ALL_TO_ALL_SINGLE.code, taken, given, -1, 0, True)
+            assert backend._path.run(ops.ALL_TO_ALL_SINGLE.code, taken, given, -1, False, 0, 0) is True
 
     with pytest.raises(CollectiveMismatch) as caught:
         call()

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from ringway.bench.cases import CASES, BenchCase, Place, _wrong_elements
 from ringway.bench.compare import compare, in_words
 from ringway.bench.page import page
-from ringway.bench.plan import PAIRS, Plan, in_units, make_items, parse_sizes
-from ringway.bench.ranks import EVENTS, PLAN
+from ringway.bench.ranks import EVENTS, SCHEDULE
 from ringway.bench.reading import reading
 from ringway.bench.runner import Estimate
-from ringway.bench.session import run_plan
+from ringway.bench.schedule import PAIRS, Schedule, in_units, make_items, parse_sizes
+from ringway.bench.session import run_schedule
 from ringway.bench.table import Row, from_json, to_csv, to_json
 from ringway.cli import app
 from ringway.errors import UsageError
@@ -57,23 +57,25 @@ def test_wrong_names_are_refused() -> None:
             make_items(*arguments)  # type: ignore[arg-type]
 
 
-def test_a_plan_survives_being_written() -> None:
-    plan = Plan(
+def test_a_schedule_survives_being_written() -> None:
+    schedule = Schedule(
         make_items(["all_reduce", PAIRS], [8], ["int64"], ["async"]), ("shm",), ("int8",), rounds=5, seconds=2.0
     )
-    assert Plan.from_json(plan.to_json()) == plan
+    assert Schedule.from_json(schedule.to_json()) == schedule
 
 
-def _measured(context: RankContext, plan: Plan) -> list[dict[str, Any]]:
+def _measured(context: RankContext, schedule: Schedule) -> list[dict[str, Any]]:
     context.start("gloo")
     events: list[dict[str, Any]] = []
-    run_plan(plan, events.append)
+    run_schedule(schedule, events.append)
     return events
 
 
 def test_every_op_and_mode_is_measured(pool: RankPool) -> None:
     items = make_items([*CASES, PAIRS], [4096], modes=["sync", "async", "overlap"])
-    first, *others = pool.run(_measured, Plan(items, ("shm", "gloo"), ("int8",), rounds=3), world_size=3, timeout=200)
+    first, *others = pool.run(
+        _measured, Schedule(items, ("shm", "gloo"), ("int8",), rounds=3), world_size=3, timeout=200
+    )
     assert others == [[], []], "rank 0 tells"
     table = [Row.from_dict(event["row"]) for event in first if "row" in event]
     assert {row.op for row in table if row.mode == "sync"} == set(CASES)
@@ -89,8 +91,8 @@ def test_every_op_and_mode_is_measured(pool: RankPool) -> None:
 
 
 def test_time_limits_end_a_run_between_two_items(pool: RankPool) -> None:
-    plan = Plan(make_items(["broadcast"], [8, 16, 32]), ("gloo",), rounds=3, seconds=0.0)
-    events, _ = pool.run(_measured, plan, world_size=2)
+    schedule = Schedule(make_items(["broadcast"], [8, 16, 32]), ("gloo",), rounds=3, seconds=0.0)
+    events, _ = pool.run(_measured, schedule, world_size=2)
     assert events[-1] == {"late": 3}
 
 
@@ -108,7 +110,7 @@ def _corrupted(context: RankContext) -> None:
         return wrongly
 
     CASES["all_reduce"] = BenchCase(right.op, right.buffers, call, right.expected)
-    _measured(context, Plan(make_items(["all_reduce"], [4096]), ("shm",), rounds=3))
+    _measured(context, Schedule(make_items(["all_reduce"], [4096]), ("shm",), rounds=3))
 
 
 def test_a_backend_that_computes_wrong_is_caught(pool: RankPool) -> None:
@@ -170,7 +172,7 @@ def test_the_page_is_one_file_and_escapes_what_it_shows() -> None:
 
 def test_calls_that_an_op_refuses_are_noted_and_the_rest_goes_on(pool: RankPool) -> None:
     items = make_items(["all_reduce", "broadcast"], [64], ["float8_e4m3fn", "bool"], ["sync", "overlap"])
-    events, _ = pool.run(_measured, Plan(items, ("shm", "gloo"), rounds=3), world_size=2)
+    events, _ = pool.run(_measured, Schedule(items, ("shm", "gloo"), rounds=3), world_size=2)
     refused = {event["refused"] for event in events if "refused" in event}
     assert refused == {
         f"all_reduce 64 float8_e4m3fn{mode} on {name}" for mode in ("", " overlap") for name in ("shm", "gloo")
@@ -183,8 +185,8 @@ def test_calls_that_an_op_refuses_are_noted_and_the_rest_goes_on(pool: RankPool)
 
 
 def test_no_backend_is_told(pool: RankPool) -> None:
-    plan = Plan(make_items([PAIRS, "all_reduce"], [8]), ("nccl",), rounds=3)
-    events, _ = pool.run(_measured, plan, world_size=2)
+    schedule = Schedule(make_items([PAIRS, "all_reduce"], [8]), ("nccl",), rounds=3)
+    events, _ = pool.run(_measured, schedule, world_size=2)
     assert events[-1] == {"nothing": ["nccl"]}
 
 
@@ -235,7 +237,7 @@ def test_restarted_ranks_have_only_the_time_that_is_left(monkeypatch: pytest.Mon
     run = _run_with(began, [137] * 4, [])
 
     def slow(command: list[str], ranks: int) -> launcher.Outcome:
-        given.append(Plan.from_json(Path(command[-1], PLAN).read_text()).seconds or 0.0)
+        given.append(Schedule.from_json(Path(command[-1], SCHEDULE).read_text()).seconds or 0.0)
         time.sleep(0.05)
         return run(command, ranks)  # type: ignore[no-any-return]
 
@@ -255,7 +257,7 @@ def _run_with(events: list[list[dict[str, Any]]], codes: list[int], started: lis
 
     def run(command: list[str], ranks: int) -> launcher.Outcome:
         folder = Path(command[-1])
-        started.append(len(Plan.from_json((folder / PLAN).read_text()).items))
+        started.append(len(Schedule.from_json((folder / SCHEDULE).read_text()).items))
         with (folder / EVENTS).open("w") as file:
             file.writelines(json.dumps(event) + "\n" for event in events[len(started) - 1])
         code = codes[len(started) - 1]

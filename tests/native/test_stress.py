@@ -68,9 +68,10 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, dawdling: list[
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_missing_acquire_is_found(tmp_path: Path) -> None:
-    """Shows that the test above can fail: without one acquire in `Collectives::meet`, ThreadSanitizer sees the race."""
+    """Shows that the test above can fail: ThreadSanitizer sees the race without one acquire in
+    `Collectives::compare_with`."""
     program = _built(tmp_path, [*_flags_of_sanitizer("thread"), "-DRINGWAY_BREAK_ACQUIRE"])
     done = _run(program, 2, 2, seed=1)
     assert done.returncode != 0
     assert "data race" in done.stderr
-    assert "Collectives::meet" in done.stderr
+    assert "Collectives::compare_with" in done.stderr

@@ -30,29 +30,34 @@ TIMEOUT = 60.0
 SOON = 30.0
 
 
-def _mismatch(group: Any, rank: int) -> None:
+def _left(group: Any) -> str:
+    """The key under which rank 0 says that it waits no longer in this group."""
+    return f"left {dist.communicator(group).name}"
+
+
+def _mismatch(group: Any, context: RankContext) -> None:
     """Rank 0 comes last, so it is the one that finds the difference."""
-    if rank == 0:
+    if context.rank == 0:
         time.sleep(0.1)
-    dist.all_reduce(torch.ones(8 if rank == 0 else 4), group=group)
+    dist.all_reduce(torch.ones(8 if context.rank == 0 else 4), group=group)
 
 
-def _late(group: Any, rank: int) -> None:
-    """Rank 0 gives up waiting for rank 1, which comes to the call when rank 0 has destroyed the group."""
-    if rank == 1:
-        time.sleep(0.3)
+def _late(group: Any, context: RankContext) -> None:
+    """Rank 0 gives up waiting for rank 1, which comes to the call when rank 0 has left it, and maybe the group."""
+    if context.rank == 1:
+        context.store.wait([_left(group)], timedelta(seconds=TIMEOUT))
     else:
         world.communicator(group).set_timeout(0.1)
     dist.all_reduce(torch.ones(4), group=group)
 
 
-def _between_parts(group: Any, rank: int) -> None:
+def _between_parts(group: Any, context: RankContext) -> None:
     """gloo sends this call as two, one for each dtype. On rank 0 the second fails before it starts."""
     kind: Any = type(next(iter(world.communicator(group).devices.made())))
     before, starts = kind._start, itertools.count()
 
     def start(self: Any, *arguments: Any) -> Any:
-        if rank == 0 and next(starts) == 1:
+        if context.rank == 0 and next(starts) == 1:
             raise LookupError("between two parts")
         return before(self, *arguments)
 
@@ -63,12 +68,12 @@ def _between_parts(group: Any, rank: int) -> None:
         kind._start = before
 
 
-def _between_steps(group: Any, rank: int) -> None:
+def _between_steps(group: Any, context: RankContext) -> None:
     """A call reduces inside the host, then between the hosts. On rank 0 the second step fails before it starts."""
     before = HierarchicalBackend._between
 
     def between(self: Any, *arguments: Any, **changes: Any) -> Any:
-        if rank == 0:
+        if context.rank == 0:
             raise LookupError("between two steps")
         return before(self, *arguments, **changes)
 
@@ -79,7 +84,7 @@ def _between_steps(group: Any, rank: int) -> None:
         HierarchicalBackend._between = before  # type: ignore[method-assign]
 
 
-FAILURES: dict[str, tuple[Callable[[Any, int], None], type[Exception], type[Exception]]] = {
+FAILURES: dict[str, tuple[Callable[[Any, RankContext], None], type[Exception], type[Exception]]] = {
     "mismatch": (_mismatch, CollectiveMismatch, CollectiveMismatch),
     "timeout": (_late, CommTimeout, CommTimeout),
     "between parts": (_between_parts, LookupError, PeerLost),
@@ -116,9 +121,11 @@ def _destroyed_at_once(context: RankContext, backend: str, hosts: bool, failure:
         began = time.monotonic()
         with _threads_held() as go:
             with pytest.raises(own if context.rank == 0 else told):
-                fail(group, context.rank)
+                fail(group, context)
             if context.rank == 0:
+                left = _left(group)
                 dist.destroy_process_group(group)
+                context.store.set(left, "yes")
             go()
         lasted.append(time.monotonic() - began)
         dist.barrier()
@@ -158,7 +165,8 @@ def _started_again(context: RankContext) -> list[float]:
         dist.all_reduce(one)
         if start == 0:
             with pytest.raises(CommTimeout):
-                _late(None, context.rank)
+                _late(None, context)
+            context.store.set(_left(None), "yes")
         elif context.rank == 0:
             assert watch.ask(group.name)[1].state == "here"
             time.sleep(0.5)  # it looks for the failures of its groups

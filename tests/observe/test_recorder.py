@@ -60,15 +60,18 @@ def test_a_starting_call_concerns_its_thread_and_no_callback() -> None:
         seen.append(record.is_starting)
         record.begin_call(Call(SEND, inputs=(tensor,), peer=1), 0)
         seen.append(record.is_starting)
-        record.started()
+        record.started(0)
 
     def call_back(_: object) -> None:
         seen.append(record.is_starting)
         record.begin_call(Call(ALL_REDUCE, (tensor,), (tensor,)), 0)
-        record.started()
+        record.started(0)
 
-    record.begin_call(Call(ALL_REDUCE, (tensor,), (tensor,)), 0)
+    token = record.begin_call(Call(ALL_REDUCE, (tensor,), (tensor,)), 0)
     assert (record.is_starting, other.is_starting) == (True, False)
+    refused = Call(ALL_REDUCE, (tensor,), (tensor,))
+    assert record.begin_call(refused, 0) == 0
+    assert (refused.sequence, record.collectives) == (-1, 1)
     thread = threading.Thread(target=send)
     thread.start()
     thread.join()
@@ -79,8 +82,10 @@ def test_a_starting_call_concerns_its_thread_and_no_callback() -> None:
     cell.finish(None)
     assert seen == [False, True, False]
     assert record.is_starting
-    record.started()
+    assert record.completed == 0
+    record.started(token)
     assert not record.is_starting
+    assert record.completed == 1
 
 
 def test_reading_while_threads_write() -> None:
@@ -150,13 +155,13 @@ def test_a_call_that_has_not_started_gives_its_number_back() -> None:
     group.begin_call(call, 0)
     assert group.take_back() is True
     assert (group.collectives, group.completed) == (0, 1), "its record has ended"
-    group.started()
+    group.started(0)
     group.begin_call(call, 0)
     assert _core.pass_on(lambda: group.collectives) == 1
     assert group.take_back() is None  # it may have been sent
-    group.started()
+    group.started(0)
     group.begin_call(call, 0)
     group.begin(ALL_REDUCE.code, 64, 0, 0, -1, 0)  # as another thread does
     assert group.take_back() is False
     assert group.collectives == 3
-    group.started()
+    group.started(0)

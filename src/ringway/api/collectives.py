@@ -35,12 +35,11 @@ from ringway.call import (
 from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import NON_MEMBER, world
-from ringway.work import Work, sent
+from ringway.work import Work
 
 _compiling = torch.compiler.is_dynamo_compiling
 find = world.communicator
 on_world = world.fast.run
-start_on_world = world.fast.start
 
 _SUM = ReduceOp.SUM
 _ALL_REDUCE, _BARRIER, _SEND, _RECV = ALL_REDUCE.code, BARRIER.code, SEND.code, RECV.code
@@ -347,10 +346,9 @@ def isend(
     log_name: str | None = None,
 ) -> Work | None:
     if group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None:
-        if on_world(_SEND, (), tensor, dst, _NO_TAG, False):
-            return sent()
-        if (work := start_on_world(_SEND, (), tensor, dst)) is not None:
-            return work
+        done = on_world(_SEND, (), tensor, dst, True)
+        if done:
+            return None if done is True else done
     member = member_of(group, "isend")
     return None if member is None else member.isend(tensor, dst, tag, group_dst, log_name=log_name)
 
@@ -365,8 +363,10 @@ def irecv(
     log_name: str | None = None,
 ) -> Work | None:
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
-    if plain and type(src) is int and (work := start_on_world(_RECV, tensor, (), src)) is not None:
-        return work
+    if plain and type(src) is int:
+        done = on_world(_RECV, tensor, (), src, True)
+        if done:
+            return None if done is True else done
     member = member_of(group, "irecv")
     return None if member is None else member.irecv(tensor, src, tag, group_src, log_name=log_name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringway import torch_versions
 from ringway.api.reconfigure import init_reconfigurable
 from ringway.backends import registry
 from ringway.backends.base import Backend
@@ -112,7 +112,7 @@ def new_group(
     name = _named(backend)
     members = None if ranks is None else list(ranks)
     extra = {} if sort_ranks or members is None or members == sorted(members) else {"sort_ranks": False}
-    if extra and "sort_ranks" not in inspect.signature(c10d.new_group).parameters:
+    if extra and torch_versions.sorts_ranks():
         raise UsageError(
             f"torch {torch.__version__} sorts the ranks of every group: sort_ranks=False needs a newer torch"
         )

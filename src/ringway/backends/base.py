@@ -68,13 +68,10 @@ class Health(Protocol):
         """Raise if the group has failed, so that its waits can no longer succeed."""
 
     def fail(self, error: BaseException) -> BaseException:
-        """A call failed. Returns what to raise."""
+        """A call failed, maybe after it had returned to its caller. Returns what to raise."""
 
-    def settle(self, error: BaseException) -> BaseException:
+    def fail_in_flight(self, error: BaseException) -> BaseException:
         """A call in flight failed. Returns what to raise: what ended the group, if it was not this call."""
-
-    def failed(self, error: BaseException) -> None:
-        """A call failed after it had returned to its caller."""
 
     def device_failed(self, error: BaseException) -> None:
         """This process can no longer use its device."""
@@ -135,12 +132,13 @@ class Backend(metaclass=_LikeTorch):
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
         """The backend's fast paths; none by default.
 
-        A fast path runs a synchronous sum or move of plain tensors without ringway's general path: `run` takes the
-        op's code, outputs, inputs, the peer (root, destination or source; -1 for none), a tag, and whether a send may
-        wait. It records the call in `record` and returns True when the call is done, which on a CUDA stream means
-        that the current stream waits for it. It returns False for a call that is not for it, and leaves no trace
-        then: nothing is numbered, recorded or sent. Errors that only show after `run` returned go to `health`,
-        which is a weak proxy: keep it, not its methods.
+        A fast path runs sums and moves of plain tensors without ringway's general path. Its `run` takes the op's code,
+        outputs, inputs, the peer (root, destination or source; -1 for none), whether the call is asynchronous, a tag
+        and the reduction. It gets asynchronous calls and other reductions than SUM only of the ops in its `async_ops`.
+        It records the call in `record` and returns the Work of an asynchronous call, or True for a synchronous one that
+        is done, which on a CUDA stream means that the current stream waits for it. It returns False for a call that is
+        not for it, and leaves no trace then: nothing is numbered, recorded or sent. Errors that only show after `run`
+        returned go to `health`, which is a weak proxy: keep it, not its methods.
         """
         return ()
 

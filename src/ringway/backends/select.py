@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from ringway.backends import registry
 from ringway.backends.mpi import REMEDY
-from ringway.backends.several.hosts import HostLayout, host_identity
+from ringway.backends.several.hosts import HostGrid, host_identity
 from ringway.backends.several.policy import Policy
 from ringway.descriptors import shortage_named
 from ringway.errors import BackendUnavailable, ConfigError, RendezvousError, UsageError
@@ -266,21 +266,21 @@ def _for_cpu(
         )
     if info.source in MPI_LAUNCHERS and "mpi" not in lacking and registry.own("mpi") is not None:
         return "mpi", f"{apart}, started by {info.source}, and every rank has mpi4py"
-    layout = _even_layout(facts)
-    if layout is not None and "shm" not in lacking:
-        hosts = len(layout.hosts)
-        return "hierarchical", f"{hosts} hosts with {layout.width} ranks each: shared memory inside, gloo between them"
+    grid = _even_grid(facts)
+    if grid is not None and "shm" not in lacking:
+        hosts = len(grid.hosts)
+        return "hierarchical", f"{hosts} hosts with {grid.width} ranks each: shared memory inside, gloo between them"
     return "gloo", apart
 
 
-def _even_layout(facts: Mapping[int, RankFacts]) -> HostLayout | None:
+def _even_grid(facts: Mapping[int, RankFacts]) -> HostGrid | None:
     """The hosts, if they have equally many ranks, at least two, and what ranks say about themselves does not contradict
     what was proven."""
     hosts = [facts[rank].host for rank in sorted(facts)]
     if "" in hosts or any(said.with_rank_0 != (said.host == hosts[0]) for said in facts.values()):
         return None
     try:
-        return HostLayout.of(hosts, 0)
+        return HostGrid.of(hosts, 0)
     except BackendUnavailable:
         return None
 

@@ -1,4 +1,4 @@
-"""One rank of `ringway bench`: runs the plan in a folder, and appends what happens to a file there."""
+"""One rank of `ringway bench`: runs the schedule in a folder, and appends what happens to a file there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import ringway
-from ringway.bench.plan import Plan
-from ringway.bench.session import run_plan
+from ringway.bench.schedule import Schedule
+from ringway.bench.session import run_schedule
 
-PLAN, EVENTS = "plan.json", "events.jsonl"
+SCHEDULE, EVENTS = "schedule.json", "events.jsonl"
 
 
 def main(folder: Path) -> None:
-    plan = Plan.from_json((folder / PLAN).read_text())
+    schedule = Schedule.from_json((folder / SCHEDULE).read_text())
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
     with (folder / EVENTS).open("a") as file:
 
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
             file.write(json.dumps(event) + "\n")
             file.flush()
 
-        run_plan(plan, tell, time.monotonic() - _age())
+        run_schedule(schedule, tell, time.monotonic() - _age())
     ringway.barrier()
     ringway.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Runs a plan on the ranks of a job. Every rank calls `run_plan`; rank 0 hands out the results as they come."""
+"""Runs a schedule on the ranks of a job. Every rank calls `run_schedule`; rank 0 hands out the results as they come."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import ringway
 from ringway.bench import tune
 from ringway.bench.cases import CASES, Buffers, Place
-from ringway.bench.plan import PAIR_SIZES, PAIRS, Item, Plan
 from ringway.bench.runner import Candidate, Ranks, measure
+from ringway.bench.schedule import PAIR_SIZES, PAIRS, Item, Schedule
 from ringway.bench.table import Row, pair_row, rows
 from ringway.compress import ErrorFeedback, compressed_all_reduce
 from ringway.errors import UsageError
@@ -45,14 +45,14 @@ class Asynchronous:
         return issue_and_wait
 
 
-def run_plan(plan: Plan, tell: Tell, began: float | None = None) -> None:
+def run_schedule(schedule: Schedule, tell: Tell, began: float | None = None) -> None:
     """`tell` is called on rank 0 with what happens: an item begun, a row, a backend skipped, a refused call,
     that no backend works, or that time is up. The time counts from `began`, of `time.monotonic`; default: now."""
     rank = ringway.get_rank()
     say = tell if rank == 0 else lambda event: None
     began = time.monotonic() if began is None else began
-    names = plan.backends or (tune.CANDIDATES if plan.device == "cpu" else ("shm", "nccl", "gloo"))
-    if plan.device != "cpu":
+    names = schedule.backends or (tune.CANDIDATES if schedule.device == "cpu" else ("shm", "nccl", "gloo"))
+    if schedule.device != "cpu":
         torch.cuda.set_device(ringway.get_local_rank() % torch.cuda.device_count())
     groups, left_out = tune.groups_of(names)
     for name, reason in left_out.items():
@@ -61,15 +61,15 @@ def run_plan(plan: Plan, tell: Tell, began: float | None = None) -> None:
         say({"nothing": list(names)})
         return
     control = Ranks(ringway.get_world_group())
-    for number, item in enumerate(plan.items):
-        late = plan.seconds is not None and time.monotonic() - began > plan.seconds
+    for number, item in enumerate(schedule.items):
+        late = schedule.seconds is not None and time.monotonic() - began > schedule.seconds
         if control.slowest([float(late)])[0]:
-            say({"late": len(plan.items) - number})
+            say({"late": len(schedule.items) - number})
             return
         if not _applies(item):
             continue
         say({"begun": str(item), "number": number})
-        table, refused = _measure(item, plan, groups, control)
+        table, refused = _measure(item, schedule, groups, control)
         for name, reason in refused.items():
             say({"refused": f"{item} on {name}", "reason": reason})
         for row in table:
@@ -84,21 +84,23 @@ def _applies(item: Item) -> bool:
     return item.op == PAIRS or ringway.get_world_size() >= CASES[item.op].min_size
 
 
-def _measure(item: Item, plan: Plan, groups: Mapping[str, Any], control: Ranks) -> tuple[list[Row], dict[str, str]]:
+def _measure(
+    item: Item, schedule: Schedule, groups: Mapping[str, Any], control: Ranks
+) -> tuple[list[Row], dict[str, str]]:
     """The rows, and why each of the other candidates refuses this call."""
     if item.op == PAIRS:
-        return _pairs(groups, control, plan.rounds), {}
+        return _pairs(groups, control, schedule.rounds), {}
     rank, size = ringway.get_rank(), ringway.get_world_size()
     dtype = getattr(torch, item.dtype)
-    place = Place(rank, size, item.nbytes, None, dtype, plan.device)
+    place = Place(rank, size, item.nbytes, None, dtype, schedule.device)
     case = CASES[item.op]
     buffers = case.buffers(place)
-    finish = torch.cuda.synchronize if plan.device != "cpu" else None
+    finish = torch.cuda.synchronize if schedule.device != "cpu" else None
     dist = ringway if item.mode == "sync" else Asynchronous(ringway)
     candidates: list[Candidate] = []
     refused: dict[str, str] = {}
     for name, group in groups.items():
-        there = Place(rank, size, item.nbytes, group, dtype, plan.device)
+        there = Place(rank, size, item.nbytes, group, dtype, schedule.device)
         if item.mode == "overlap":
             try:
                 candidates += _overlapped(name, there, buffers, control, finish)
@@ -110,11 +112,11 @@ def _measure(item: Item, plan: Plan, groups: Mapping[str, Any], control: Ranks) 
     exact = {candidate.name for candidate in candidates}
     if item.op == "all_reduce" and item.mode == "sync" and dtype.is_floating_point and item.nbytes >= _LEAST_COMPRESSED:
         candidates += [
-            _compressed(name, codec, Place(rank, size, item.nbytes, group, dtype, plan.device), finish)
-            for codec in plan.codecs
+            _compressed(name, codec, Place(rank, size, item.nbytes, group, dtype, schedule.device), finish)
+            for codec in schedule.codecs
             for name, group in groups.items()
         ]
-    able, rounds = _try(candidates, control, plan.rounds, refused)
+    able, rounds = _try(candidates, control, schedule.rounds, refused)
     if not able:
         return [], refused
     measured = measure(able, control, rounds=rounds, sample_seconds=_SAMPLE_SECONDS, most_calls=_MOST_CALLS)

@@ -21,7 +21,7 @@ from ringway.errors import UsageError
 from ringway.launch.cpus import usable_cpus
 
 if TYPE_CHECKING:
-    from ringway.bench.plan import Plan
+    from ringway.bench.schedule import Schedule
     from ringway.bench.table import Row
     from ringway.launch import run as launcher
 
@@ -138,13 +138,13 @@ def bench(
     old.json. For large messages: ringway bench --ops all_reduce --sizes 1M:1G:x4.
     """
     from ringway.backends import registry
-    from ringway.bench import plan as plans
+    from ringway.bench import schedule as schedules
 
     brief = not ops and not sizes
-    plan = plans.Plan(
-        plans.make_items(
+    schedule = schedules.Schedule(
+        schedules.make_items(
             _split(ops) or [*_brief_ops()],
-            plans.parse_sizes(sizes) if sizes else plans.BRIEF_SIZES if brief else plans.BRIEF_SIZES[:3],
+            schedules.parse_sizes(sizes) if sizes else schedules.BRIEF_SIZES if brief else schedules.BRIEF_SIZES[:3],
             _split(dtypes),
             _split(modes),  # type: ignore[arg-type]  # make_items checks them
         ),
@@ -155,17 +155,17 @@ def bench(
         seconds if seconds is not None else _BRIEF_SECONDS if brief else None,
     )
     formats = Formats(output, as_json, csv, html, compare)
-    for name in plan.backends:
+    for name in schedule.backends:
         registry.parse(name)  # raises if there is none of that name
     if ranks is None and not _is_launched():
         ranks = min(max(usable_cpus(), 2), 8)
         print(f"ringway bench: {ranks} ranks on this host (-n chooses)", file=sys.stderr, flush=True)
     if ranks is None:
-        _bench_here(plan, formats)
+        _bench_here(schedule, formats)
         return
     formats.check()
     findings = Findings()
-    code = _bench_apart(plan, ranks, findings)
+    code = _bench_apart(schedule, ranks, findings)
     shown = (not findings.rows and code != 0) or _show(findings, formats)
     raise typer.Exit(code or (0 if shown and not findings.nothing else 1))
 
@@ -173,7 +173,7 @@ def bench(
 def _brief_ops() -> Iterator[str]:
     """Every op, the most used first, and the pairs."""
     from ringway.bench.cases import CASES
-    from ringway.bench.plan import PAIRS
+    from ringway.bench.schedule import PAIRS
 
     first = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "send")
     yield from first
@@ -204,12 +204,12 @@ def _is_launched() -> bool:
     return found.info.source != NO_LAUNCHER or found.mpi_launcher is not None
 
 
-def _bench_apart(plan: Plan, ranks: int, findings: Findings) -> int:
+def _bench_apart(schedule: Schedule, ranks: int, findings: Findings) -> int:
     """Measures in ranks of its own. If one dies, that is reported, and new ranks go on after the item it died in."""
     began = time.monotonic()
-    whole = plan.seconds
+    whole = schedule.seconds
     for deaths in range(_MOST_DEATHS + 1):
-        outcome, begun = _run_ranks(plan, ranks, findings)
+        outcome, begun = _run_ranks(schedule, ranks, findings)
         if outcome.code == 0:
             return 1 if deaths else 0
         print(f"ringway bench: {outcome.summary}", file=sys.stderr, flush=True)
@@ -218,10 +218,10 @@ def _bench_apart(plan: Plan, ranks: int, findings: Findings) -> int:
             return outcome.code
         if begun is None:
             return outcome.code
-        findings.notes.append(f"{plan.items[begun]} failed: {outcome.summary}")
+        findings.notes.append(f"{schedule.items[begun]} failed: {outcome.summary}")
         left = None if whole is None else max(0.0, whole - (time.monotonic() - began))
-        plan = replace(plan, items=plan.items[begun + 1 :], seconds=left)
-        if not plan.items:
+        schedule = replace(schedule, items=schedule.items[begun + 1 :], seconds=left)
+        if not schedule.items:
             return 1
         if deaths < _MOST_DEATHS:
             print("ringway bench: new ranks go on with the rest", file=sys.stderr, flush=True)
@@ -229,21 +229,21 @@ def _bench_apart(plan: Plan, ranks: int, findings: Findings) -> int:
     return 1
 
 
-def _run_ranks(plan: Plan, ranks: int, findings: Findings) -> tuple[launcher.Outcome, int | None]:
+def _run_ranks(schedule: Schedule, ranks: int, findings: Findings) -> tuple[launcher.Outcome, int | None]:
     """How the ranks ended, and the number of the last item that they began."""
-    from ringway.bench.ranks import EVENTS, PLAN
+    from ringway.bench.ranks import EVENTS, SCHEDULE
     from ringway.launch import run as launcher
 
     findings.begun = None
     with tempfile.TemporaryDirectory(prefix="ringway-bench-") as folder:
-        Path(folder, PLAN).write_text(plan.to_json())
-        with _following(Path(folder, EVENTS), plan, findings):
+        Path(folder, SCHEDULE).write_text(schedule.to_json())
+        with _following(Path(folder, EVENTS), schedule, findings):
             outcome = launcher.run([sys.executable, "-m", "ringway.bench.ranks", folder], ranks)
     return outcome, findings.begun
 
 
 @contextmanager
-def _following(events: Path, plan: Plan, findings: Findings) -> Iterator[None]:
+def _following(events: Path, schedule: Schedule, findings: Findings) -> Iterator[None]:
     """Takes in what the ranks tell, and shows how far they are."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -252,7 +252,7 @@ def _following(events: Path, plan: Plan, findings: Findings) -> Iterator[None]:
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting ranks", total=len(plan.items))
+        task = progress.add_task("starting ranks", total=len(schedule.items))
 
         def follow() -> None:
             place = 0
@@ -260,7 +260,7 @@ def _following(events: Path, plan: Plan, findings: Findings) -> Iterator[None]:
                 last = ended.wait(_POLL)
                 place = _take_new(events, place, findings)
                 if findings.begun is not None:
-                    progress.update(task, completed=findings.begun, description=str(plan.items[findings.begun]))
+                    progress.update(task, completed=findings.begun, description=str(schedule.items[findings.begun]))
                 if last:
                     return
 
@@ -287,10 +287,10 @@ def _take_new(events: Path, place: int, findings: Findings) -> int:
     return place
 
 
-def _bench_here(plan: Plan, formats: Formats) -> None:
+def _bench_here(schedule: Schedule, formats: Formats) -> None:
     """Measures as one rank of a job that a launcher started."""
     import ringway
-    from ringway.bench.session import run_plan
+    from ringway.bench.session import run_schedule
 
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
     if ringway.get_rank() == 0:
@@ -303,7 +303,7 @@ def _bench_here(plan: Plan, formats: Formats) -> None:
             print(f"ringway bench: {event['begun']}", file=sys.stderr, flush=True)
 
     try:
-        run_plan(plan, tell)
+        run_schedule(schedule, tell)
     except BaseException as error:
         if findings.rows:
             findings.notes.append(f"ended early: {error or type(error).__name__}")

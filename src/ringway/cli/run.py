@@ -88,10 +88,10 @@ def run(
     else:
         from ringway.job.elastic.roster import standing
 
-        plan = launcher.Elastic(fewest, restarts, standing) if elastic else None
+        terms = launcher.Elastic(fewest, restarts, standing) if elastic else None
         where = launcher.Listen(listen, hosts) if listen is not None else None
         outcome = launcher.run(
-            _command(command, module), ranks, on_death=on_death, elastic=plan, listen=where, bindings=places
+            _command(command, module), ranks, on_death=on_death, elastic=terms, listen=where, bindings=places
         )
     print(f"ringway run: {outcome.summary}", file=sys.stderr, flush=True)
     raise typer.Exit(outcome.code)

@@ -8,7 +8,7 @@ every rank, so all ranks find the same difference.
 
 from __future__ import annotations
 
-import weakref
+from itertools import count
 from zlib import crc32
 
 import torch
@@ -29,16 +29,15 @@ _WORD = 1 << 64
 Heading = tuple[int, int]
 """The two words of a frame's header, with a status of 0."""
 
-_exchanges: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
-"""The number of compressed exchanges of each group."""
+
+class _Exchanges(count):  # type: ignore[type-arg]
+    """Numbers the compressed exchanges of a group."""
 
 
 def count_exchange(communicator: Communicator) -> int:
     """The number of the group's next exchange. A rank that gives up a call counts one more than its peers, so that its
     next call is not taken for the one that they are still in."""
-    number = _exchanges.get(communicator, 0)
-    _exchanges[communicator] = number + 1
-    return number
+    return next(communicator.parts.part(_Exchanges))
 
 
 class Agreement:

@@ -61,8 +61,8 @@ def compare_hosts(store: c10d.Store, info: LaunchInfo, own: Sequence[Finding], s
             others = [places[rank] for rank in leaders if rank != info.rank]
             # At the same time: a firewall or a name server may let each wait for seconds.
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                met = list(pool.map(lambda other: _meet(here, other), others))
-            found = [replace(finding, host=here.host) if len(leaders) > 1 else finding for finding in (*own, *met)]
+                reached = list(pool.map(lambda other: _reach(here, other), others))
+            found = [replace(finding, host=here.host) if len(leaders) > 1 else finding for finding in (*own, *reached)]
             shared.set(f"findings/{info.rank}", json.dumps([asdict(finding) for finding in found]))
         # Ends only after all have tried to connect, so the listeners stay open until then.
         shared.wait([f"findings/{rank}" for rank in leaders], limit)
@@ -116,7 +116,7 @@ def _listening(info: LaunchInfo) -> Iterator[tuple[str, int]]:
         yield address, int(listener.getsockname()[1])
 
 
-def _meet(here: Place, other: Place) -> Finding:
+def _reach(here: Place, other: Place) -> Finding:
     subject = f"to {other.host}"
     try:
         numbers = {str(found[4][0]) for found in socket.getaddrinfo(other.host, None)}

@@ -26,7 +26,7 @@ from ringway.errors import UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.references import weak_method
-from ringway.torch_versions import untraced
+from ringway.torch_versions import is_async, untraced
 from ringway.work import DONE, Together, Work, WorkHandle, seconds
 
 
@@ -90,7 +90,7 @@ class Bridge(c10d.ProcessGroup):
         return False
 
     def _issue(self, call: Call, opts: Any) -> Work | None:
-        call.async_op = bool(getattr(opts, "asyncOp", True))
+        call.async_op = is_async(opts)
         call.timeout = seconds(getattr(opts, "timeout", None))
         if self._collecting is not None:
             call.async_op = True
@@ -105,9 +105,9 @@ class Bridge(c10d.ProcessGroup):
         """Whether a fast path has done the call. If not, nothing has happened."""
         if reduce is not Reduce.SUM or self._collecting is not None:
             return False
-        if getattr(opts, "asyncOp", True) or opts.timeout.days >= 0:
+        if is_async(opts) or opts.timeout.days >= 0:
             return False
-        return self.communicator.calls.run_fast(op.code, output, input, peer)
+        return self.communicator.calls.run_fast(op.code, output, input, peer) is True
 
     @staticmethod
     def _reduction(opts: Any) -> tuple[Reduce, Any]:
@@ -120,7 +120,7 @@ class Bridge(c10d.ProcessGroup):
             return self.allreduce_coalesced(members, opts)
         reduce, factor = self._reduction(opts)
         if members[0].layout is torch.sparse_coo:
-            return all_reduce_sparse(self.communicator, members[0], reduce, bool(getattr(opts, "asyncOp", True)))
+            return all_reduce_sparse(self.communicator, members[0], reduce, is_async(opts))
         if self._fast(ALL_REDUCE, members[0], members[0], opts, reduce=reduce):
             return None
         return self._issue(Call(ALL_REDUCE, members, members, reduce, factor), opts)

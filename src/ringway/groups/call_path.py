@@ -20,7 +20,7 @@ from ringway.groups.devices import Devices
 from ringway.groups.fast_path import FastPaths
 from ringway.groups.health import ENDS_THE_GROUP, CallTooEarly, Health
 from ringway.groups.listener import Listener
-from ringway.work import Handle, Work
+from ringway.work import DONE, Handle, Work
 
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
@@ -80,29 +80,26 @@ class CallPath:
         self._timeout = seconds
         self._devices.set_timeout(seconds)
 
-    def run_fast(self, op: int, outputs: Any, inputs: Any, peer: int = -1, tag: int = 0, wait: bool = True) -> bool:
-        """Whether a fast path has done the call. If not, nothing has happened, and `issue` must."""
+    def run_fast(
+        self,
+        op: int,
+        outputs: Any,
+        inputs: Any,
+        peer: int = -1,
+        async_op: bool = False,
+        tag: int = 0,
+        reduce: Reduce = Reduce.SUM,
+    ) -> Work | bool:
+        """The Work of an asynchronous call that a fast path has started, or True if it has done a synchronous one.
+        False if nothing has happened: then `issue` must."""
         try:
-            for run in self._paths.by_op[op]:
-                if run(op, outputs, inputs, peer, tag, wait):
-                    return True
+            for run in (self._paths.async_by_op if async_op else self._paths.by_op)[op]:
+                done = run(op, outputs, inputs, peer, async_op, tag, reduce)
+                if done:
+                    return done
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
         return False
-
-    def start_fast(
-        self, op: int, outputs: Any, inputs: Any, peer: int = -1, reduce: Reduce = Reduce.SUM, tag: int = 0
-    ) -> Work | None:
-        """The Work of an asynchronous call that a fast path has started. If None, nothing has happened, and `issue`
-        must."""
-        try:
-            for start in self._paths.starts[op]:
-                work: Work | None = start(op, outputs, inputs, peer, reduce, tag)
-                if work is not None:
-                    return work
-        except _FAST_FAILURES as error:
-            raise self._health.fail(error) from None
-        return None
 
     def fast_failure(self, error: BaseException) -> BaseException:
         """What to raise for an error of a fast path."""
@@ -120,7 +117,6 @@ class CallPath:
         plan = self._devices.plans.get(device) or self._first_call_on(device)
         check(call, self._info.rank)
         call.check = self._health.check
-        self._require_order(call)
         handle, token, watched = self._start(call, plan)
         if not call.async_op:
             try:
@@ -140,19 +136,11 @@ class CallPath:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
         return None
 
-    def _require_order(self, call: Call) -> None:
-        """Raise if a signal handler makes this call before the call that it interrupts has started: the two would run
-        in another order than on the other ranks."""
-        if self._record.is_starting:
-            raise CallTooEarly(
-                f"a signal handler called {call.op.name} of the group {self._info.name} while this thread was starting "
-                "another call of the group, which must come first. Set a flag in the handler, and make the call where "
-                "the program looks at the flag"
-            )
-
     def _start(self, call: Call, plan: Plan) -> tuple[Handle, int, Call | None]:
-        """Numbers and starts a call. Returns its handle, its token, and the call if listeners see it."""
+        """Numbers and starts a call. Returns its handle, its token (0 if its end is recorded), and the call if
+        listeners see it."""
         call.record = self._record
+        ended = 0
         try:
             token = self._begin(call)
             watched = call if self._watchers else None
@@ -161,18 +149,22 @@ class CallPath:
                     call.issued = _core.monotonic_ns()
                     for listener in self._watchers:
                         listener.issued(call)
-                return plan.runners[call.op.name](call), token, watched
+                handle = plan.runners[call.op.name](call)
             except BaseException as error:
                 raise self._ended(token, error, watched) or error from None
+            if handle is DONE:
+                token, ended = 0, token
+            return handle, token, watched
         except BaseException as error:
             self._interrupted(call, error)
             raise
         finally:
-            self._record.started()
+            if call.sequence >= 0:
+                self._record.started(ended)
 
     def _interrupted(self, call: Call, error: BaseException) -> None:
         """`error` leaves a call that may not have started. If it has not, the next call gets its number."""
-        if self._health.interrupted_by(error) and self._across_hosts is not None:
+        if call.sequence >= 0 and self._health.interrupted_by(error) and self._across_hosts is not None:
             self._across_hosts.take_back(call.sequence)
 
     def recorded(self, op: Op, label: str) -> Recorded:
@@ -189,6 +181,12 @@ class CallPath:
         label = 0 if call.label is None else self._label(call.label)
         try:
             token = self._record.begin_call(call, label)
+            if not token:  # the two would run in another order than on the other ranks
+                raise CallTooEarly(
+                    f"a signal handler called {call.op.name} of the group {self._info.name} while this thread was "
+                    "starting another call of the group, which must come first. Set a flag in the handler, and make "
+                    "the call where the program looks at the flag"
+                )
             if self._across_hosts is not None and call.op.collective:
                 facts = (call.op.code, call.nbytes, call.dtype_code, int(call.reduce), call.peer)
                 try:
@@ -201,8 +199,9 @@ class CallPath:
         return token
 
     def _ended(self, token: int, error: BaseException | None, watched: Call | None) -> BaseException | None:
-        """Records the end of a call and informs the listeners. Returns the error to raise."""
-        self._record.end(token, error is None)
+        """Records the end of a call, unless `token` is 0, and informs the listeners. Returns the error to raise."""
+        if token:
+            self._record.end(token, error is None)
         if error is not None:
             error = self._health.fail(error)
         if watched is not None:
@@ -233,14 +232,14 @@ class Recorded:
         self._calls, self._call = calls, call
 
     def __enter__(self) -> None:
-        self._calls._require_order(self._call)
         try:
             self._token = self._calls._begin(self._call)
         except BaseException as error:
             self._calls._interrupted(self._call, error)
             raise
         finally:
-            self._calls._record.started()
+            if self._call.sequence >= 0:
+                self._calls._record.started(0)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         self._calls._record.end(self._token, kind is None)

@@ -15,6 +15,7 @@ from torch import Tensor
 import ringway._core as _core
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import padded
+from ringway.backends.process import Parts
 from ringway.call import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -51,7 +52,7 @@ from ringway.groups.object_frames import Frames
 from ringway.groups.sparse import all_reduce_sparse
 from ringway.launch.secret import given_key
 from ringway.store import key_of
-from ringway.work import Work, seconds, sent
+from ringway.work import Work, seconds
 
 _SUM = ReduceOp.SUM
 _ALL_REDUCE = ALL_REDUCE.code
@@ -83,6 +84,8 @@ class Communicator:
         self.paths = FastPaths(self.record)
         self.health = Health(self, info.name, self.record, self.devices, self.paths, listeners)
         self.calls = CallPath(info, recorder, self.record, self.health, self.devices, self.paths, listeners)
+        self.parts = Parts()
+        """What features keep for this group."""
         self._barriers = 0
         self.spans_hosts = False
 
@@ -132,22 +135,18 @@ class Communicator:
     ) -> Work | None:
         root = self.members.place("src", src, group_src)
         if log_name is None:
-            if not async_op:
-                if self.calls.run_fast(BROADCAST.code, tensor, tensor, root):
-                    return None
-            elif (work := self.calls.start_fast(BROADCAST.code, tensor, tensor, root)) is not None:
-                return work
+            done = self.calls.run_fast(BROADCAST.code, tensor, tensor, root, async_op)
+            if done:
+                return None if done is True else done
         return self.calls.issue(Call(BROADCAST, (tensor,), (tensor,), peer=root, async_op=async_op, label=log_name))
 
     def all_reduce(
         self, tensor: Tensor, op: Any = ReduceOp.SUM, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
         if op is _SUM and log_name is None:
-            if not async_op:
-                if self.calls.run_fast(_ALL_REDUCE, tensor, tensor):
-                    return None
-            elif (work := self.calls.start_fast(_ALL_REDUCE, tensor, tensor)) is not None:
-                return work
+            done = self.calls.run_fast(_ALL_REDUCE, tensor, tensor, -1, async_op)
+            if done:
+                return None if done is True else done
         reduce, factor = parse_reduce(op)
         if getattr(tensor, "layout", None) is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, reduce, async_op)
@@ -170,7 +169,8 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("dst", dst, group_dst)
-        if op is _SUM and not async_op and log_name is None and self.calls.run_fast(REDUCE.code, tensor, tensor, root):
+        plain = op is _SUM and not async_op and log_name is None
+        if plain and self.calls.run_fast(REDUCE.code, tensor, tensor, root):
             return None
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
@@ -197,11 +197,9 @@ class Communicator:
         self, output_tensor: Tensor, input_tensor: Tensor, async_op: bool = False, *, log_name: str | None = None
     ) -> Work | None:
         if log_name is None:
-            if not async_op:
-                if self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
-                    return None
-            elif (work := self.calls.start_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor)) is not None:
-                return work
+            done = self.calls.run_fast(ALL_GATHER_SINGLE.code, output_tensor, input_tensor, -1, async_op)
+            if done:
+                return None if done is True else done
         return self.calls.issue(
             Call(ALL_GATHER_SINGLE, (input_tensor,), (output_tensor,), async_op=async_op, label=log_name)
         )
@@ -217,7 +215,8 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("dst", dst, group_dst, default=0)
-        if not async_op and log_name is None and self.calls.run_fast(GATHER.code, gather_list, tensor, root):
+        plain = not async_op and log_name is None
+        if plain and self.calls.run_fast(GATHER.code, gather_list, tensor, root):
             return None
         outputs = [] if gather_list is None else listed(GATHER, "gather_list", gather_list)
         return self.calls.issue(Call(GATHER, (tensor,), outputs, peer=root, async_op=async_op, label=log_name))
@@ -233,7 +232,8 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         root = self.members.place("src", src, group_src, default=0)
-        if not async_op and log_name is None and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root):
+        plain = not async_op and log_name is None
+        if plain and self.calls.run_fast(SCATTER.code, tensor, scatter_list, root):
             return None
         inputs = [] if scatter_list is None else listed(SCATTER, "scatter_list", scatter_list)
         return self.calls.issue(Call(SCATTER, inputs, (tensor,), peer=root, async_op=async_op, label=log_name))
@@ -247,12 +247,8 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if (
-            op is _SUM
-            and not async_op
-            and log_name is None
-            and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list)
-        ):
+        plain = op is _SUM and not async_op and log_name is None
+        if plain and self.calls.run_fast(REDUCE_SCATTER.code, output, input_list):
             return None
         reduce, factor = parse_reduce(op)
         inputs = listed(REDUCE_SCATTER, "input_list", input_list)
@@ -270,11 +266,9 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         if op is _SUM and log_name is None:
-            if not async_op:
-                if self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input):
-                    return None
-            elif (work := self.calls.start_fast(REDUCE_SCATTER_SINGLE.code, output, input)) is not None:
-                return work
+            done = self.calls.run_fast(REDUCE_SCATTER_SINGLE.code, output, input, -1, async_op)
+            if done:
+                return None if done is True else done
         reduce, factor = parse_reduce(op)
         return self.calls.issue(
             Call(REDUCE_SCATTER_SINGLE, (input,), (output,), reduce, factor, async_op=async_op, label=log_name)
@@ -303,11 +297,9 @@ class Communicator:
         log_name: str | None = None,
     ) -> Work | None:
         if not (output_split_sizes or input_split_sizes) and log_name is None:
-            if not async_op:
-                if self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input):
-                    return None
-            elif (work := self.calls.start_fast(ALL_TO_ALL_SINGLE.code, output, input)) is not None:
-                return work
+            done = self.calls.run_fast(ALL_TO_ALL_SINGLE.code, output, input, -1, async_op)
+            if done:
+                return None if done is True else done
         return self.calls.issue(
             Call(
                 ALL_TO_ALL_SINGLE,
@@ -411,10 +403,9 @@ class Communicator:
         if tag is not _NO_TAG:
             tag = _tag(tag)
         if label is None:
-            if self.calls.run_fast(_SEND, (), tensor, peer, tag, not async_op):
-                return sent() if async_op else None
-            if async_op and (work := self.calls.start_fast(_SEND, (), tensor, peer, tag=tag)) is not None:
-                return work
+            done = self.calls.run_fast(_SEND, (), tensor, peer, async_op, tag)
+            if done:
+                return None if done is True else done
         return self.calls.issue(Call(SEND, (tensor,), (), peer=peer, tag=tag, async_op=async_op, label=label))
 
     def recv(
@@ -430,7 +421,7 @@ class Communicator:
         peer = self._source(src, group_src)
         if tag is not _NO_TAG:
             tag = _tag(tag)
-        if log_name is None and self.calls.run_fast(_RECV, tensor, (), peer, tag):
+        if log_name is None and self.calls.run_fast(_RECV, tensor, (), peer, False, tag):
             return self.ranks[peer]
         call = Call(RECV, (), (tensor,), peer=peer, tag=tag, label=log_name)
         self.calls.issue(call)
@@ -448,8 +439,10 @@ class Communicator:
         peer = self._source(src, group_src)
         if tag is not _NO_TAG:
             tag = _tag(tag)
-        if log_name is None and (work := self.calls.start_fast(_RECV, tensor, (), peer, tag=tag)) is not None:
-            return work
+        if log_name is None:
+            done = self.calls.run_fast(_RECV, tensor, (), peer, True, tag)
+            if done:
+                return None if done is True else done
         return self.calls.issue(Call(RECV, (), (tensor,), peer=peer, tag=tag, async_op=True, label=log_name))
 
     def _source(self, src: int | None, group_src: int | None) -> int:
@@ -468,7 +461,8 @@ class Communicator:
         *,
         log_name: str | None = None,
     ) -> Work | None:
-        if timeout is None and not async_op and log_name is None and self.calls.run_fast(BARRIER.code, (), ()):
+        plain = timeout is None and not async_op and log_name is None
+        if plain and self.calls.run_fast(BARRIER.code, (), ()):
             return None
         device = torch.device("cuda", device_ids[0]) if device_ids else None
         return self.calls.issue(

@@ -25,7 +25,7 @@ from ringway.compare.one_host import join_board, spans_hosts
 from ringway.config import resolve
 from ringway.errors import BackendUnavailable, UsageError
 from ringway.groups.bridge import Bridge
-from ringway.groups.reconfigure import Formed, Handle, ReconfigurableBridge, watch_for
+from ringway.groups.reconfigure import Formed, ReconfigurableBridge, ReconfigureHandle, watch_for
 from ringway.groups.world import world
 from ringway.launch.attempts import of_this_attempt
 from ringway.launch.rendezvous import admit
@@ -140,7 +140,7 @@ def _make_reconfigurable(registration: registry.Registration, options: Any, extr
         )
         return _behind(registration, info, lambda: registry.make(registration, info), _others(registration, info))
 
-    def form_of(handles: Sequence[Handle], rank: int, uuid: int, limit: float) -> Formed:
+    def form_of(handles: Sequence[ReconfigureHandle], rank: int, uuid: int, limit: float) -> Formed:
         world.reconfigured()
         name, size = f"{options.group_id}, reconfigured {uuid}", len(handles)
         part = WatchedStore(c10d.PrefixStore(name, base), key_of(base), watch_for(handles))

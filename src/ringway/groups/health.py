@@ -92,7 +92,7 @@ class Health:
         # Another rank's report may have arrived by now. Later calls raise that one, so this call does too.
         return self.fault if first and self.fault is not None else error
 
-    def settle(self, error: BaseException) -> BaseException:
+    def fail_in_flight(self, error: BaseException) -> BaseException:
         """A call in flight failed. Returns what to raise: what ended the group, if it was not this call."""
         return self._pending_end_with or self.fail(error)
 
@@ -106,10 +106,6 @@ class Health:
                 except Exception:  # the group must fail all the same
                     logging.getLogger("ringway").exception("a listener could not be told of a failed group")
         return error
-
-    def failed(self, error: BaseException) -> None:
-        """A call failed after it had returned to its caller."""
-        self.fail(error)
 
     def interrupted_by(self, error: BaseException) -> bool:
         """`error` leaves a call that may not have started: a signal handler raised it, or the backend. If nothing of

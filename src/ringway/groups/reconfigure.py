@@ -27,7 +27,7 @@ Formed = tuple[Communicator, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Handle:
+class ReconfigureHandle:
     """One process, as others address it. A process has one for each of its groups."""
 
     process: ProcessName
@@ -37,11 +37,11 @@ class Handle:
         return json.dumps(asdict(self))
 
 
-def _unpacked(text: str) -> Handle:
+def _unpacked(text: str) -> ReconfigureHandle:
     try:
         facts = json.loads(text)
         process = facts["process"]
-        return Handle(
+        return ReconfigureHandle(
             ProcessName(str(process["host"]), int(process["pid"]), str(process["namespace"])), str(facts["nonce"])
         )
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -59,13 +59,13 @@ class ReconfigurableBridge(Bridge):
         name: str,
         place: tuple[int, int],
         alone: Formed,
-        form: Callable[[Sequence[Handle], int, int, float], Formed],
+        form: Callable[[Sequence[ReconfigureHandle], int, int, float], Formed],
     ) -> None:
         """`alone` is a group of one, which refuses all calls. `form` makes the group of some processes: it takes
         them, this one's rank, the uuid and the time limit."""
         super().__init__(name, *alone, _cannot_split, place)
         self._form = form
-        self._handle = Handle(ProcessName.own(), secrets.token_hex(8))
+        self._handle = ReconfigureHandle(ProcessName.own(), secrets.token_hex(8))
         self._used: set[int] = set()
         self.communicator.health.poison(
             UsageError("this group was made with enable_reconfigure=True and has no members yet: call _reconfigure")
@@ -111,7 +111,7 @@ class ReconfigurableBridge(Bridge):
         return next(iter(self._torchs.values())).get_error()
 
 
-def _in_order(handles: Collection[str]) -> list[Handle]:
+def _in_order(handles: Collection[str]) -> list[ReconfigureHandle]:
     texts = list(handles) if isinstance(handles, (list, tuple)) else sorted(handles)
     if len(set(texts)) < len(texts):
         raise UsageError("a handle is in the list twice")
@@ -122,7 +122,7 @@ def _cannot_split(*_: Any, **__: Any) -> None:
     raise UsageError("a group that can be reconfigured cannot be split; use new_group")
 
 
-def watch_for(handles: Sequence[Handle]) -> Callable[[], None]:
+def watch_for(handles: Sequence[ReconfigureHandle]) -> Callable[[], None]:
     """Raises if one of the processes is gone, as far as this host's process table says."""
 
     def look() -> None:

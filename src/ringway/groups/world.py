@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -48,6 +48,8 @@ class World:
     def __init__(self) -> None:
         self.recorder = _core.Recorder(_RECORDER_CAPACITY)
         self.listeners: list[Listener] = []
+        self.listeners_of_every_job: Callable[[], Sequence[Listener]] | None = None
+        """Makes the listeners that are installed before the first group is made. None once they are."""
         self.process = Process()
         self.group_counts = GroupCounts()
         self.next_backend: str | None = None
@@ -144,6 +146,7 @@ class World:
 
     def add(self, info: GroupInfo, backends: dict[str, Any]) -> Communicator:
         """Makes the communicator of a new group."""
+        self._install_listeners()
         communicator = Communicator(info, backends, self.recorder, self.listeners)
         for listener in list(self.listeners):
             listener.created(communicator)
@@ -217,7 +220,13 @@ class World:
 
     def listener(self, kind: type[L]) -> L:
         """The installed listener of that class."""
+        self._install_listeners()
         return next(listener for listener in self.listeners if isinstance(listener, kind))
+
+    def _install_listeners(self) -> None:
+        make, self.listeners_of_every_job = self.listeners_of_every_job, None
+        if make is not None:
+            self.listeners[:0] = make()  # the program's own, if there are any, see what these make of an error
 
     def _listeners_changed(self) -> None:
         for communicator in list(self._all):

@@ -14,7 +14,8 @@ from ringway.groups import replacement
 from ringway.groups.bridge import Bridge
 from ringway.groups.exit import leave_at_exit, leave_in_child
 from ringway.groups.factory import introduce_to_torch
-from ringway.observe.start import install
+from ringway.groups.world import world
+from ringway.observe import start as watching
 from ringway.torch_versions import batch_messages, builtin_comm_hooks, dlpack_exchange_api, monitored_barriers
 
 
@@ -29,12 +30,12 @@ def start_up() -> None:
     builtin_comm_hooks(Bridge)
     monitored_barriers(Bridge)
     replacement.install()
-    watch = install()
+    world.listeners_of_every_job = watching.listeners
     os.register_at_fork(after_in_child=leave_in_child)
-    os.register_at_fork(after_in_child=watch.forked)
+    os.register_at_fork(after_in_child=watching.forked)
     # Handlers run in reverse order: peers are told why this rank leaves before its groups close.
     atexit.register(leave_at_exit)
-    atexit.register(watch.leave)
+    atexit.register(watching.leave)
 
 
 def _describe_python() -> None:

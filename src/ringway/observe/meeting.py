@@ -7,7 +7,6 @@ and one key holds the decision, which is the same for all.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from contextlib import suppress
 
@@ -20,8 +19,9 @@ from ringway.store import Deadline, read
 _PATIENCE = 60.0
 _TOGETHER, _ALONE = "together", "alone"
 
-_numbers: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKeyDictionary()
-"""The number of this rank's last meeting, by purpose."""
+
+class _Meetings(Counter[str]):
+    """The number of this rank's last meeting with the others of a group, by purpose."""
 
 
 def meet(purpose: str) -> str | None:
@@ -44,7 +44,7 @@ class _Meeting:
         communicator.health.require()
         self._info = communicator.info
         self._store = c10d.PrefixStore(f"ringway/meet/{purpose}", communicator.info.store)
-        numbers = _numbers.setdefault(communicator, Counter())
+        numbers = communicator.parts.part(_Meetings)
         self._number = numbers[purpose] + 1
         # A meeting that was decided without this rank, with others at the next: this rank has missed one.
         while self._decision() is not None and any(self._store.check([key]) for key in self._keys(self._number + 1)):

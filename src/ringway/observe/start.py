@@ -1,13 +1,15 @@
-"""Installs the listeners of `observe` when ringway is imported, and configures them when a job starts."""
+"""The listeners of `observe`: installed before the first group is made, and configured when a job starts."""
 
 from __future__ import annotations
 
 import signal
 import warnings
+from collections.abc import Sequence
 
 import ringway._core as _core
 from ringway.config import Config
 from ringway.errors import ConfigError
+from ringway.groups.listener import Listener
 from ringway.groups.world import world
 from ringway.observe import flight
 from ringway.observe.files import filled
@@ -26,13 +28,21 @@ _NOT_FOR_DUMPS = {
 }
 
 
-def install() -> StallWatch:
-    """Installs the stall watch, the explaining of failures and the dumps on errors. The order matters: other ranks wait
-    for the explanation, so it comes before the dump."""
+def listeners() -> Sequence[Listener]:
+    """The stall watch, the explaining of failures and the dumps on errors. The order matters: other ranks wait for the
+    explanation, so it comes before the dump."""
     watch = StallWatch()
-    for listener in (watch, FailureExplainer(watch), flight.ErrorDumps()):
-        world.listen(listener)
-    return watch
+    return watch, FailureExplainer(watch), flight.ErrorDumps()
+
+
+def forked() -> None:
+    """In a forked child: the parent's job is not this process's."""
+    world.listener(StallWatch).forked()
+
+
+def leave() -> None:
+    """At interpreter exit: the other ranks are told why this one leaves."""
+    world.listener(StallWatch).leave()
 
 
 def prepare(settings: Config, rank: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from ringway.groups.world import world
 from ringway.torch_patches import patch
 
 _INSTEAD = "use ringway.parallel.{} instead, which agrees over the ranks"
-_watching = False
 
 
 def _groups_of(parameters: Iterable[Tensor]) -> list[Communicator]:
@@ -135,6 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         return by_device
 
 
+@cache
 def watch_torch() -> None:
     """From now on, warn if torch's own clip_grad_norm_ or GradScaler is used on split parameters, and raise if
     DistributedDataParallel would give all ranks the part of rank 0.
@@ -142,10 +143,6 @@ def watch_torch() -> None:
     All of them call a function of their module, and those are wrapped here: so a program is warned however it has
     imported them. If a version of torch lacks them, there is no warning.
     """
-    global _watching
-    if _watching:
-        return
-    _watching = True
 
     def clip_and_warn(clip: Any) -> Any:
         def wrapped(parameters: Any, *arguments: Any, **options: Any) -> None:

@@ -65,7 +65,7 @@ class MpiFastPath(_core.FastPath):
         self._record = record
         self._health = health
 
-    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int) -> bool:
         # If the call comes from a signal handler that interrupted one, the general path says why it is refused.
         if self._record.is_starting or not self._queue.take():
             return False
@@ -83,7 +83,7 @@ class MpiFastPath(_core.FastPath):
             self._health.interrupted_by(error)
             raise
         finally:
-            self._record.started()
+            self._record.started(0)
             self._queue.give_back()
         return True
 

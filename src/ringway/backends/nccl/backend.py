@@ -38,6 +38,7 @@ from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.references import weak_method
+from ringway.torch_versions import set_async
 from ringway.work import DONE, Handle
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -107,8 +108,7 @@ class NcclBackend(TorchBackend):
     def _options(self, kind: Any, call: Call, **values: Any) -> Any:
         # The deadline of a call on a group of ours is kept by the device watch: torch would abort the group at it.
         options = options_for(kind, replace(call, timeout=None) if self._ours else call, **values)
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = call.async_op  # torch runs a synchronous call on the current stream
+        set_async(options, call.async_op)
         return options
 
     def all_reduce(self, call: Call) -> Handle:
@@ -120,7 +120,7 @@ class NcclBackend(TorchBackend):
 
     def barrier(self, call: Call) -> Handle:
         options = self._options(c10d.BarrierOptions, call)
-        options.asyncOp = True  # its work is what blocks the caller
+        set_async(options, True)  # its work is what blocks the caller
         # torch would guess a device from the rank.
         options.device = call.device or self.group.bound_device or torch.device("cuda", torch.cuda.current_device())
         if not self._ours:

@@ -37,6 +37,7 @@ from ringway.call import (
 from ringway.errors import RingwayError
 from ringway.references import weak_method
 from ringway.threads import start
+from ringway.torch_versions import set_async
 
 _NOTE_KINDS = 1 << 16
 """A note is a call's number times this, plus the number of its kind."""
@@ -204,7 +205,7 @@ class NcclFastPath(_core.StreamFastPath):
             if of_device:
                 self._health.device_failed(error)
             else:
-                self._health.failed(error)
+                self._health.fail(error)
             if self._health.fault is not None:
                 self.fail()
         except ReferenceError:  # the group is gone
@@ -223,8 +224,7 @@ class NcclFastPath(_core.StreamFastPath):
             timeout=self._timeout,
         )
         method, options = self._prepared(OPS[op], call, peer, REDUCE_OPS[call.reduce])
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = async_op  # torch runs a synchronous call on the current stream
+        set_async(options, async_op)
         self._kinds.append(call)
         return len(self._kinds) - 1, method, options
 

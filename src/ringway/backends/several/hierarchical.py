@@ -22,7 +22,7 @@ from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import Plan, in_parts, padded, plan
 from ringway.backends.exchange import exchange
 from ringway.backends.queue import CallQueue, queued
-from ringway.backends.several.hosts import HostLayout, host_identity
+from ringway.backends.several.hosts import HostGrid, host_identity
 from ringway.backends.several.parts import BackendOfParts
 from ringway.backends.shm.backend import ShmBackend
 from ringway.backends.torch.gloo import GlooBackend
@@ -63,12 +63,12 @@ def _fitting(info: GroupInfo, name: str, across: Callable[[GroupInfo], Backend])
     many: it gets shared memory alone, or the backend between the hosts alone."""
     identities = [said.decode() for said in exchange(info, "hosts", host_identity().encode())]
     try:
-        layout = HostLayout.of(identities, info.rank)
+        grid = HostGrid.of(identities, info.rank)
     except BackendUnavailable:
         if not c10d.is_initialized():
             raise
         return ShmBackend(info) if len(set(identities)) == 1 else across(info)
-    return HierarchicalBackend(info, layout, name, across)
+    return HierarchicalBackend(info, grid, name, across)
 
 
 class HierarchicalBackend(BackendOfParts):
@@ -86,14 +86,14 @@ class HierarchicalBackend(BackendOfParts):
         ),
     }
 
-    def __init__(self, info: GroupInfo, layout: HostLayout, name: str, across: Callable[[GroupInfo], Backend]) -> None:
+    def __init__(self, info: GroupInfo, grid: HostGrid, name: str, across: Callable[[GroupInfo], Backend]) -> None:
         super().__init__(info)
         self.name = name  # type: ignore[misc]
-        self._layout = layout
+        self._grid = grid
         flat = GlooBackend(replace(info, store=c10d.PrefixStore("ringway/flat", info.store)))
         self.torch_group = flat.torch_group
-        local = ShmBackend(_part(info, f"host{layout.host}", layout.neighbours))
-        between = across(_part(info, f"slice{layout.place}", layout.counterparts))
+        local = ShmBackend(_part(info, f"host{grid.host}", grid.neighbours))
+        between = across(_part(info, f"slice{grid.place}", grid.counterparts))
         self._backends.update(local=local, between=between, flat=flat)
         self._local_plan, self._across_plan, self._flat_plan = map(plan, (local, between, flat))
         self._by_hosts = CallQueue(f"hierarchical-{info.name}", info.timeout)
@@ -124,7 +124,7 @@ class HierarchicalBackend(BackendOfParts):
 
     def _chunks(self, tensor: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """Flat pieces that divide by the ranks of a host. The last may be padded; it then comes with the original."""
-        flat, width = tensor.view(-1), self._layout.width
+        flat, width = tensor.view(-1), self._grid.width
         length = max(_CHUNK_BYTES // tensor.element_size() // width, 1) * width
         pieces: list[tuple[Tensor, Tensor | None]] = []
         for piece in flat.split(length) if flat.numel() else ():
@@ -147,21 +147,21 @@ class HierarchicalBackend(BackendOfParts):
             target.copy_(source)
         under_way = []
         for piece, pads in self._chunks(target):
-            own = piece.new_empty(piece.numel() // self._layout.width)
+            own = piece.new_empty(piece.numel() // self._grid.width)
             self._inside(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[piece], outputs=[own]).wait()
             under_way.append((piece, pads, own, self._between(call, op=ops.ALL_REDUCE, inputs=[own], outputs=[own])))
         self._join_slices(call, under_way)
 
     @queued
     def broadcast(self, call: Call) -> None:
-        layout = self._layout
-        root_host = next(host for host, members in enumerate(layout.hosts) if call.peer in members)
+        grid = self._grid
+        root_host = next(host for host, members in enumerate(grid.hosts) if call.peer in members)
         under_way = []
         for piece, pads in self._chunks(call.outputs[0]):
-            own = piece.new_empty(piece.numel() // layout.width)
-            if layout.host == root_host:
-                root = layout.neighbours.index(call.peer)
-                slices = list(piece.chunk(layout.width)) if layout.place == root else []
+            own = piece.new_empty(piece.numel() // grid.width)
+            if grid.host == root_host:
+                root = grid.neighbours.index(call.peer)
+                slices = list(piece.chunk(grid.width)) if grid.place == root else []
                 self._inside(call, op=ops.SCATTER, inputs=slices, outputs=[own], peer=root).wait()
             step = self._between(call, op=ops.BROADCAST, inputs=[own], outputs=[own], peer=root_host)
             under_way.append((piece, pads, own, step))
@@ -169,25 +169,25 @@ class HierarchicalBackend(BackendOfParts):
 
     @queued
     def all_gather_into_tensor(self, call: Call) -> None:
-        layout, source, target = self._layout, call.inputs[0].reshape(-1), call.outputs[0]
+        grid, source, target = self._grid, call.inputs[0].reshape(-1), call.outputs[0]
         if not source.numel():
             return
-        counterparts = source.new_empty(len(layout.hosts) * source.numel())
+        counterparts = source.new_empty(len(grid.hosts) * source.numel())
         self._between(call, op=ops.ALL_GATHER_SINGLE, inputs=[source], outputs=[counterparts]).wait()
         everybody = source.new_empty(self.size * source.numel())
         self._inside(call, op=ops.ALL_GATHER_SINGLE, inputs=[counterparts], outputs=[everybody]).wait()
         rows = target.view(self.size, -1)
-        for rank, row in zip(layout.by_place(), everybody.view(self.size, -1), strict=True):
+        for rank, row in zip(grid.by_place(), everybody.view(self.size, -1), strict=True):
             rows[rank].copy_(row)
 
     @queued
     def reduce_scatter_tensor(self, call: Call) -> None:
-        layout, source, target = self._layout, call.inputs[0], call.outputs[0]
+        grid, source, target = self._grid, call.inputs[0], call.outputs[0]
         if not source.numel():
             return
         rows = source.view(self.size, -1)
-        by_place = rows[torch.tensor(layout.by_place(), device="cpu")].view(-1)
-        counterparts = by_place.new_empty(by_place.numel() // layout.width)
+        by_place = rows[torch.tensor(grid.by_place(), device="cpu")].view(-1)
+        counterparts = by_place.new_empty(by_place.numel() // grid.width)
         self._inside(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[by_place], outputs=[counterparts]).wait()
         share = counterparts.new_empty(target.numel())
         self._between(call, op=ops.REDUCE_SCATTER_SINGLE, inputs=[counterparts], outputs=[share]).wait()

@@ -16,7 +16,7 @@ def host_identity() -> str:
 
 
 @dataclass(frozen=True)
-class HostLayout:
+class HostGrid:
     """Which ranks of the group share a host: `hosts[h][i]` is rank i of host h, in the group's order."""
 
     hosts: tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ class HostLayout:
     place: int
 
     @classmethod
-    def of(cls, identities: Sequence[str], rank: int) -> HostLayout:
+    def of(cls, identities: Sequence[str], rank: int) -> HostGrid:
         by_host: dict[str, list[int]] = {}
         for member, identity in enumerate(identities):
             by_host.setdefault(identity, []).append(member)

@@ -511,7 +511,7 @@ class ShmCudaBackend(ShmBackend):
             self._link.drain(self._limit)
             found = self.fault()
             if found is not None and self._health is not None:
-                self._health.failed(found)  # a call on the fast path has no handle that reports it
+                self._health.fail(found)  # a call on the fast path has no handle that reports it
 
     def close(self) -> None:
         self._end_link()

@@ -15,7 +15,7 @@ from ringway.backends.shm.errors import Faults
 from ringway.backends.shm.handle import DONE_WELL, FOREVER, ShmHandle
 from ringway.call import RECV, SEND, Call
 from ringway.references import weak_method
-from ringway.work import CompletionCell, Work
+from ringway.work import CompletionCell, Work, sent
 
 
 class ShmFastPath(_core.ShmFastPath):
@@ -29,17 +29,17 @@ class ShmFastPath(_core.ShmFastPath):
         self._native = native
         self._health = health
         # Weakly: a message may end after the group.
-        super().__init__(native, record, vars(profiler), MessageWork, weak_method(self._failed))
+        super().__init__(native, record, vars(profiler), MessageWork, sent, weak_method(self._failed))
 
     def _failed(self, outcome: int) -> None:
-        self.settle(self.faults.error(outcome, self._native.fault()))
+        self.what_to_raise(self.faults.error(outcome, self._native.fault()))
 
-    def settle(self, error: BaseException | None) -> BaseException | None:
-        """What to raise for the error of a message."""
+    def what_to_raise(self, error: BaseException | None) -> BaseException | None:
+        """The error of a message, or what ended the group before."""
         if error is None:
             return None
         try:
-            return self._health.settle(error)
+            return self._health.fail_in_flight(error)
         except ReferenceError:  # the group is gone
             return error
 
@@ -71,7 +71,9 @@ class MessageWork(Work):
     @property
     def _cell(self) -> CompletionCell:  # type: ignore[override]
         made = self.__dict__
-        return made.get("_end") or made.setdefault("_end", CompletionCell(self._path.settle))  # one for all threads
+        return made.get("_end") or made.setdefault(
+            "_end", CompletionCell(self._path.what_to_raise)
+        )  # one for all threads
 
     @property
     def _result(self) -> list[Tensor]:  # type: ignore[override]

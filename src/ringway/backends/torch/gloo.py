@@ -43,7 +43,7 @@ class GlooFastPath(_core.FastPath):
         self._name = info.name
         self._options = options_for(c10d.AllreduceOptions, Call(BARRIER), reduceOp=c10d.ReduceOp.SUM)
 
-    def run(self, op: int, outputs: Any, inputs: Any, peer: int, tag: int, wait: bool) -> bool:
+    def run(self, op: int, outputs: Any, inputs: Any, peer: int, async_op: bool, tag: int, reduce: int) -> bool:
         if self._record.is_starting:  # the general path says why the call is refused
             return False
         try:
@@ -55,7 +55,7 @@ class GlooFastPath(_core.FastPath):
             self._health.interrupted_by(error)
             raise
         finally:
-            self._record.started()
+            self._record.started(0)
         done = False
         try:
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -15,7 +14,6 @@ from ringway.api import groups
 from ringway.compat.deepspeed import ops
 from ringway.compat.deepspeed.backend import Backend
 from ringway.compat.deepspeed.reduce_op import ReduceOp, torch_op
-from ringway.groups.communicator import Communicator
 from ringway.groups.world import world
 from ringway.job.init import init_distributed
 
@@ -218,14 +216,12 @@ class TorchBackend(Backend):
         ops.enable_symm_mem_for_group(group_name)
 
 
-_backends: WeakKeyDictionary[Communicator, TorchBackend] = WeakKeyDictionary()
+def _backend_of_world() -> TorchBackend:
+    return TorchBackend(None, None, None)
 
 
 def current_backend() -> TorchBackend | None:
     """deepspeed's `cdb`: one object for as long as the world is the same."""
     if not groups.is_initialized():
         return None
-    of_world = world.communicator(None)
-    if of_world not in _backends:
-        _backends[of_world] = TorchBackend(None, None, None)
-    return _backends[of_world]
+    return world.communicator(None).parts.part(_backend_of_world)

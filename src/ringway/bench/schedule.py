@@ -40,7 +40,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     items: tuple[Item, ...]
     backends: tuple[str, ...] = ()
     """Empty: all that work here."""
@@ -54,7 +54,7 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> Schedule:
         facts = json.loads(text)
         for name in ("backends", "codecs"):
             facts[name] = tuple(facts[name])
