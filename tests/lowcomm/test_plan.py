@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -42,7 +44,30 @@ def test_the_plan_follows_the_link() -> None:
     for wrong in ({"step_seconds": 0.0}, {"step_seconds": 1.0, "every": 0}):
         with pytest.raises(UsageError):
             plan(model, _link(10), **wrong)  # type: ignore[arg-type]
+    for wrong_link, wrong_model in ((_link(10, 1), model), (_link(10), nn.Flatten())):
+        with pytest.raises(UsageError, match="nothing to exchange"):
+            plan(wrong_model, wrong_link, 0.5)
     assert plan(model, _link(10), 0.5, every=1).rows[-1].utilization > 0
+
+
+@pytest.mark.parametrize(("megabits", "every"), [(10, 100), (1, 100), (1, 7), (0.1, 30), (10, 1)])
+def test_a_delayed_exchange_hides_as_many_steps_as_its_delay(megabits: float, every: int) -> None:
+    """Against a simulation of the link, step by step."""
+    model = nn.Linear(3162, 3162, bias=False)
+    made = plan(model, _link(megabits), 0.5, every=every)
+    row = next(row for row in made.rows if row.method.startswith("Streaming"))
+    options = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row.how)}
+    assert 0 <= options["delay"] < options["every"]
+    exchange = 2 * 0.05 + row.bytes_per_step * every / options["fragments"] * 8 / megabits / 1e6
+    starts = {number * every // options["fragments"] for number in range(options["fragments"])}
+    now, ends = 0.0, {}
+    for step in range(50 * every):
+        now = max(now + 0.5, ends.pop(step, 0.0))
+        if step % every in starts and options["delay"]:
+            ends[step + options["delay"]] = now + exchange
+        elif step % every in starts:
+            now += exchange
+    assert row.seconds_per_step == pytest.approx(now / (50 * every), rel=0.03)
 
 
 def _measured(context: RankContext) -> Link:

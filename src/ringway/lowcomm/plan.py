@@ -2,12 +2,13 @@
 
 A step computes for `step_seconds`, and what it sends takes `calls * latency + bytes / bandwidth`. Gradients that DDP
 averages travel while the backward pass runs, about two thirds of a step, so only the rest of their time counts. Local
-methods send once in `every` steps; in the background, the time counts only if the link cannot keep up. The time to
-encode and decode is left out: it is small next to a slow link.
+methods send once in `every` steps; an exchange in the background counts only as far as it takes longer than the `delay`
+steps that go on beside it. The time to encode and decode is left out: it is small next to a slow link.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -127,6 +128,8 @@ def plan(model: nn.Module, link: Link, step_seconds: float, *, every: int = 100)
     once in `every` steps; SparseLoCo in 30, as its paper does, or in `every` if that is less."""
     if not step_seconds > 0 or every < 1:
         raise UsageError(f"plan: step_seconds={step_seconds} must be above 0, and every={every} at least 1")
+    if link.sites < 2 or not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"plan: {link.sites} site and a model without trainable parameters have nothing to exchange")
     shapes = [local_part(parameter).shape for parameter in model.parameters() if parameter.requires_grad]
     numel, sites = sum(shape.numel() for shape in shapes), link.sites
     whole = ring_bytes(numel, sites)
@@ -148,12 +151,17 @@ def plan(model: nn.Module, link: Link, step_seconds: float, *, every: int = 100)
     def after_step(seconds: float) -> float:
         return step_seconds + seconds
 
-    def in_background(seconds: float) -> float:
-        return max(step_seconds, seconds)
+    def delayed(nbytes: float, calls: int, steps: int) -> int:
+        """The steps that hide an exchange of `nbytes` each `steps` steps, as far as the next exchange lets them."""
+        return min(max(1, math.ceil(link.seconds(nbytes, calls) / step_seconds)), max(1, steps - 1), every - 1)
+
+    def in_background(exchanges: float, delay: int) -> Callable[[float], float]:
+        """`exchanges` of a step, each beside `delay` steps."""
+        return lambda seconds: step_seconds + max(0.0, seconds - exchanges * delay * step_seconds)
 
     fragments = min(4, every)
-    streamed = f"fragments={fragments}, delay={max(1, every // (2 * fragments))}"
-    sparse_delay = max(1, sparse_every // 2) if sparse_every > 1 else 0
+    delay = delayed(encoded("int4") / fragments, 2, every // fragments)
+    sparse_delay = delayed(encoded("topk", servers=False), 1, sparse_every)
     return Plan(
         link,
         step_seconds,
@@ -169,10 +177,10 @@ def plan(model: nn.Module, link: Link, step_seconds: float, *, every: int = 100)
                 with_backward,
                 only_sgd=True,
             ),
-            row("OneBitAdam", "OneBitAdam(..., freeze_step=…)", encoded("onebit"), 2, after_step),
+            row("OneBitAdam, OneBitLamb", "OneBitAdam(..., freeze_step=…)", encoded("onebit"), 2, after_step),
             row(
                 "ZeroOneAdam, 16 local steps",
-                "ZeroOneAdam(..., local_step_clipper=16)",
+                "ZeroOneAdam(..., var_freeze_step=…, local_step_scaler=…), once 16 steps are local",
                 encoded("onebit") / 16,
                 2 / 16,
                 after_step,
@@ -186,10 +194,10 @@ def plan(model: nn.Module, link: Link, step_seconds: float, *, every: int = 100)
             ),
             row(
                 f"Streaming DiLoCo, int4, every {every}",
-                f'DiLoCo(model, optimizer, every={every}, codec="int4", {streamed})',
+                f'DiLoCo(model, optimizer, every={every}, codec="int4", fragments={fragments}, delay={delay})',
                 encoded("int4") / every,
                 2 * fragments / every,
-                in_background,
+                in_background(fragments / every, delay),
             ),
             row(
                 f"SparseLoCo, 1 %, every {sparse_every}",
@@ -203,7 +211,7 @@ def plan(model: nn.Module, link: Link, step_seconds: float, *, every: int = 100)
                 f"SparseLoCo(model, optimizer, every={sparse_every}, delay={sparse_delay})",
                 encoded("topk", servers=False) / sparse_every,
                 1 / sparse_every,
-                in_background if sparse_delay else after_step,
+                in_background(1 / sparse_every, sparse_delay),
             ),
         ),
     )
