@@ -363,6 +363,41 @@ def beside_another_group(context: RankContext, backend: str, how: str, device: s
     dist.destroy_process_group()
 
 
+def sparse_mean(context: RankContext, how: str) -> float:
+    """How far the mean of 60 results with `topk` is from the true one. Error feedback sends everything in the end."""
+    context.start("shm")
+    feedback = ErrorFeedback()
+    layer = torch.nn.Linear(100, 90, bias=False)
+    model: torch.nn.Module = layer
+    if how == "register_data_parallel_hooks":
+        register_data_parallel_hooks(layer, codec="topk:0.1:4")
+    elif how == "ddp_hook":
+        model = DistributedDataParallel(layer)
+        model.register_comm_hook(None, ddp_hook("topk:0.1:4", feedback=feedback, warmup_steps=0))
+    own, mean = _constant_values(context, 100)
+    found = torch.zeros(90, 100)
+    for _ in range(60):
+        values = own.expand(90, 100).clone()
+        if how in ("two phases", "one phase", "asynchronous"):
+            options = {"servers": how != "one phase", "async_op": how == "asynchronous"}
+            work = compressed_all_reduce(values, feedback["x"], "topk:0.1:4", **options)
+            if work is not None:
+                work.wait()
+        else:
+            layer.zero_grad()
+            model(own.unsqueeze(0)).sum().backward()
+            assert layer.weight.grad is not None
+            values = layer.weight.grad
+        found += values / 60
+    return float((found - mean).norm() / mean.expand(90, 100).norm())
+
+
+def _constant_values(context: RankContext, count: int) -> list[torch.Tensor]:
+    """This rank's values, and the mean of all ranks'."""
+    each = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(context.world_size)]
+    return [each[context.rank], torch.stack(each).mean(dim=0)]
+
+
 def late_peer(context: RankContext, backend: str) -> float:
     """The background's calls have the timeout of the caller's group, also after it has changed."""
     dist = context.start(backend, timeout=timedelta(seconds=300))

@@ -152,6 +152,8 @@ def test_topk_keeps_the_largest_at_about_their_entropy() -> None:
 def test_names_of_topk() -> None:
     assert get_codec("topk") == get_codec("topk:0.01") == get_codec("topk:0.01:2") == TopK()
     assert get_codec("topk:0.03:4").spec == "topk:0.03:4"
+    for kept in (1, 41, 77, 2047):
+        assert get_codec(TopK(kept / 4096).spec) == TopK(kept / 4096), "a spec reads back as the same codec"
     for wrong in ("topk:0", "topk:0.6", "topk:0.01:1", "topk:0.01:9", "topk:much", "topk:0.1:2:3", "topk:tensor"):
         with pytest.raises(UsageError, match="topk"):
             get_codec(wrong)

@@ -33,6 +33,11 @@ def test_one_phase_agrees_with_the_simulation_in_float64(pool: RankPool) -> None
     pool.run(rank_compress.without_servers, world_size=3)
 
 
+def test_topk_wherever_codecs_are_taken(pool: RankPool) -> None:
+    for how in ("two phases", "one phase", "asynchronous", "ddp_hook", "register_data_parallel_hooks"):
+        assert max(pool.run(rank_compress.sparse_mean, how, world_size=2)) < 0.2, how
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_shape_and_dtype(pool: RankPool, backend: str) -> None:
     pool.run(rank_compress.shapes_and_dtypes, backend, world_size=3)

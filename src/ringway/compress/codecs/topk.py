@@ -65,7 +65,7 @@ class TopK(Codec):
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:{self.rate:g}:{self.bits}"
+        return f"{self.name}:{self.rate!r}:{self.bits}"  # every digit, so that it reads back as the same codec
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TopK) and (other.rate, other.bits) == (self.rate, self.bits)

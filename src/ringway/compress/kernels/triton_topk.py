@@ -174,7 +174,7 @@ def encode(
     record = row * stride + HEADER + tl.program_id(0).to(tl.int64) * RECORD
     ends = tl.arange(0, 8)
     byte = (tl.where(ends < 4, least, peak) >> (8 * (ends % 4))) & 255
-    tl.store(frames + record + ends, byte.to(tl.uint8), mask=ends < tl.minimum(length, 1) * RANGE_BYTES)
+    _write(frames_i32, (record + ends) * 8, byte, 8, ends < tl.minimum(length, 1) * RANGE_BYTES)
 
     tl.debug_barrier()  # what follows reads and overwrites what was stored
     order = tl.arange(0, LANES)
@@ -202,7 +202,7 @@ def encode(
     # Unrolled, because without sources there is no pointer to compile the loop with.
     for source in tl.static_range(SOURCES):
         number = SOURCES - 1 - source
-        found = tl.load(sources_i32 + number * source_stride // 4)
+        found = tl.load(sources_i32 + number * source_stride.to(tl.int64) // 4)
         status = tl.where(found != 0, number + 1, status)
     tl.store(frames_i32 + row * stride // 4, status, mask=(finite == 0) & (length > 0))
 
@@ -292,8 +292,9 @@ def decode_mean(
     record = HEADER + tl.program_id(0).to(tl.int64) * RECORD
     for row in range(ROWS):
         tl.debug_barrier()  # each frame adds to what the one before left
-        guilty |= tl.load(frames_i32 + row * stride // 4)
-        at, decoded, here = _kept_elements(frames, frames_i32, record + row * stride, length, KEPT, BITS, UNARY)
+        frame = row * stride.to(tl.int64)
+        guilty |= tl.load(frames_i32 + frame // 4)
+        at, decoded, here = _kept_elements(frames, frames_i32, record + frame, length, KEPT, BITS, UNARY)
         before = tl.load(chunk + at, mask=here, other=0.0, volatile=True)
         tl.store(chunk + at, before + decoded * factor, mask=here)
     tl.debug_barrier()
