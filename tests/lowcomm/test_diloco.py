@@ -18,6 +18,10 @@ def test_sparseloco_follows_the_paper(pool: RankPool) -> None:
     pool.run(rank_lowcomm.sparseloco_follows_the_paper, world_size=3)
 
 
+def test_not_finite_leaves_no_trace(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.not_finite_leaves_no_trace, world_size=2)
+
+
 def test_they_resume_to_the_bit(pool: RankPool) -> None:
     pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
 

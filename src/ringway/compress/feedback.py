@@ -101,6 +101,12 @@ class Slot:
         self.settle()
         self.worker = self.server = None
 
+    def copies(self) -> tuple[Tensor | None, Tensor | None]:
+        """Copies of the residuals, for `restore`."""
+        self.settle()
+        worker, server = (None if residual is None else residual.clone() for residual in (self.worker, self.server))
+        return worker, server
+
     def restore(self, worker: Tensor | None, server: Tensor | None) -> None:
         """Go back to earlier residuals. Where there is none, it starts from zero."""
         self.settle()

@@ -184,12 +184,10 @@ class DiLoCo(Optimizer):
     def _start(self, fragment: Fragment, number: int) -> None:
         """Start to average how far the sites have moved."""
         delta = fragment.anchor - fragment.read()
-        fragment.pending = exchange = Exchange(delta, None, self._steps + self.delay)
+        exchange = Exchange(delta, self._steps + self.delay, self.feedback[number])
         with self.report.waiting():
-            try:
-                exchange.work = self._exchange(delta, number)
-            except NotFinite as error:
-                exchange.error = error
+            exchange.begin(lambda: self._exchange(delta, number))
+        fragment.pending = exchange
         self.report.exchanges += 1
         self.report.sent_bytes += self._bytes_of(delta.numel())
 
@@ -211,21 +209,22 @@ class DiLoCo(Optimizer):
         """Take the outer step, and continue from the new anchor."""
         self._apply(fragment, self._averaged(fragment))
 
-    def _averaged(self, fragment: Fragment) -> Tensor:
+    def _averaged(self, fragment: Fragment) -> Exchange:
         exchange, fragment.pending = fragment.pending, None
         assert exchange is not None
         with self.report.waiting():
-            return self._agreed(exchange)
+            self._agree_on(exchange)
+        return exchange
 
-    def _apply(self, fragment: Fragment, mean: Tensor) -> None:
-        fragment.anchor.grad = mean
+    def _apply(self, fragment: Fragment, exchange: Exchange) -> None:
+        fragment.anchor.grad = exchange.result
         self.outer_optimizer.step()
         fragment.anchor.grad = None
         fragment.write(self.mix)
 
-    def _agreed(self, exchange: Exchange) -> Tensor:
-        """The average. If values of one rank of the site were not finite, all its ranks raise: they took part in
-        different exchanges."""
+    def _agree_on(self, exchange: Exchange) -> None:
+        """Wait for the average. If values of one rank of the site were not finite, all its ranks raise: they took part
+        in different exchanges."""
         error = exchange.failure()
         if self._site is not None and self._site.size > 1:
             failed = torch.tensor([error is not None], dtype=torch.int32)
@@ -235,8 +234,8 @@ class DiLoCo(Optimizer):
                     f"{type(self).__name__}: another rank of the site exchanged values that are not finite"
                 )
         if error is not None:
+            exchange.undo()
             raise error
-        return exchange.result
 
     # Outer steps in two parts, for `ElasticRounds`: only the first communicates
 
@@ -244,17 +243,24 @@ class DiLoCo(Optimizer):
     def fragments(self) -> int:
         return len(self._fragments)
 
-    def averages(self) -> list[Tensor]:
-        """How far the sites have moved on average, by fragment."""
+    def averages(self) -> list[Exchange]:
+        """How far the sites have moved on average, by fragment. If this raises, the residuals are what they were."""
+        done: list[Exchange] = []
         with torch.no_grad():
-            for number, fragment in enumerate(self._fragments):
-                self._start(fragment, number)
-            return [self._averaged(fragment) for fragment in self._fragments]
+            try:
+                for number, fragment in enumerate(self._fragments):
+                    self._start(fragment, number)
+                    done.append(self._averaged(fragment))
+            except BaseException:
+                for exchange in done:
+                    exchange.undo()
+                raise
+        return done
 
-    def outer_step(self, averages: list[Tensor]) -> None:
+    def outer_step(self, averages: list[Exchange]) -> None:
         with torch.no_grad():
-            for fragment, mean in zip(self._fragments, averages, strict=True):
-                self._apply(fragment, mean)
+            for fragment, exchange in zip(self._fragments, averages, strict=True):
+                self._apply(fragment, exchange)
 
     def common_state(self) -> dict[str, Any]:
         """What all sites agree on."""
@@ -314,7 +320,7 @@ class DiLoCo(Optimizer):
                 fragment.pending = None
                 if saved is not None:
                     result = saved["result"].to(fragment.anchor.device, copy=True)
-                    fragment.pending = Exchange(result, None, int(saved["due"]))
+                    fragment.pending = Exchange(result, int(saved["due"]))
         self.feedback.load_own_state(state_dict["feedback"])
 
     def _require_fit(self, state: Mapping[str, Any]) -> None:

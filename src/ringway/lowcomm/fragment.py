@@ -7,13 +7,13 @@ If they hold different shards (FSDP2), each exchanges its own shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ringway.compress.feedback import Slot
 from ringway.errors import NotFinite
 from ringway.groups.communicator import Communicator
 from ringway.work import Work
@@ -24,15 +24,28 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-@dataclass
 class Exchange:
-    """An average that is on its way. `result` is ready when `work` is done, or if there is none."""
+    """An average that is on its way. `result` is ready when `work` is done, or if there is none.
 
-    result: Tensor
-    work: Work | None
-    due: int
-    """The step at which it is applied."""
-    error: NotFinite | None = None
+    What an exchange sends leaves the residuals of its `slot`. If the average is not used, the next exchange sends all
+    of it again, so the residuals must be again what they were: `undo`.
+    """
+
+    def __init__(self, result: Tensor, due: int, slot: Slot | None = None) -> None:
+        self.result = result
+        self.due = due
+        """The step at which it is applied."""
+        self.work: Work | None = None
+        self._error: NotFinite | None = None
+        self._slot = slot
+        self._residuals = None if slot is None else slot.copies()
+
+    def begin(self, start: Callable[[], Work | None]) -> None:
+        """Call `start`, which averages `result` in place now, or in the background if it returns a Work."""
+        try:
+            self.work = start()
+        except BaseException as error:
+            self._failed(error)
 
     def failure(self) -> NotFinite | None:
         """Wait for the average. The error if a value was not finite."""
@@ -40,9 +53,21 @@ class Exchange:
         if work is not None:
             try:
                 work.wait()
-            except NotFinite as error:
-                self.error = error
-        return self.error
+            except Exception as error:
+                self._failed(error)
+        return self._error
+
+    def undo(self) -> None:
+        """Give the residuals back what the exchange took."""
+        residuals, self._residuals = self._residuals, None
+        if self._slot is not None and residuals is not None:
+            self._slot.restore(*residuals)
+
+    def _failed(self, error: BaseException) -> None:
+        self.undo()
+        if not isinstance(error, NotFinite):
+            raise error
+        self._error = error
 
 
 class Fragment:
