@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ringway.compress.outcome import Outcome
 from ringway.errors import NotFinite, UsageError
 from ringway.lowcomm import DiLoCo, SparseLoCo
 from ringway.observe.recorder import recent_calls
@@ -151,6 +152,23 @@ def not_finite_leaves_no_trace(context: RankContext) -> None:
             if delay:
                 break  # there an outer step is taken in the round after its own
         assert torch.equal(found[0], found[-1]), (kind, codec)
+
+
+def late_outcomes_are_read_before_they_are_applied(context: RankContext) -> None:
+    """On a GPU, an asynchronous call does not wait for its outcome. Here all calls leave theirs unread."""
+    context.start("gloo")
+
+    def leave_unread(outcome: Outcome) -> None:
+        assert outcome._slot is not None
+        outcome._slot.unread = outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outcome, "report", leave_unread)
+        for kind, codec in ((DiLoCo, "int8"), (DiLoCo, None), (SparseLoCo, "topk:0.01:2")):
+            model = Vectors(5000)
+            optimizer = kind(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, codec=codec, delay=1)
+            _rounds(context, optimizer, [None, 1, None, 2])
+            optimizer.close()
 
 
 def _trained(context: RankContext, resume: bool, kind: type[DiLoCo] = DiLoCo, **options: Any) -> Tensor:

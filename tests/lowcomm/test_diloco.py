@@ -22,6 +22,10 @@ def test_not_finite_leaves_no_trace(pool: RankPool) -> None:
     pool.run(rank_lowcomm.not_finite_leaves_no_trace, world_size=2)
 
 
+def test_late_outcomes_are_read_before_they_are_applied(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.late_outcomes_are_read_before_they_are_applied, world_size=2)
+
+
 def test_they_resume_to_the_bit(pool: RankPool) -> None:
     pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
 

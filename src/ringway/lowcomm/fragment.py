@@ -53,6 +53,8 @@ class Exchange:
         if work is not None:
             try:
                 work.wait()
+                if self._slot is not None:
+                    self._slot.read_outcome()  # on a GPU, only the stream has waited
             except Exception as error:
                 self._failed(error)
         return self._error
