@@ -171,9 +171,33 @@ def late_outcomes_are_read_before_they_are_applied(context: RankContext) -> None
             optimizer.close()
 
 
-def _trained(context: RankContext, resume: bool, kind: type[DiLoCo] = DiLoCo, **options: Any) -> Tensor:
+def small_updates_add_up(context: RankContext) -> None:
+    """Half an ulp of bfloat16 on average in each round: the anchor moves as with parameters in fp32."""
+    context.start("gloo")
+    for codec in (None, "int8"):
+        ends = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = nn.ParameterList([torch.ones(12, dtype=dtype), torch.ones(30), torch.ones(7, dtype=dtype)])
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = DiLoCo(model, inner, lambda a: torch.optim.SGD(a, lr=0.7), every=1, codec=codec)
+            for _ in range(40):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 2.0**-8 if context.rank == 0 else 0.0)
+                optimizer.step()
+            (anchor,) = optimizer.common_state()["anchors"]
+            for parameter, values in zip(model.parameters(), anchor.split([12, 30, 7]), strict=True):
+                assert torch.equal(parameter, values.to(parameter.dtype))
+            ends.append(anchor)
+        torch.testing.assert_close(ends[0], torch.full((49,), 1 - 40 * 0.7 * 2.0**-9), rtol=1e-5, atol=0)
+        torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=0)
+
+
+def _trained(
+    context: RankContext, resume: bool, kind: type[DiLoCo] = DiLoCo, dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
+    model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4, dtype=dtype))
+    model[1].register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
 
     def wrapped(model: nn.Module) -> DiLoCo:
         first, *rest = model.parameters()
@@ -185,7 +209,7 @@ def _trained(context: RankContext, resume: bool, kind: type[DiLoCo] = DiLoCo, **
         generator = torch.Generator().manual_seed(100 * step + context.rank)
         inputs = torch.randn(8, 16, generator=generator)
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), inputs[:, :4]).backward()
+        nn.functional.mse_loss(model(inputs).float(), inputs[:, :4]).backward()
         optimizer.step()
         if resume:
             saved = io.BytesIO()
@@ -207,6 +231,7 @@ def resumes_to_the_bit(context: RankContext) -> None:
     for options in (
         {"every": 5, "codec": "onebit:64"},
         {"every": 7, "codec": "int4", "fragments": 3, "delay": 3},
+        {"every": 3, "codec": "int8", "delay": 1, "dtype": torch.bfloat16},
         {"every": 7, "codec": "topk:0.05:3", "fragments": 2, "delay": 2, "kind": SparseLoCo},
     ):
         straight, resumed = _trained(context, False, **options), _trained(context, True, **options)

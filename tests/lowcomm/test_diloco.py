@@ -26,6 +26,10 @@ def test_late_outcomes_are_read_before_they_are_applied(pool: RankPool) -> None:
     pool.run(rank_lowcomm.late_outcomes_are_read_before_they_are_applied, world_size=2)
 
 
+def test_small_updates_add_up(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.small_updates_add_up, world_size=2)
+
+
 def test_they_resume_to_the_bit(pool: RankPool) -> None:
     pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
 

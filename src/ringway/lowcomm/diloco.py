@@ -8,6 +8,10 @@ parameters that the sites last agreed on:
     anchor <- outer optimizer(anchor, mean of delta)   the same bits on every site
     parameters <- anchor
 
+Parameters in bfloat16 or float16 hold a rounded anchor, and delta is how far they have moved from that. The anchor
+itself stays in fp32, so updates that are too small for the parameters add up in it. A mix is rounded too, and there
+they are lost.
+
 With several fragments, the parts of the model do this in turn, so the link carries one fragment at a time. With a delay
 of tau steps the exchange runs in the background: it starts at step t, and is applied at step t + tau. By then the
 parameters have moved on, so they become a mix of themselves and the new anchor.
@@ -183,7 +187,7 @@ class DiLoCo(Optimizer):
 
     def _start(self, fragment: Fragment, number: int) -> None:
         """Start to average how far the sites have moved."""
-        delta = fragment.anchor - fragment.read()
+        delta = fragment.moved()
         exchange = Exchange(delta, self._steps + self.delay, self.feedback[number])
         with self.report.waiting():
             exchange.begin(lambda: self._exchange(delta, number))

@@ -82,7 +82,7 @@ class Fragment:
         ranks, rank = (1, 0) if site is None else (site.size, site.rank)
         self._length = -(-self.numel // ranks)
         self._slice = slice(min(rank * self._length, self.numel), min((rank + 1) * self._length, self.numel))
-        self.anchor = self.read()
+        self.anchor = self._read()
         self.pending: Exchange | None = None
 
     def _places(self) -> Iterator[tuple[Tensor, int]]:
@@ -92,16 +92,30 @@ class Fragment:
             yield part, start
             start += part.numel()
 
-    def read(self) -> Tensor:
-        """This rank's slice of the parameters, as a new tensor."""
+    def _sliced(self) -> Iterator[tuple[Tensor, slice]]:
+        """What this rank's slice has of each parameter, flat, and its place in the anchor."""
         begin, end = self._slice.start, self._slice.stop
-        device = local_part(self._parameters[0]).device
-        flat = torch.empty(end - begin, dtype=torch.float32, device=device)
         for part, start in self._places():
             low, high = max(begin, start), min(end, start + part.numel())
             if low < high:
-                flat[low - begin : high - begin].copy_(part.reshape(-1)[low - start : high - start])
+                yield part.reshape(-1)[low - start : high - start], slice(low - begin, high - begin)
+
+    def _read(self) -> Tensor:
+        """This rank's slice of the parameters, as a new tensor."""
+        device = local_part(self._parameters[0]).device
+        flat = torch.empty(self._slice.stop - self._slice.start, dtype=torch.float32, device=device)
+        for values, place in self._sliced():
+            flat[place].copy_(values)
         return flat
+
+    def moved(self) -> Tensor:
+        """How far this rank's slice of the parameters is from the anchor, as they can hold it: what the anchor has
+        below the precision of bfloat16 parameters has not been undone by them."""
+        delta = torch.empty_like(self.anchor)
+        for values, place in self._sliced():
+            start = self.anchor[place].to(values.dtype)
+            torch.sub(start.to(torch.float32), values.to(torch.float32), out=delta[place])
+        return delta
 
     def write(self, own: float) -> None:
         """Make the parameters `own` times themselves plus the rest of the anchor."""
