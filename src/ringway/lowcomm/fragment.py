@@ -138,15 +138,29 @@ class Fragment:
 
 
 def split_evenly(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """At most `count` runs of consecutive parameters, about equal in elements, each on one device."""
-    total = sum(parameter.numel() for parameter in parameters)
+    """Runs of consecutive parameters, each on one device: `count` of them, if there are as many parameters, or more if
+    the devices change more often. Of all such splits, this is one whose largest run is smallest."""
+    count = max(1, min(count, len(parameters)))
+    low, high = 0, sum(parameter.numel() for parameter in parameters)
+    fewest = len(_runs(parameters, high, 1))
+    while low < high:
+        limit = (low + high) // 2
+        if len(_runs(parameters, limit, 1)) <= max(count, fewest):
+            high = limit
+        else:
+            low = limit + 1
+    return _runs(parameters, high, count)
+
+
+def _runs(parameters: Sequence[Tensor], limit: int, least: int) -> list[list[Tensor]]:
+    """Runs of at most `limit` elements, if no parameter has more, and as few as possible, but at least `least`."""
     runs: list[list[Tensor]] = []
-    seen, last = 0, None
-    for parameter in parameters:
-        place = min(count - 1, seen * count // max(total, 1)), parameter.device
-        if place != last:
+    size = 0
+    for place, parameter in enumerate(parameters):
+        size += parameter.numel()
+        each_alone = len(parameters) - place <= least - len(runs)
+        if not runs or size > limit or each_alone or parameter.device != runs[-1][0].device:
             runs.append([])
-            last = place
+            size = parameter.numel()
         runs[-1].append(parameter)
-        seen += parameter.numel()
     return runs
