@@ -67,8 +67,10 @@ def diloco_follows_the_papers(context: RankContext) -> None:
             optimizer.step()
             simulated.step(np.stack([one.double().numpy() for one in given]))
             flat = torch.cat([p.detach() for p in model.parameters()]).double().numpy()
-            wrong = np.abs(flat - simulated.x[context.rank]) > 1e-4
-            assert wrong.mean() <= 0.1, f"{codec} {options} step {step}: {wrong.sum()} elements differ"
+            wrong = np.abs(flat - simulated.x[context.rank]) > 1e-5
+            # A codec rounds an element that is at an edge differently in float64.
+            allowed = 0 if codec is None else 0.01 * wrong.size
+            assert wrong.sum() <= allowed, f"{codec} {options} step {step}: {wrong.sum()} elements differ"
         assert optimizer.report.exchanges == simulated.exchanges
         optimizer.close()
 
@@ -96,8 +98,9 @@ def sparseloco_follows_the_paper(context: RankContext) -> None:
                 share = 0.5 if delay else 0.0
                 x, pending = share * x + (1 - share) * anchor, None
             flat = torch.cat([p.detach() for p in model.parameters()]).double().numpy()
-            wrong = np.abs(flat - x[context.rank]) > 1e-4
-            assert wrong.mean() <= 0.01, f"{optimizer.codec} step {step}: {wrong.sum()} elements differ"
+            wrong = np.abs(flat - x[context.rank]) > 1e-5
+            # One that is at an edge of the selection or of a level; an exchange sends 1 % of all.
+            assert wrong.sum() <= 2, f"{optimizer.codec} step {step}: {wrong.sum()} elements differ"
         assert delay or _same_everywhere(list(model.parameters()))
         optimizer.close()
     for wrong_options in ({"lr": 0.0}, {"decay": 1.5}, {"codec": "auto"}):
@@ -193,7 +196,12 @@ def small_updates_add_up(context: RankContext) -> None:
 
 
 def _trained(
-    context: RankContext, resume: bool, kind: type[DiLoCo] = DiLoCo, dtype: torch.dtype = torch.float32, **options: Any
+    context: RankContext,
+    resume: bool,
+    kind: type[DiLoCo] = DiLoCo,
+    dtype: torch.dtype = torch.float32,
+    muon: bool = False,
+    **options: Any,
 ) -> Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4, dtype=dtype))
@@ -201,6 +209,10 @@ def _trained(
 
     def wrapped(model: nn.Module) -> DiLoCo:
         first, *rest = model.parameters()
+        if muon:
+            vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+            matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+            return kind(model, [torch.optim.AdamW(vectors, lr=1e-2), torch.optim.Muon(matrices, lr=1e-2)], **options)
         inner = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.SGD([first], lr=1e-2, momentum=0.9)]
         return kind(model, inner, **options)
 
@@ -236,6 +248,17 @@ def resumes_to_the_bit(context: RankContext) -> None:
     ):
         straight, resumed = _trained(context, False, **options), _trained(context, True, **options)
         assert torch.equal(straight, resumed), options
+
+
+def muon_inside(context: RankContext) -> None:
+    """Muon for matrices and AdamW for the rest. The 25th step is an outer one."""
+    context.start("gloo")
+    straight, resumed = (_trained(context, resume, muon=True, every=5, codec="int4") for resume in (False, True))
+    assert torch.equal(straight, resumed)
+    assert _same_everywhere([straight])
+    streamed = [_trained(context, resume, muon=True, every=5, fragments=2, delay=2) for resume in (False, True)]
+    assert torch.equal(streamed[0], streamed[1])
+    assert not torch.equal(straight, _trained(context, False, every=5, codec="int4")), "Muon has taken part"
 
 
 def several_ranks_in_a_site(context: RankContext) -> None:
@@ -309,16 +332,17 @@ def counts_its_bytes(context: RankContext) -> list[tuple[str, int, int]]:
     """The report's bytes are those of the calls that the recorder saw."""
     context.start("shm")
     found = []
-    for codec in ("int8", "onebit", "int4"):
+    phases = {DiLoCo: {"all_to_all_single", "all_gather_into_tensor"}, SparseLoCo: {"all_gather_into_tensor"}}
+    for kind, codec in ((DiLoCo, "int8"), (DiLoCo, "onebit"), (DiLoCo, "int4"), (SparseLoCo, "topk:0.01:2")):
         model = Vectors(5000, 3000)
-        optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=10, codec=codec)
+        optimizer = kind(model, torch.optim.SGD(model.parameters(), lr=0.1), every=10, codec=codec)
         began = max(call.issued_ns for call in recent_calls(4))
         for _ in range(10):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         calls = [call for call in recent_calls(100) if call.issued_ns > began]
-        assert {call.op for call in calls} == {"all_to_all_single", "all_gather_into_tensor"}, calls
+        assert {call.op for call in calls} == phases[kind], calls
         whole = sum(call.nbytes for call in calls)  # one frame of them is this rank's own
         sent = whole * (context.world_size - 1) // context.world_size
         found.append((codec, optimizer.report.sent_bytes, sent))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import rank_lowcomm
+import torch
 
 from ringway.compress import get_codec
 from ringway.compress.windows import compressed_bytes, ring_bytes
@@ -32,6 +33,11 @@ def test_small_updates_add_up(pool: RankPool) -> None:
 
 def test_they_resume_to_the_bit(pool: RankPool) -> None:
     pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_inside(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.muon_inside, world_size=2)
 
 
 def test_several_ranks_in_a_site(pool: RankPool) -> None:
