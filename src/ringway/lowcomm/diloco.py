@@ -189,7 +189,7 @@ class DiLoCo(Optimizer):
         """Start to average how far the sites have moved."""
         delta = fragment.moved()
         exchange = Exchange(delta, self._steps + self.delay, self.feedback[number])
-        with self.report.waiting():
+        with self.report.waiting(None if self.delay else delta.device):
             exchange.begin(lambda: self._exchange(delta, number))
         fragment.pending = exchange
         self.report.exchanges += 1
@@ -216,7 +216,7 @@ class DiLoCo(Optimizer):
     def _averaged(self, fragment: Fragment) -> Exchange:
         exchange, fragment.pending = fragment.pending, None
         assert exchange is not None
-        with self.report.waiting():
+        with self.report.waiting(exchange.result.device):
             self._agree_on(exchange)
         return exchange
 
