@@ -177,21 +177,26 @@ def late_outcomes_are_read_before_they_are_applied(context: RankContext) -> None
 def small_updates_add_up(context: RankContext) -> None:
     """Half an ulp of bfloat16 on average in each round: the anchor moves as with parameters in fp32."""
     context.start("gloo")
-    for codec in (None, "int8"):
+    for codec, delay in ((None, 0), ("int8", 0), (None, 1), ("int8", 1)):
         ends = []
         for dtype in (torch.float32, torch.bfloat16):
             model = nn.ParameterList([torch.ones(12, dtype=dtype), torch.ones(30), torch.ones(7, dtype=dtype)])
             inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            optimizer = DiLoCo(model, inner, lambda a: torch.optim.SGD(a, lr=0.7), every=1, codec=codec)
-            for _ in range(40):
+            optimizer = DiLoCo(
+                model, inner, lambda a: torch.optim.SGD(a, lr=0.7), every=1 + delay, codec=codec, delay=delay
+            )
+            for step in range(40 * (1 + delay)):
+                size = 2.0**-8 if context.rank == 0 and not (delay and step % 2) else 0.0
                 for parameter in model.parameters():
-                    parameter.grad = torch.full_like(parameter, 2.0**-8 if context.rank == 0 else 0.0)
+                    parameter.grad = torch.full_like(parameter, size)
                 optimizer.step()
             (anchor,) = optimizer.common_state()["anchors"]
             for parameter, values in zip(model.parameters(), anchor.split([12, 30, 7]), strict=True):
-                assert torch.equal(parameter, values.to(parameter.dtype))
+                assert delay or torch.equal(parameter, values.to(parameter.dtype))
             ends.append(anchor)
-        torch.testing.assert_close(ends[0], torch.full((49,), 1 - 40 * 0.7 * 2.0**-9), rtol=1e-5, atol=0)
+            optimizer.close()
+        if not delay:
+            torch.testing.assert_close(ends[0], torch.full((49,), 1 - 40 * 0.7 * 2.0**-9), rtol=1e-5, atol=0)
         torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=0)
 
 

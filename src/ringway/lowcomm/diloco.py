@@ -9,8 +9,7 @@ parameters that the sites last agreed on:
     parameters <- anchor
 
 Parameters in bfloat16 or float16 hold a rounded anchor, and delta is how far they have moved from that. The anchor
-itself stays in fp32, so updates that are too small for the parameters add up in it. A mix is rounded too, and there
-they are lost.
+itself stays in fp32, so updates that are too small for the parameters add up in it. What is rounded off a mix is kept.
 
 With several fragments, the parts of the model do this in turn, so the link carries one fragment at a time. With a delay
 of tau steps the exchange runs in the background: it starts at step t, and is applied at step t + tau. By then the
@@ -308,6 +307,7 @@ class DiLoCo(Optimizer):
             **self.common_state(),
             "inner": [optimizer.state_dict() for optimizer in self.inner_optimizers],
             "pending": pending,
+            "lost": {number: fragment.lost for number, fragment in enumerate(self._fragments) if fragment.lost},
             "feedback": self.feedback.state_dict(),
         }
 
@@ -320,6 +320,8 @@ class DiLoCo(Optimizer):
         with torch.no_grad():
             for number, (fragment, anchor) in enumerate(zip(self._fragments, state_dict["anchors"], strict=True)):
                 fragment.anchor.copy_(anchor)
+                lost = state_dict.get("lost", {}).get(number, {})
+                fragment.lost = {one: values.to(anchor.device, copy=True) for one, values in lost.items()}
                 saved = state_dict["pending"].get(number)
                 fragment.pending = None
                 if saved is not None:

@@ -82,8 +82,11 @@ class Fragment:
         ranks, rank = (1, 0) if site is None else (site.size, site.rank)
         self._length = -(-self.numel // ranks)
         self._slice = slice(min(rank * self._length, self.numel), min((rank + 1) * self._length, self.numel))
-        self.anchor = self._read()
         self.pending: Exchange | None = None
+        self.lost: dict[int, Tensor] = {}
+        """What rounding took from a mix, in fp32, for each parameter in 16 bits by its number. Without it, updates
+        smaller than an ulp would be lost at every mix."""
+        self.anchor = self._read()
 
     def _places(self) -> Iterator[tuple[Tensor, int]]:
         start = 0
@@ -95,10 +98,11 @@ class Fragment:
     def _sliced(self) -> Iterator[tuple[Tensor, slice]]:
         """What this rank's slice has of each parameter, flat, and its place in the anchor."""
         begin, end = self._slice.start, self._slice.stop
-        for part, start in self._places():
+        for number, (part, start) in enumerate(self._places()):
             low, high = max(begin, start), min(end, start + part.numel())
             if low < high:
-                yield part.reshape(-1)[low - start : high - start], slice(low - begin, high - begin)
+                values = self._exact(number, part).reshape(-1)
+                yield values[low - start : high - start], slice(low - begin, high - begin)
 
     def _read(self) -> Tensor:
         """This rank's slice of the parameters, as a new tensor."""
@@ -109,8 +113,8 @@ class Fragment:
         return flat
 
     def moved(self) -> Tensor:
-        """How far this rank's slice of the parameters is from the anchor, as they can hold it: what the anchor has
-        below the precision of bfloat16 parameters has not been undone by them."""
+        """How far this rank's slice of the parameters has moved from the anchor. Parameters in 16 bits hold a rounded
+        anchor, and the rounding is not a movement."""
         delta = torch.empty_like(self.anchor)
         for values, place in self._sliced():
             start = self.anchor[place].to(values.dtype)
@@ -120,12 +124,21 @@ class Fragment:
     def write(self, own: float) -> None:
         """Make the parameters `own` times themselves plus the rest of the anchor."""
         whole = self._whole_anchor()
-        for part, start in self._places():
+        lost: dict[int, Tensor] = {}
+        for number, (part, start) in enumerate(self._places()):
             anchor = whole[start : start + part.numel()].view(part.shape)
             if own:
-                part.copy_(torch.lerp(anchor, part.to(torch.float32), own))
+                mixed = torch.lerp(anchor, self._exact(number, part).to(torch.float32), own)
+                part.copy_(mixed)
+                if part.itemsize < mixed.itemsize:
+                    lost[number] = torch.nan_to_num(mixed - part, nan=0.0, posinf=0.0, neginf=0.0)
             else:
                 part.copy_(anchor)
+        self.lost = lost
+
+    def _exact(self, number: int, part: Tensor) -> Tensor:
+        """A parameter, with what rounding took from its last mix."""
+        return part + self.lost[number] if number in self.lost else part
 
     def _whole_anchor(self) -> Tensor:
         if self._site is None or self._site.size == 1:
