@@ -22,14 +22,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-NAMESPACES = ("ringway-site-0", "ringway-site-1")
+NAMESPACES = (f"ringway-{os.getpid()}-site-0", f"ringway-{os.getpid()}-site-1")
+"""Of the process that makes the link, so that several can run at the same time."""
 ADDRESSES = ("10.214.7.1", "10.214.7.2")
 DEVICE = "site"
 PORT = 29714
+"""Always free: the namespaces are new."""
 MTU = 32000
 BACKLOG_SECONDS = 0.2
 """What a queue of the link holds. Beyond that, packets are dropped, and TCP slows down."""
@@ -41,12 +43,11 @@ BACKLOG_SECONDS = 0.2
 @contextmanager
 def slow_link(mbit: float, delay_ms: float) -> Iterator[None]:
     """Two namespaces and the relay between them, removed afterwards."""
-    _remove_link()
     relay = None
     try:
         for namespace in NAMESPACES:
             _run("ip", "netns", "add", namespace)
-        command = [sys.executable, os.path.abspath(__file__), "--relay", str(mbit), str(delay_ms)]
+        command = [sys.executable, os.path.abspath(__file__), "--relay", str(mbit), str(delay_ms), *NAMESPACES]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert relay.stdout is not None
         if relay.stdout.readline() != b"ready\n":
@@ -81,9 +82,9 @@ def _tunnel(namespace: str, address: str) -> int:
     return tunnel
 
 
-def relay(mbit: float, delay_ms: float) -> None:
+def relay(mbit: float, delay_ms: float, namespaces: Sequence[str]) -> None:
     """Carry packets in both directions, each at most at `mbit`, and `delay_ms` late."""
-    tunnels = [_tunnel(namespace, address) for namespace, address in zip(NAMESPACES, ADDRESSES, strict=True)]
+    tunnels = [_tunnel(namespace, address) for namespace, address in zip(namespaces, ADDRESSES, strict=True)]
     queues: list[deque[tuple[float, bytes]]] = [deque(), deque()]
     free = [0.0, 0.0]
     """When each direction has sent what it accepted."""
@@ -203,14 +204,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--show", type=int, default=10, help="steps between printed lines")
     parser.add_argument("--site", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--relay", type=float, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--relay", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> int:
     options = parsed()
     if options.relay is not None:
-        relay(*options.relay)
+        mbit, delay_ms, *namespaces = options.relay
+        relay(float(mbit), float(delay_ms), namespaces)
     if options.site is not None:
         train(options)
         return 0

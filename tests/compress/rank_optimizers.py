@@ -37,12 +37,13 @@ def rate_of(step: int) -> float:
     return 0.0 if step in (0, 9, 31) else 0.01 * min(1.0, step / 5) * 0.98**step
 
 
-def _close(found: Tensor, right: np.ndarray, what: str) -> None:
-    """Equal, but for a few elements: one that is within rounding error of an edge of the codec is encoded differently
-    in float64, and its block's scale follows."""
+def _close(found: Tensor, right: np.ndarray, what: str, encoded: bool) -> None:
+    """Equal. Of values that were `encoded`, 1 % may differ: one that is within rounding error of an edge of the codec
+    is encoded differently in float64."""
     assert found.numel() == right.size
     wrong = np.abs(found.detach().double().numpy() - right) > 1e-4 * np.abs(right) + 1e-5
-    assert wrong.mean() <= 0.1, f"{what}: {wrong.sum()} of {right.size} elements differ"
+    allowed = 0.01 * right.size if encoded else 0
+    assert wrong.sum() <= allowed, f"{what}: {wrong.sum()} of {right.size} elements differ"
 
 
 def _latest() -> int:
@@ -75,7 +76,7 @@ def zero_one_adam_follows_the_paper(context: RankContext) -> None:
             simulated.step(np.stack([one.double().numpy() for one in given]), lr)
             what = f"{spec} step {step} ({simulated.rounds[-1]})"
             assert (_latest() == before) == (simulated.rounds[-1] == "local"), f"{what}: a local step sends nothing"
-            _close(weights, simulated.x[context.rank], what)
+            _close(weights, simulated.x[context.rank], what, "compressed" in simulated.rounds)
             if simulated.rounds[-1] != "local":
                 everyones = [torch.empty(NUMEL) for _ in range(context.world_size)]
                 c10d.all_gather(everyones, weights.detach())
@@ -104,7 +105,8 @@ def onebit_lamb_follows_the_paper(context: RankContext) -> None:
             optimizer.step()
             simulated.step(everyones, rate_of(step + 1))
             for number, parameter in enumerate(parameters):
-                _close(parameter, simulated.x[number], f"{spec} step {step} parameter {number}")
+                what = f"{spec} step {step} parameter {number}"
+                _close(parameter, simulated.x[number], what, step >= LAMB["freeze_step"])
         assert optimizer.feedback.report.calls == 32, "one exchange a step, whatever the codec's scale"
         assert np.ptp(simulated.factor) > 0 or min(simulated.factor) < 1, "the factor has moved"
         torch.testing.assert_close(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import rank_lowcomm
+import torch
 
 from ringway.compress import get_codec
 from ringway.compress.windows import compressed_bytes, ring_bytes
@@ -18,8 +19,25 @@ def test_sparseloco_follows_the_paper(pool: RankPool) -> None:
     pool.run(rank_lowcomm.sparseloco_follows_the_paper, world_size=3)
 
 
+def test_not_finite_leaves_no_trace(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.not_finite_leaves_no_trace, world_size=2)
+
+
+def test_late_outcomes_are_read_before_they_are_applied(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.late_outcomes_are_read_before_they_are_applied, world_size=2)
+
+
+def test_small_updates_add_up(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.small_updates_add_up, world_size=2)
+
+
 def test_they_resume_to_the_bit(pool: RankPool) -> None:
     pool.run(rank_lowcomm.resumes_to_the_bit, world_size=2)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_inside(pool: RankPool) -> None:
+    pool.run(rank_lowcomm.muon_inside, world_size=2)
 
 
 def test_several_ranks_in_a_site(pool: RankPool) -> None:

@@ -30,10 +30,11 @@ from ringway.work import Handle
 FORMAT = 1
 
 
-class Status(Protocol):
-    """How a call ended, possibly still on its way from the device. 0 means success."""
+class Deferred(Protocol):
+    """The outcome of a call that did not wait for the device."""
 
-    def read(self) -> int: ...
+    def read(self) -> None:
+        """Wait for it, and raise if values were not finite."""
 
 
 class Slot:
@@ -48,8 +49,8 @@ class Slot:
         self.worker: Tensor | None = None
         self.server: Tensor | None = None
         self.bound_to: object = None
-        self.unread: list[Status] = []
-        """Status of the last asynchronous call on a GPU: the next call reads it."""
+        self.unread: Deferred | None = None
+        """The outcome of the last asynchronous call on a GPU: the next call reads it."""
         self.pending: Handle | None = None
         """The latest asynchronous call."""
 
@@ -60,6 +61,12 @@ class Slot:
         if pending is not None:
             with suppress(Exception):
                 pending.wait()
+
+    def read_outcome(self) -> None:
+        """Raise if the last call did not wait for the device, and its values were not finite."""
+        unread, self.unread = self.unread, None
+        if unread is not None:
+            unread.read()
 
     def prepare(self, sharding: Sharding, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The residuals for a tensor with this sharding. Created as zeros; moved to the tensor's device if needed."""
@@ -100,6 +107,12 @@ class Slot:
         """Discard the residuals."""
         self.settle()
         self.worker = self.server = None
+
+    def copies(self) -> tuple[Tensor | None, Tensor | None]:
+        """Copies of the residuals, for `restore`."""
+        self.settle()
+        worker, server = (None if residual is None else residual.clone() for residual in (self.worker, self.server))
+        return worker, server
 
     def restore(self, worker: Tensor | None, server: Tensor | None) -> None:
         """Go back to earlier residuals. Where there is none, it starts from zero."""

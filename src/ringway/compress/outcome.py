@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
-from ringway.compress.feedback import Slot, Status
+from ringway.compress.feedback import Slot
 from ringway.compress.workspace import HostCopy
 from ringway.errors import NotFinite
 from ringway.groups.communicator import Communicator
+
+
+class Status(Protocol):
+    """How a call ended, possibly still on its way from the device. 0 means success."""
+
+    def read(self) -> int: ...
 
 
 class PlainStatus:
@@ -42,18 +50,18 @@ class Outcome:
     def report(self) -> None:
         """Raise if a status is not 0, now or at the slot's next call."""
         if self._slot is not None and self._pending and not self._waits:
-            self._slot.unread = self._pending
+            self._slot.unread = self
         else:
-            self._raise_for(self.status, self._pending)
+            self.read()
 
     def report_earlier(self) -> None:
         """Raise for the slot's previous call, if it did not wait."""
         if self._slot is not None:
-            earlier, self._slot.unread = self._slot.unread, []
-            self._raise_for(0, earlier)
+            self._slot.read_outcome()
 
-    def _raise_for(self, status: int, pending: list[Status]) -> None:
-        status = max([status, *(one.read() for one in pending)])
+    def read(self) -> None:
+        """Raise if a status is not 0. Waits for those that are on their way from the device."""
+        status = max([self.status, *(one.read() for one in self._pending)])
         if status == 0:
             return
         culprit = status - 1

@@ -8,6 +8,9 @@ parameters that the sites last agreed on:
     anchor <- outer optimizer(anchor, mean of delta)   the same bits on every site
     parameters <- anchor
 
+Parameters in bfloat16 or float16 hold a rounded anchor, and delta is how far they have moved from that. The anchor
+itself stays in fp32, so updates that are too small for the parameters add up in it. What is rounded off a mix is kept.
+
 With several fragments, the parts of the model do this in turn, so the link carries one fragment at a time. With a delay
 of tau steps the exchange runs in the background: it starts at step t, and is applied at step t + tau. By then the
 parameters have moved on, so they become a mix of themselves and the new anchor.
@@ -183,13 +186,11 @@ class DiLoCo(Optimizer):
 
     def _start(self, fragment: Fragment, number: int) -> None:
         """Start to average how far the sites have moved."""
-        delta = fragment.anchor - fragment.read()
-        fragment.pending = exchange = Exchange(delta, None, self._steps + self.delay)
-        with self.report.waiting():
-            try:
-                exchange.work = self._exchange(delta, number)
-            except NotFinite as error:
-                exchange.error = error
+        delta = fragment.moved()
+        exchange = Exchange(delta, self._steps + self.delay, self.feedback[number])
+        with self.report.waiting(None if self.delay else delta.device):
+            exchange.begin(lambda: self._exchange(delta, number))
+        fragment.pending = exchange
         self.report.exchanges += 1
         self.report.sent_bytes += self._bytes_of(delta.numel())
 
@@ -211,21 +212,22 @@ class DiLoCo(Optimizer):
         """Take the outer step, and continue from the new anchor."""
         self._apply(fragment, self._averaged(fragment))
 
-    def _averaged(self, fragment: Fragment) -> Tensor:
+    def _averaged(self, fragment: Fragment) -> Exchange:
         exchange, fragment.pending = fragment.pending, None
         assert exchange is not None
-        with self.report.waiting():
-            return self._agreed(exchange)
+        with self.report.waiting(exchange.result.device):
+            self._agree_on(exchange)
+        return exchange
 
-    def _apply(self, fragment: Fragment, mean: Tensor) -> None:
-        fragment.anchor.grad = mean
+    def _apply(self, fragment: Fragment, exchange: Exchange) -> None:
+        fragment.anchor.grad = exchange.result
         self.outer_optimizer.step()
         fragment.anchor.grad = None
         fragment.write(self.mix)
 
-    def _agreed(self, exchange: Exchange) -> Tensor:
-        """The average. If values of one rank of the site were not finite, all its ranks raise: they took part in
-        different exchanges."""
+    def _agree_on(self, exchange: Exchange) -> None:
+        """Wait for the average. If values of one rank of the site were not finite, all its ranks raise: they took part
+        in different exchanges."""
         error = exchange.failure()
         if self._site is not None and self._site.size > 1:
             failed = torch.tensor([error is not None], dtype=torch.int32)
@@ -235,8 +237,8 @@ class DiLoCo(Optimizer):
                     f"{type(self).__name__}: another rank of the site exchanged values that are not finite"
                 )
         if error is not None:
+            exchange.undo()
             raise error
-        return exchange.result
 
     # Outer steps in two parts, for `ElasticRounds`: only the first communicates
 
@@ -244,17 +246,24 @@ class DiLoCo(Optimizer):
     def fragments(self) -> int:
         return len(self._fragments)
 
-    def averages(self) -> list[Tensor]:
-        """How far the sites have moved on average, by fragment."""
+    def averages(self) -> list[Exchange]:
+        """How far the sites have moved on average, by fragment. If this raises, the residuals are what they were."""
+        done: list[Exchange] = []
         with torch.no_grad():
-            for number, fragment in enumerate(self._fragments):
-                self._start(fragment, number)
-            return [self._averaged(fragment) for fragment in self._fragments]
+            try:
+                for number, fragment in enumerate(self._fragments):
+                    self._start(fragment, number)
+                    done.append(self._averaged(fragment))
+            except BaseException:
+                for exchange in done:
+                    exchange.undo()
+                raise
+        return done
 
-    def outer_step(self, averages: list[Tensor]) -> None:
+    def outer_step(self, averages: list[Exchange]) -> None:
         with torch.no_grad():
-            for fragment, mean in zip(self._fragments, averages, strict=True):
-                self._apply(fragment, mean)
+            for fragment, exchange in zip(self._fragments, averages, strict=True):
+                self._apply(fragment, exchange)
 
     def common_state(self) -> dict[str, Any]:
         """What all sites agree on."""
@@ -298,6 +307,7 @@ class DiLoCo(Optimizer):
             **self.common_state(),
             "inner": [optimizer.state_dict() for optimizer in self.inner_optimizers],
             "pending": pending,
+            "lost": {number: fragment.lost for number, fragment in enumerate(self._fragments) if fragment.lost},
             "feedback": self.feedback.state_dict(),
         }
 
@@ -310,11 +320,13 @@ class DiLoCo(Optimizer):
         with torch.no_grad():
             for number, (fragment, anchor) in enumerate(zip(self._fragments, state_dict["anchors"], strict=True)):
                 fragment.anchor.copy_(anchor)
+                lost = state_dict.get("lost", {}).get(number, {})
+                fragment.lost = {one: values.to(anchor.device, copy=True) for one, values in lost.items()}
                 saved = state_dict["pending"].get(number)
                 fragment.pending = None
                 if saved is not None:
                     result = saved["result"].to(fragment.anchor.device, copy=True)
-                    fragment.pending = Exchange(result, None, int(saved["due"]))
+                    fragment.pending = Exchange(result, int(saved["due"]))
         self.feedback.load_own_state(state_dict["feedback"])
 
     def _require_fit(self, state: Mapping[str, Any]) -> None:

@@ -96,14 +96,12 @@ class ElasticRounds:
         if self.steps_left:
             raise UsageError(f"exchange: {self.steps_left} inner steps of this round are left")
         optimizer = self.optimizer
-        slots = [optimizer.feedback[number] for number in range(optimizer.fragments)]
-        residuals = [(_copy(slot.worker), _copy(slot.server)) for slot in slots]
+        averages = optimizer.averages()
         try:
-            averages = optimizer.averages()
             attempt.commit()
-        except BaseException:  # the exchange is repeated: what it took from the residuals must be there again
-            for slot, before in zip(slots, residuals, strict=True):
-                slot.restore(*before)
+        except BaseException:  # the exchange is repeated
+            for average in averages:
+                average.undo()
             raise
         optimizer.outer_step(averages)
         self._steps = 0
@@ -138,7 +136,3 @@ class ElasticRounds:
             optimizer.feedback[number].restore(residual, None)  # this rank serves another part now
         if last is not None:
             optimizer.report = last.report
-
-
-def _copy(residual: Tensor | None) -> Tensor | None:
-    return None if residual is None else residual.clone()
