@@ -1,6 +1,6 @@
 """This checkout compared with an earlier one, in one run: what a change costs, or gains, call by call.
 
-    git worktree add /tmp/before COMMIT && sh /tmp/before/scripts/build_in_place.sh
+    git worktree add /tmp/before COMMIT && sh /tmp/before/scripts/build_in_place.sh && sh scripts/build_in_place.sh
     python benchmarks/before_after.py /tmp/before [--ranks 2] [--starts 5] [--rounds 9] [--json FILE]
 
 Both checkouts have ranks of their own and take turns, sample by sample; which goes first alternates. A sample's time
@@ -58,12 +58,12 @@ def ratios(teams: dict[str, Team], op: str, nbytes: int, rounds: int) -> list[fl
 
 def one_start(peer: str, arguments: argparse.Namespace) -> dict[Cell, list[float]]:
     """All cells of one peer, on ranks of both checkouts that are started for it."""
-    sources = {BEFORE: arguments.before / "src", AFTER: ROOT / "src"}
+    sources = {BEFORE: arguments.before.resolve() / "src", AFTER: ROOT / "src"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
         try:
             teams = {
                 name: ends.enter_context(
-                    team(peer, arguments.ranks, Path(folder), name=name, environment={"PYTHONPATH": str(source)})
+                    team(peer, arguments.ranks, Path(folder), name=name, environment={"BENCH_SOURCE": str(source)})
                 )
                 for name, source in sources.items()
             }

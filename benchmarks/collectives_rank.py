@@ -25,6 +25,8 @@ def serve(peer: str, address: str) -> None:
         link.connect(address)
         lines = link.makefile("rw")
         try:
+            if "BENCH_SOURCE" in os.environ:
+                _use_source(os.environ["BENCH_SOURCE"])
             prepare, barrier = _MAKERS[peer](rank, int(os.environ["BENCH_RANKS"]), ends)
         except Exception as error:  # the run continues without this peer, and reports why
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -32,6 +34,16 @@ def serve(peer: str, address: str) -> None:
             return
         print(json.dumps({"rank": rank}), file=lines, flush=True)
         _measure(lines, prepare, barrier)
+
+
+def _use_source(folder: str) -> None:
+    """Imports ringway from a checkout. An editable installation would come first, whatever PYTHONPATH says."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
+    sys.path.insert(0, folder)
+    import ringway._core
+
+    if not str(ringway._core.__file__).startswith(folder):
+        raise ImportError(f"{folder} has no built core: run scripts/build_in_place.sh of that checkout")
 
 
 def _measure(lines: Any, prepare: Prepare, barrier: Action) -> None:
