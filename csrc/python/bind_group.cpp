@@ -52,8 +52,8 @@ uint64_t begin_call(GroupRecord& record, nb::handle call, uint32_t label) {
     const uint32_t site = current_site();
     const GroupRecord::Begun begun =
         record.begin(view.op(), view.nbytes(), view.dtype(), view.reduce(), view.peer(), label, site);
-    record.starting(view.op(), begun);
     view.recorded(begun.sequence, site);
+    record.starting(view.op(), begun);
     return begun.token;
 }
 

@@ -51,11 +51,18 @@ PyObject* run_with(PyObject* const* given, Py_ssize_t count, const Run& run) {
         PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, async_op, tag, reduce");
         return nullptr;
     }
-    const long op = PyLong_AsLong(given[0]), peer = PyLong_AsLong(given[3]), tag = PyLong_AsLong(given[5]);
-    const long reduce = PyLong_AsLong(given[6]);
+    bool fits = true;  // the general path refuses numbers that do not
+    const auto number = [&](Py_ssize_t place) {
+        int overflow = 0;
+        const long value = PyLong_AsLongAndOverflow(given[place], &overflow);
+        fits &= overflow == 0 && value == static_cast<int>(value);
+        return static_cast<int>(value);
+    };
+    const int op = number(0), peer = number(3), tag = number(5), reduce = number(6);
     if (PyErr_Occurred() != nullptr) return nullptr;
-    const FastCall call{static_cast<int>(op),   given[1], given[2], static_cast<int>(peer), given[4] != Py_False && PyObject_IsTrue(given[4]) == 1,
-                        static_cast<int>(tag), static_cast<Reduce>(reduce)};
+    if (!fits) Py_RETURN_FALSE;
+    const bool async = given[4] != Py_False && PyObject_IsTrue(given[4]) == 1;
+    const FastCall call{op, given[1], given[2], peer, async, tag, static_cast<Reduce>(reduce)};
     return or_raise([&] { return nanobind::object(run(call)).release().ptr(); });
 }
 

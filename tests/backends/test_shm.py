@@ -605,3 +605,17 @@ def test_closed_groups_leave_no_descriptors_behind(pool: RankPool) -> None:
     for files, later, threads, later_threads in pool.run(_groups_come_and_go, world_size=2, timeout=60 + GROUPS):
         assert later <= files + 3
         assert later_threads <= threads
+
+
+def _far_ranks(context: RankContext) -> None:
+    dist = context.start("shm")
+    for far in (2**32, -(2**32), 2**70):  # a fast path that cut them to 32 bits would take the first two for rank 0
+        with pytest.raises(UsageError):
+            dist.broadcast(torch.ones(1), far)
+        with pytest.raises(UsageError):
+            dist.send(torch.ones(1), far + 1)
+    dist.barrier()
+
+
+def test_ranks_beyond_32_bits_are_refused(pool: RankPool) -> None:
+    pool.run(_far_ranks, world_size=2)

@@ -20,7 +20,7 @@ from ringway.groups.devices import Devices
 from ringway.groups.fast_path import FastPaths
 from ringway.groups.health import ENDS_THE_GROUP, CallTooEarly, Health
 from ringway.groups.listener import Listener
-from ringway.work import DONE, Handle, Work
+from ringway.work import DONE, Handle, Work, sent
 
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
@@ -88,15 +88,14 @@ class CallPath:
         peer: int = -1,
         async_op: bool = False,
         tag: int = 0,
-        reduce: Reduce = Reduce.SUM,
     ) -> Work | bool:
         """The Work of an asynchronous call that a fast path has started, or True if it has done a synchronous one.
         False if nothing has happened: then `issue` must."""
         try:
             for run in (self._paths.async_by_op if async_op else self._paths.by_op)[op]:
-                done = run(op, outputs, inputs, peer, async_op, tag, reduce)
+                done = run(op, outputs, inputs, peer, async_op, tag, Reduce.SUM)
                 if done:
-                    return done
+                    return sent() if async_op and done is True else done
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
         return False
@@ -139,7 +138,7 @@ class CallPath:
     def _start(self, call: Call, plan: Plan) -> tuple[Handle, int, Call | None]:
         """Numbers and starts a call. Returns its handle, its token (0 if its end is recorded), and the call if
         listeners see it."""
-        call.record = self._record
+        call.record, call.sequence = self._record, -1
         ended = 0
         try:
             token = self._begin(call)

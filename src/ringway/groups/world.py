@@ -64,6 +64,7 @@ class World:
         """What messages and traces call the next group, if not by torch's name."""
         self._binding: torch.device | None = None
         self._adopting = threading.Lock()
+        self._installing = threading.RLock()
         self._left_behind: weakref.WeakSet[c10d.ProcessGroup] = weakref.WeakSet()
         """In a forked child: the groups of its parent."""
         self._adopted: weakref.WeakKeyDictionary[c10d.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
@@ -199,7 +200,8 @@ class World:
 
     def start_over(self) -> list[Communicator]:
         """In a forked child: forgets the parent's groups. Returns their communicators."""
-        self._adopting = threading.Lock()  # the parent's may be held by a thread that does not exist here
+        # The parent's may be held by a thread that does not exist here.
+        self._adopting, self._installing = threading.Lock(), threading.RLock()
         self._left_behind = weakref.WeakSet(c10d_module._world.pg_map)
         inherited, self._all = list(self._all), weakref.WeakSet()
         return inherited
@@ -224,9 +226,15 @@ class World:
         return next(listener for listener in self.listeners if isinstance(listener, kind))
 
     def _install_listeners(self) -> None:
-        make, self.listeners_of_every_job = self.listeners_of_every_job, None
-        if make is not None:
-            self.listeners[:0] = make()  # the program's own, if there are any, see what these make of an error
+        with self._installing:  # a second thread waits until they are there
+            make, self.listeners_of_every_job = self.listeners_of_every_job, None
+            if make is None:
+                return
+            try:
+                self.listeners[:0] = make()  # the program's own, if there are any, see what these make of an error
+            except BaseException:
+                self.listeners_of_every_job = make
+                raise
 
     def _listeners_changed(self) -> None:
         for communicator in list(self._all):
