@@ -26,7 +26,7 @@ from ringway.backends.nccl.fast_path import Driver, NcclFastPath
 from ringway.backends.nccl.open_calls import FastWork
 from ringway.backends.process import Process
 from ringway.backends.torch.adopt import adopt
-from ringway.call import ALL_REDUCE, BARRIER, OPS, Reduce, ReduceOp
+from ringway.call import ALL_REDUCE, BARRIER, OPS, ReduceOp
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.communicator import Communicator
@@ -308,7 +308,7 @@ def test_an_asynchronous_call_ends_with_the_stream_that_waits_for_it(setting: Se
 
 def test_asynchronous_calls_that_nobody_waits_for_end_with_torchs_works(setting: Setting) -> None:
     calls, tensor = setting.communicator.calls, torch.zeros(3)
-    works = [calls.run_fast(ALL_REDUCE.code, tensor, tensor, -1, True, 0, Reduce.AVG) for _ in range(3)]
+    works = [calls.run_fast(ALL_REDUCE.code, tensor, tensor, -1, True) for _ in range(3)]
     assert all(isinstance(work, FastWork) for work in works)
     setting.group.works[0].finished.set()
     setting.group.works[2].finished.set()  # out of order: the device has not passed the second yet
