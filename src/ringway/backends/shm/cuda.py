@@ -20,7 +20,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -35,10 +35,11 @@ from ringway.backends.compose import in_parts
 from ringway.backends.device_watch import DeviceWatch
 from ringway.backends.shm.backend import ShmBackend
 from ringway.backends.shm.cuda_device import Cuda, reduces_as
+from ringway.backends.shm.cuda_handles import DirectHandle, HostHandle
 from ringway.backends.shm.cuda_parts import PARTS, Part, Span, count_of, reduced_as, rounded
 from ringway.call import OPS, Call, Op, Reduce
 from ringway.errors import RingwayError, UsageError
-from ringway.work import DONE, Completion, CompletionCell, Finishing, Handle
+from ringway.work import DONE, Handle
 
 _FACTS_BYTES = 512
 _PROBE_BYTES = 2 << 20
@@ -48,104 +49,6 @@ _BY_ONE_RANK = (ops.ALL_REDUCE, ops.REDUCE, ops.BROADCAST, ops.GATHER)
 """Calls of which one rank does all the work if the ranks' processes take turns on a GPU."""
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """What bytes are moved as."""
-
-
-class _DirectHandle(Handle):
-    """A direct call. It is launched once all ranks have met, and has ended when the device has passed its event."""
-
-    notifies = False
-    on_device = True
-
-    def __init__(self, backend: ShmCudaBackend, call: Call, near: Tensor, captured: bool, line: Any = None) -> None:
-        self._backend = backend
-        self._line = backend if line is None else line
-        self._call = call
-        self._near = near
-        self._captured = captured
-        self._launched: CompletionCell | None = None
-        self._steps: list[Callable[[], None]] = []
-        self._open = False
-        self._lock = threading.Lock()
-        self._event: Any = None
-
-    def begun(self, event: Any) -> _DirectHandle:
-        """The call was launched at once."""
-        self._event = event
-        return self
-
-    def queued(self) -> CompletionCell:
-        """The call will be launched later: finish the cell then."""
-        self._open = True
-        self._launched = CompletionCell()
-        return self._launched
-
-    def then(self, finish: Callable[[], None], device: torch.device | None = None) -> Handle:
-        """The last step of a call that is not launched yet comes behind it on its stream. The handle keeps the step,
-        and the memory that it uses, until the device has passed it."""
-        with self._lock:
-            if self._open:
-                self._steps.append(finish)
-                return self
-        return super().then(finish, device)
-
-    def last_steps(self) -> list[Callable[[], None]]:
-        """What to enqueue behind the call, now that it is launched."""
-        with self._lock:
-            self._open = False
-        return self._steps
-
-    def wait(self, timeout: float | None = None) -> None:
-        if self._launched is not None:
-            if not self._launched.wait(timeout, self._call.check):
-                raise self._call.not_done(timeout)
-            self._launched.raise_error()
-        if not self._captured:
-            self._backend.device.order(self._near, self._event)
-
-    def done(self) -> bool:
-        if self._captured:
-            return True
-        if self._launched is not None:
-            if not self._launched.finished:
-                return False
-            if self._launched.error is not None:
-                return True
-        return bool(self._event.query())
-
-    def outcome(self) -> BaseException | None:
-        if self._captured:
-            return None
-        return (self._launched and self._launched.error) or self._backend.fault()
-
-    def when_done(self, completion: Completion) -> None:
-        self.when_finished(completion)
-
-    def when_finished(self, completion: Completion, soon: bool = True) -> None:
-        if self._captured:
-            completion(None)  # it became part of a graph, and runs whenever that is replayed
-        else:
-            self._backend.watch.add(self._line, self, completion, soon)
-
-    def behind(self) -> Handle:
-        device = self._backend.device
-        stream = device.current(self._near)
-        later = _DirectHandle(
-            self._backend, self._call, self._near, self._captured, (self._backend, device.raw(stream))
-        )
-        return later.begun(None if self._captured else device.mark(stream))
-
-
-class _HostHandle(Finishing):
-    """An asynchronous call through the host. Its results are on the device once it is done, so any stream may use
-    them."""
-
-    def __init__(self, device: Cuda, near: Tensor, inner: Handle, finish: Callable[[], None]) -> None:
-        super().__init__(inner, lambda: device.aside(near, finish))
-        self._device = device
-        self._near = near
-
-    def then(self, finish: Callable[[], None], device: torch.device | None = None) -> Handle:
-        return _HostHandle(self._device, self._near, self, finish)
 
 
 class ShmCudaBackend(ShmBackend):
@@ -252,7 +155,7 @@ class ShmCudaBackend(ShmBackend):
         if not call.async_op:
             self.device.upload(results)
             return DONE
-        return _HostHandle(self.device, near, handle, lambda: self.device.upload(results))
+        return HostHandle(self.device, near, handle, lambda: self.device.upload(results))
 
     def _reads(self, call: Call) -> Sequence[Tensor]:
         return () if call.op is ops.BROADCAST and self.rank != call.peer else call.inputs
@@ -277,7 +180,7 @@ class ShmCudaBackend(ShmBackend):
         if not call.async_op:
             self.device.upload([(near, host)])
             return handle
-        return _HostHandle(self.device, near, handle, lambda: self.device.upload([(near, host)]))
+        return HostHandle(self.device, near, handle, lambda: self.device.upload([(near, host)]))
 
     send = recv = _message
 
@@ -367,7 +270,7 @@ class ShmCudaBackend(ShmBackend):
             raise RingwayError(f"{call.describe()}: the driver does not export the memory that it allocated for this")
         if part.expected:
             offer += struct.pack(f"{self.size}q", *part.expected)
-        handle = _DirectHandle(self, call, near, captured)
+        handle = DirectHandle(self, call, near, captured)
         manner = _core.SHM_DIRECT | (_CAPTURED if captured else 0)
         if not call.async_op or captured:
             # Without its record, the call is starting until it is launched: a signal handler's would be launched first.
