@@ -97,7 +97,7 @@ def compare(arguments: argparse.Namespace) -> None:
         raise SystemExit("the policy was not loaded")
     world.policy = None  # from here on, groups have a single backend
     control = Ranks(ringway.new_group(backend="gloo"))
-    names = arguments.backends.split(",") if arguments.backends else CANDIDATES
+    names = arguments.backends.split(",") if arguments.backends else CANDIDATES["cpu"]
     groups: dict[str, Any] = {**groups_of(names)[0], TUNED: None}
     rows = [
         compared(op, nbytes, groups, control, arguments.rounds) for op in arguments.ops for nbytes in arguments.sizes

@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as c10d
 
-from ringway.backends.base import GroupInfo
+from ringway.backends import registry
+from ringway.backends.base import Backend, GroupInfo
+from ringway.backends.compose import plan
 from ringway.backends.several import policy
-from ringway.backends.several.mixed import MixedBackend, _on_devices
+from ringway.backends.several.mixed import MixedBackend, _on_devices, mixed_on
 from ringway.backends.several.policy import Rule
-from ringway.call import ALL_REDUCE, BROADCAST
+from ringway.call import ALL_REDUCE, BROADCAST, Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, ConfigError, RingwayError
 from ringway.groups.world import world
 from ringway.testing import RankContext, RankPool
+from ringway.work import DONE, Handle, PendingHandle
 
 TABLE = {
     "world_size": 2,
@@ -358,11 +362,100 @@ def test_a_rule_applies_only_to_devices_that_its_backend_supports() -> None:
     assert _on_devices(Rule("mpi", device="cuda"), ["cpu", "cuda"]) == [Rule("mpi", device="cuda")]
     assert _on_devices(Rule("mpi", device="cuda"), ["cpu"]) == []
     assert _on_devices(Rule("mpi", device="cpu"), ["cpu"]) == [Rule("mpi")]
+    assert _on_devices(Rule("shm", device="cuda"), ["cpu", "cuda"]) == [Rule("cuda:shm", device="cuda")]
+    assert _on_devices(Rule("shm", device="cuda"), ["cuda"]) == [Rule("shm")]
+    assert _on_devices(Rule("nccl"), ["cpu"]) == []
+
+
+class InFlight(PendingHandle):
+    def wait(self, timeout: float | None = None) -> None:
+        raise AssertionError("the host waits for the device")
+
+
+class OnGpu(Backend):
+    """Stands in for a backend of CUDA tensors: it notes its calls, which never end."""
+
+    devices = ("cuda",)
+
+    def __init__(self, name: str, coalesces: bool, notices_deaths: bool) -> None:
+        super().__init__(GroupInfo(rank=0, size=2, ranks=[0, 1], store=c10d.HashStore(), name=name, timeout=5))
+        self.name = name  # type: ignore[misc]
+        self.coalesces = coalesces  # type: ignore[misc]
+        self.notices_deaths = notices_deaths  # type: ignore[misc]
+        self.sizes: list[int] = []
+        self.blocks: list[str] = []
+
+    def all_reduce(self, call: Call) -> Handle:
+        self.sizes.append(call.nbytes)
+        return InFlight() if call.async_op else DONE
+
+    broadcast = reduce = all_gather = all_gather_into_tensor = gather = scatter = send = recv = all_reduce
+    reduce_scatter = reduce_scatter_tensor = all_to_all = all_to_all_single = barrier = all_reduce
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self.blocks.append("start")
+
+    def end_coalescing(self, device: torch.device) -> Handle:
+        self.blocks.append("end")
+        return DONE
+
+
+@pytest.fixture
+def nccl_and_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, OnGpu, OnGpu]]:
+    """A group on nccl whose small calls go to shm."""
+    nccl, shm = OnGpu("nccl", True, False), OnGpu("shm", False, True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("ringway.backends.several.mixed.obstacle", lambda name: None)
+    monkeypatch.setattr("ringway.backends.several.mixed.exchange", lambda info, what, mine: [mine, mine])
+    asked = []
+    monkeypatch.setattr(registry, "make", lambda registration, info: asked.append(registration) or shm)
+    rules = [
+        {"backend": "shm", "op": "all_reduce", "up_to": 1024, "device": "cuda"},
+        {"backend": "gloo", "op": "all_reduce", "up_to": 1 << 20},  # for the group's first device
+    ]
+    mixed = mixed_on("cuda", policy.load({"world_size": 2, "rules": rules}), nccl, nccl.group)
+    assert asked == [registry.on_device("shm", "cuda")]
+    yield mixed, nccl, shm
+    mixed.close()
+
+
+def _summed(backend: Backend, nbytes: int, async_op: bool = False) -> Handle:
+    tensor = torch.ones(nbytes // 4)
+    call = Call(ALL_REDUCE, inputs=[tensor], outputs=[tensor], async_op=async_op, size=2, ranks=[0, 1])
+    return plan(backend).runners["all_reduce"](call)
+
+
+def test_calls_on_cuda_tensors_go_straight_to_their_backend(nccl_and_shm: tuple[Any, OnGpu, OnGpu]) -> None:
+    """Streams order them: a call does not wait on the host for one that is in flight elsewhere."""
+    mixed, nccl, shm = nccl_and_shm
+    handles = [_summed(mixed, nbytes, async_op=True) for nbytes in (4096, 512, 4096, 1024)]
+    assert (nccl.sizes, shm.sizes) == ([4096, 4096], [512, 1024])
+    assert not any(handle.done() for handle in handles)
+    assert mixed.name == "nccl"
+    assert not mixed.notices_deaths
+
+
+def test_a_block_of_calls_is_one_backends(nccl_and_shm: tuple[Any, OnGpu, OnGpu]) -> None:
+    mixed, nccl, shm = nccl_and_shm
+    device = torch.device("cuda")
+    mixed.start_coalescing(device)
+    _summed(mixed, 512)
+    mixed.end_coalescing(device)
+    _summed(mixed, 512)
+    assert mixed.coalesces
+    assert (nccl.blocks, nccl.sizes, shm.sizes) == (["start", "end"], [512], [512])
+
+
+def test_a_rule_for_all_devices_is_about_the_first(nccl_and_shm: tuple[Any, OnGpu, OnGpu]) -> None:
+    _, nccl, _ = nccl_and_shm
+    for_all = policy.load({"world_size": 2, "rules": [{"backend": "gloo"}, {"backend": "shm"}]})
+    assert mixed_on("cuda", for_all, nccl, nccl.group) is nccl
+    of_itself = policy.load({"world_size": 2, "rules": [{"backend": "nccl"}]})
+    assert mixed_on("cuda", of_itself, nccl, nccl.group) is nccl
+    assert mixed_on("cuda", None, nccl, nccl.group) is nccl
 
 
 def test_sizes_become_one_sorted_list() -> None:
-    import torch.distributed as c10d
-
     from ringway.backends.torch.gloo import GlooBackend
 
     info = GroupInfo(rank=0, size=1, ranks=[0], store=c10d.HashStore(), name="alone", timeout=5)

@@ -37,7 +37,8 @@ TABLE = {
     [
         ({"world_size": 4}, "made for 4 ranks, and this job has 2"),
         ({"rules": [{"op": "all_reduce", "backend": "glooo"}]}, "did you mean 'gloo'"),
-        ({"rules": [{"op": "all_reduce", "backend": "nccl"}]}, "a policy can mix"),
+        ({"rules": [{"op": "all_reduce", "backend": "torch:mpi"}]}, "a policy can mix"),
+        ({"rules": [{"op": "all_reduce", "backend": "nccl", "device": "cpu"}]}, "which takes those on cuda"),
         ({"rules": [{"op": "allreduce", "backend": "gloo"}]}, "did you mean 'all_reduce'"),
         ({"rules": [{"op": "send", "backend": "gloo"}]}, "messages always go through"),
         ({"rules": [{"op": "all_to_all", "up_to": 8, "backend": "gloo"}]}, "need not agree"),
@@ -50,7 +51,7 @@ TABLE = {
         ({"rules": [{"op": "all_reduce", "backend": {}}]}, "expected a name"),
         ({"rules": [{"op": "all_reduce", "ranks": 0, "backend": "gloo"}]}, "from 1 on"),
         ({"rules": [{"op": "all_reduce", "device": "gpu", "backend": "gloo"}]}, "takes those on cpu and cuda"),
-        ({"rules": [{"op": "all_reduce", "device": "cuda", "backend": "shm"}]}, "which takes those on cpu"),
+        ({"rules": [{"op": "all_reduce", "device": "cuda", "backend": "hierarchical"}]}, "which takes those on cpu"),
         ({"measured": 5}, "'measured' of the policy in the configuration is not a table"),
         ({"rules": "gloo"}, "is not a list"),
         ({"version": 7}, "has version 7"),
@@ -149,7 +150,8 @@ def test_tune_writes_what_the_next_run_loads(pool: RankPool, tmp_path: Path) -> 
     [
         (["--sizes", "8,abc"], "'abc' is not a number of bytes"),
         (["--sizes", "0"], "'0' is not a number of bytes"),
-        (["--backends", "nccl"], "nccl cannot be mixed with other backends"),
+        (["--backends", "ucc"], "ucc cannot be mixed with other backends"),
+        (["--device", "tpu"], "tpu: choose cpu, cuda or all"),
     ],
 )
 def test_tune_refuses_invalid_options_before_it_starts_ranks(arguments: list[str], reported: str) -> None:

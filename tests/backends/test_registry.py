@@ -46,6 +46,11 @@ def test_the_users_spelling_names_no_backend_of_torchs() -> None:
         assert registry.user_spelling(registry.torch_spelling(spelling)) == spelling
 
 
-def test_a_policy_cannot_mix_nccl() -> None:
-    assert "nccl" not in registry.mixable()
-    assert {"shm", "gloo", "mpi"} <= set(registry.mixable())
+def test_another_class_may_serve_a_backend_on_a_device() -> None:
+    on_cuda = registry.on_device("shm", "cuda")
+    assert on_cuda is not None
+    assert on_cuda.devices == ("cuda",)
+    assert registry.on_device("shm", "cpu") is registry.own("shm")
+    assert registry.on_device("nccl", "cuda") is registry.own("nccl")
+    assert registry.on_device("nccl", "cpu") is None
+    assert registry.on_device("unheard_of", "cpu") is None

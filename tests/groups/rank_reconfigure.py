@@ -48,6 +48,7 @@ class Member:
         """This rank, the size, and the sum of all ranks plus one."""
         tensor = torch.full((3,), dist.get_rank() + 1.0, device=self._device)
         dist.all_reduce(tensor)
+        dist.settled()  # a CUDA collective that was aborted has left garbage
         assert dist.communicator().size == dist.get_world_size() == c10d.get_world_size()
         return dist.get_rank(), dist.get_world_size(), tensor[0].item()
 

@@ -30,8 +30,6 @@ class Registration:
     devices: tuple[str, ...]
     make: Factory
     one_host: bool = False
-    mixable: bool = True
-    """Whether a policy may choose it call by call."""
     others: Mapping[str, Registration] = field(default_factory=dict)
     """Further backends by device, if the user named several, as in 'cpu:shm,cuda:nccl'."""
 
@@ -61,9 +59,7 @@ _OWN: dict[str, Registration] = {
         _lazily("ringway.backends.several.hierarchical", "over_mpi"),
     ),
     "mpi": Registration("mpi", "mpi4py", ("cpu", "cuda"), _lazily("ringway.backends.mpi.backend", "MpiBackend")),
-    "nccl": Registration(
-        "nccl", "ringway_nccl", ("cuda",), _lazily("ringway.backends.nccl.backend", "NcclBackend"), mixable=False
-    ),
+    "nccl": Registration("nccl", "ringway_nccl", ("cuda",), _lazily("ringway.backends.nccl.backend", "NcclBackend")),
     "shm": Registration("shm", "shm", ("cpu",), _lazily("ringway.backends.shm.backend", "ShmBackend"), one_host=True),
 }
 
@@ -93,9 +89,15 @@ def own(name: str) -> Registration | None:
     return known
 
 
-def mixable() -> list[str]:
-    """The backends that a policy may choose call by call."""
-    return sorted(name for name, registration in _OWN.items() if registration.mixable)
+def own_names() -> list[str]:
+    """The backends that ringway runs, so a policy may choose them call by call."""
+    return sorted(_OWN)
+
+
+def on_device(name: str, device: str) -> Registration | None:
+    """What serves a backend's tensors on a device; None if ringway does not run it, or it takes none there."""
+    known = _ELSEWHERE.get((name, device), own(name))
+    return known if known is not None and device in known.devices else None
 
 
 def names() -> list[str]:

@@ -51,10 +51,10 @@ def run_schedule(schedule: Schedule, tell: Tell, began: float | None = None) -> 
     rank = ringway.get_rank()
     say = tell if rank == 0 else lambda event: None
     began = time.monotonic() if began is None else began
-    names = schedule.backends or (tune.CANDIDATES if schedule.device == "cpu" else ("shm", "nccl", "gloo"))
+    names = schedule.backends or tune.CANDIDATES[schedule.device]
     if schedule.device != "cpu":
-        torch.cuda.set_device(ringway.get_local_rank() % torch.cuda.device_count())
-    groups, left_out = tune.groups_of(names)
+        tune.use_gpu()
+    groups, left_out = tune.groups_of(names, schedule.device)
     for name, reason in left_out.items():
         say({"skipped": name, "reason": reason})
     if not groups:

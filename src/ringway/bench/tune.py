@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import ringway
+from ringway.backends import registry
 from ringway.backends.select import obstacle
 from ringway.backends.several.policy import Policy, Rule
 from ringway.bench.cases import CASES, Place
@@ -18,7 +19,11 @@ from ringway.bench.runner import Candidate, Ranks, measure
 from ringway.call import OP_BY_NAME
 from ringway.errors import BackendUnavailable, UsageError
 
-CANDIDATES = ("shm", "mpi", "ccl", "gloo", "hierarchical", "hierarchical_mpi")
+CANDIDATES = {
+    "cpu": ("shm", "mpi", "ccl", "gloo", "hierarchical", "hierarchical_mpi"),
+    "cuda": ("nccl", "shm", "gloo"),
+}
+"""By device."""
 OPS = (
     "all_reduce",
     "broadcast",
@@ -41,15 +46,15 @@ Medians = dict[str, dict[int, dict[str, float]]]
 Progress = Callable[[str, int], None]
 
 
-def groups_of(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A group of all ranks on each backend that every rank can use, and why the others are left out."""
+def groups_of(names: Sequence[str], device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
+    """A group of all ranks on each backend that every rank can use for tensors on the device, and why the others are
+    left out."""
     made: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        lacking = obstacle(name)
-        reasons = ringway.allgather_object(None if lacking is None else lacking.reason)
+        reasons = ringway.allgather_object(_lacking(name, device))
         if not any(reasons):
-            reasons = ringway.allgather_object(_made(name, made))
+            reasons = ringway.allgather_object(_made(name, device, made))
         if any(reasons):
             if name in made:
                 ringway.destroy_process_group(made.pop(name))
@@ -57,18 +62,31 @@ def groups_of(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     return made, left_out
 
 
-def _made(name: str, into: dict[str, Any]) -> str | None:
+def _lacking(name: str, device: str) -> str | None:
+    if registry.own(name) is not None and registry.on_device(name, device) is None:
+        return f"it takes no tensors on {device}"
+    lacking = obstacle(name)
+    return None if lacking is None else lacking.reason
+
+
+def _made(name: str, device: str, into: dict[str, Any]) -> str | None:
     """Create a group on the backend. Returns the reason if it is not a candidate, otherwise None."""
     try:
-        group = into[name] = ringway.new_group(backend=name)
+        served = registry.on_device(name, device) is registry.own(name)
+        group = into[name] = ringway.new_group(backend=name if served else f"{device}:{name}")
     except BackendUnavailable as error:
         return error.reason
-    actual = ringway.communicator(group).backend.name
+    actual = ringway.communicator(group).devices.of(device).name
     return None if actual == name else f"on these hosts it resolves to {actual}"
 
 
 def medians(
-    groups: Mapping[str, Any], ops: Sequence[str], sizes: Sequence[int], rounds: int, progress: Progress
+    groups: Mapping[str, Any],
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    rounds: int,
+    progress: Progress,
+    device: str = "cpu",
 ) -> Medians:
     """Time every op at every size on every group. All ranks get the same numbers."""
     control = Ranks(ringway.get_world_group())
@@ -76,36 +94,38 @@ def medians(
     for op in ops:
         for nbytes in sizes if op != "barrier" else (0,):
             progress(op, nbytes)
-            times = measure(in_one_place(op, nbytes, groups), control, rounds=rounds, warmup_rounds=2)
+            times = measure(in_one_place(op, nbytes, groups, device), control, rounds=rounds, warmup_rounds=2)
             found.setdefault(op, {})[nbytes] = {result.name: result.seconds.median for result in times}
     return found
 
 
-def in_one_place(op: str, nbytes: int, groups: Mapping[str, Any]) -> list[Candidate]:
+def in_one_place(op: str, nbytes: int, groups: Mapping[str, Any], device: str = "cpu") -> list[Candidate]:
     """An op on each of the groups, all with the same memory."""
     case, rank, size = CASES[op], ringway.get_rank(), ringway.get_world_size()
-    buffers = case.buffers(Place(rank, size, nbytes))
+    buffers = case.buffers(Place(rank, size, nbytes, device=device))
+    finish = torch.cuda.synchronize if device == "cuda" else None
     return [
-        case.candidate(name, ringway, Place(rank, size, nbytes, group), buffers=buffers)
+        case.candidate(name, ringway, Place(rank, size, nbytes, group, device=device), finish, buffers)
         for name, group in groups.items()
     ]
 
 
-def winners(found: Medians) -> tuple[Rule, ...]:
-    """Rules that send every call to the fastest backend for its size, with bounds between the measured sizes."""
+def winners(found: Medians, device: str | None = None) -> tuple[Rule, ...]:
+    """Rules that send every call to the fastest backend for its size, with bounds between the measured sizes. They are
+    for tensors on `device`, if it is given."""
     rules: list[Rule] = []
     for op, by_size in found.items():
         if "bytes" not in OP_BY_NAME[op].agree:
-            rules.append(Rule(_best_overall(by_size), op))
+            rules.append(Rule(_best_overall(by_size), op, device=device))
             continue
         sizes = sorted(by_size)
         best = _best_by_size(by_size, sizes)
         for place, size in enumerate(sizes):
             last = place == len(sizes) - 1
             if last:
-                rules.append(Rule(best[place], op))
+                rules.append(Rule(best[place], op, device=device))
             elif best[place] != best[place + 1]:
-                rules.append(Rule(best[place], op, up_to=math.isqrt(size * sizes[place + 1])))
+                rules.append(Rule(best[place], op, up_to=math.isqrt(size * sizes[place + 1]), device=device))
     return tuple(rules)
 
 
@@ -126,17 +146,33 @@ def _best_overall(by_size: Mapping[int, Mapping[str, float]]) -> str:
     return min(names, key=lambda name: sum(math.log(times[name]) for times in by_size.values()))
 
 
-def tuned(found: Medians, source: str) -> Policy:
-    """The policy of this job, with the measurements it is based on."""
-    facts = {
+def tuned(found: Mapping[str, Medians], source: str) -> Policy:
+    """The policy of this job, from what was measured on each device, with the measurements it is based on."""
+    facts: dict[str, Any] = {
         "at": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         "host": f"{platform.machine()}, torch {torch.__version__}",
-        "microseconds": {
-            op: {str(size): {name: round(1e6 * t, 2) for name, t in times.items()} for size, times in by_size.items()}
-            for op, by_size in found.items()
-        },
     }
-    return Policy(ringway.get_world_size(), winners(found), facts, source)
+    rules: tuple[Rule, ...] = ()
+    for device, by_op in found.items():
+        facts["microseconds" if device == "cpu" else f"microseconds on {device}"] = {
+            op: {str(size): {name: round(1e6 * t, 2) for name, t in times.items()} for size, times in by_size.items()}
+            for op, by_size in by_op.items()
+        }
+        rules += winners(by_op, None if list(found) == ["cpu"] else device)
+    return Policy(ringway.get_world_size(), rules, facts, source)
+
+
+def has_gpu() -> bool:
+    """Whether every rank has a GPU. Makes it the rank's current device."""
+    here = torch.cuda.is_available()
+    if here:
+        use_gpu()
+    return all(ringway.allgather_object(here))
+
+
+def use_gpu() -> None:
+    """Sets the rank's current device: GPUs are dealt out in turn among the ranks of a host."""
+    torch.cuda.set_device(ringway.get_local_rank() % torch.cuda.device_count())
 
 
 def check_ops(ops: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from ringway.errors import UsageError
 
 if TYPE_CHECKING:
     from ringway.backends.several.policy import Policy
-    from ringway.bench.tune import Progress
+    from ringway.bench.tune import Medians, Progress
 
 
 def tune(
@@ -32,17 +32,22 @@ def tune(
     ops: Annotated[str, typer.Option(help="Ops, separated by commas; by default, the common ones.")] = "",
     sizes: Annotated[str, typer.Option(help="Sizes in bytes, separated by commas.")] = "",
     rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate.")] = 15,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or all: whose tensors.", show_default="cuda too if every rank has a GPU")
+    ] = "",
 ) -> None:
     """Measure a job's backends against each other, and write the fastest for each op and size to a file.
 
     Use -n to start ranks on this host, or run it as a whole job: mpiexec -n 8 ringway tune, or under Slurm or torchrun.
+    CUDA tensors are measured on nccl, shm and gloo.
     """
-    wanted = _Wanted(output, _names(backends), _names(ops), [_size(text) for text in _names(sizes)], rounds)
+    wanted = _Wanted(output, _names(backends), _names(ops), [_size(text) for text in _names(sizes)], rounds, device)
     wanted.check()
     if ranks is not None:
         from ringway.launch import run as launcher
 
         arguments = ["--output", str(output), "--backends", backends, "--ops", ops, "--sizes", sizes]
+        arguments += ["--device", device]
         command = [sys.executable, "-m", "ringway.cli", "tune", *arguments, "--rounds", str(rounds)]
         outcome = launcher.run(command, ranks)
         if outcome.code:
@@ -70,6 +75,7 @@ class _Wanted:
     ops: list[str]
     sizes: list[int]
     rounds: int
+    device: str
 
     def check(self) -> None:
         """Reject invalid options before anything is measured."""
@@ -79,9 +85,10 @@ class _Wanted:
         check_ops(self.ops)
         for name in self.backends:
             registry.parse(name)
-            known = registry.own(name)
-            if known is None or not known.mixable:
+            if registry.own(name) is None:
                 raise typer.BadParameter(f"{name} cannot be mixed with other backends", param_hint="--backends")
+        if self.device not in ("", "cpu", "cuda", "all"):
+            raise typer.BadParameter(f"{self.device}: choose cpu, cuda or all", param_hint="--device")
 
 
 def _tune_here(wanted: _Wanted) -> None:
@@ -94,21 +101,36 @@ def _tune_here(wanted: _Wanted) -> None:
     obstacle = ringway.broadcast_object(_unwritable(wanted.output) if first else None)
     if obstacle is not None:
         raise UsageError(f"cannot write {wanted.output}: {obstacle}")
-    groups, left_out = bench.groups_of(wanted.backends or bench.CANDIDATES)
-    if first:
-        for name, reason in left_out.items():
-            print(f"ringway tune: skipped {name}: {reason}", file=sys.stderr)
-    if not groups:
+    has_gpu = bench.has_gpu()
+    if wanted.device in ("cuda", "all") and not has_gpu:
+        raise UsageError(f"--device {wanted.device}: a rank has no GPU that torch can use")
+    devices = {"": ["cpu", "cuda"] if has_gpu else ["cpu"], "all": ["cpu", "cuda"]}.get(wanted.device, [wanted.device])
+    found = {device: medians for device in devices if (medians := _measured_on(device, wanted, first))}
+    if not found:
         raise UsageError("none of the backends works here, so there is nothing to choose from")
-    ops, sizes = wanted.ops or list(bench.OPS), wanted.sizes or list(bench.SIZES)
-    steps = sum(1 if op == "barrier" else len(sizes) for op in ops)
-    with _progress(steps, first) as progress:
-        found = bench.medians(groups, ops, sizes, wanted.rounds, progress)
     policy = bench.tuned(found, str(wanted.output))
     if first:
         _write(policy, wanted.output)
     ringway.barrier()
     ringway.destroy_process_group()
+
+
+def _measured_on(device: str, wanted: _Wanted, first: bool) -> Medians:
+    """Nothing, if none of the backends works there."""
+    from ringway.bench import tune as bench
+
+    groups, left_out = bench.groups_of(wanted.backends or bench.CANDIDATES[device], device)
+    if first:
+        for name, reason in left_out.items():
+            print(f"ringway tune: skipped {name} for {device}: {reason}", file=sys.stderr)
+    if not groups:
+        return {}
+    ops, sizes = wanted.ops or list(bench.OPS), wanted.sizes or list(bench.SIZES)
+    if device != "cpu":
+        ops = [op for op in ops if op != "barrier"]  # it has no tensor: the group's first device decides
+    steps = sum(1 if op == "barrier" else len(sizes) for op in ops)
+    with _progress(steps, first) as progress:
+        return bench.medians(groups, ops, sizes, wanted.rounds, progress, device)
 
 
 def _unwritable(output: Path) -> str | None:

@@ -41,8 +41,12 @@ class Devices:
     @property
     def first(self) -> Backend:
         """The backend of the default device."""
-        self.plan(self.default)
-        backend = self._backends[self.default]
+        return self.of(self.default)
+
+    def of(self, device: str) -> Backend:
+        """The backend for tensors on a device."""
+        self.plan(device)
+        backend = self._backends[device]
         assert isinstance(backend, Backend)
         return backend
 

@@ -18,7 +18,7 @@ from ringway.backends.exchange import mark, mark_of
 from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import split_nccl
 from ringway.backends.select import obstacle
-from ringway.backends.several.mixed import mixed, mixes
+from ringway.backends.several.mixed import mixed, mixed_on, mixes
 from ringway.backends.torch.gloo import GlooBackend, make_gloo
 from ringway.compare.across_hosts import join_comparison
 from ringway.compare.one_host import join_board, spans_hosts
@@ -189,7 +189,8 @@ def _behind(
     mark(info)
     backend = mixed(world.policy, make(), info)
     backends: dict[str, Any] = dict.fromkeys(registration.devices, backend)
-    backends |= {device: make_other() for device, make_other in others.items()}
+    for device, make_other in others.items():
+        backends[device] = mixed_on(device, world.policy, make_other(), _apart(info, f"{device}/policy"))
     torchs = {device: one.torch_group for device, one in backends.items() if one.torch_group is not None}
     if "cpu" in registration.devices:
         torchs["cpu"] = backend.torch_group or make_gloo(_apart(info, "inner"), loopback=registration.one_host)

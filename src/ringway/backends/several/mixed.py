@@ -1,6 +1,8 @@
-"""Several backends of one group as one. The policy (`policy.py`) chooses the backend of each call, and the calls keep
-one order (`call_order.py`). If only the size matters, the choice is one lookup in a sorted list, and the fast path of
-shared memory still applies.
+"""Several backends of one group as one. The policy (`policy.py`) chooses the backend of each call. If only the size
+matters, the choice is one lookup in a sorted list, and the backends' fast paths still apply.
+
+Calls on CPU tensors keep one order (`call_order.py`). Calls on CUDA tensors do not: every backend enqueues them in the
+order of issue, and streams order what follows, as torch's do.
 """
 
 from __future__ import annotations
@@ -34,8 +36,25 @@ def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
     rules = policy.rules_for(info.size) if policy is not None else []
     if policy is None or not rules:
         return backend
+    rules = [rule for rule in rules if _on_devices(rule, backend.devices)]
+    _compare(policy, {rule.backend for rule in rules}, info)
+    return MixedBackend(info, backend, rules) if rules else backend
+
+
+def mixed_on(device: str, policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
+    """The same for a backend that serves a further device of the group. Rules must name that device, or a backend that
+    has no other: a rule for all devices is about the group's first backend."""
+    rules = policy.rules_for(info.size) if policy is not None else []
+    rules = [rule for rule in rules if device in (rule.device, *_only_device(rule.backend))]
+    if policy is None or all(rule.backend == backend.name for rule in rules):
+        return backend
     _compare(policy, {rule.backend for rule in rules}, info)
     return MixedBackend(info, backend, rules)
+
+
+def _only_device(name: str) -> tuple[str, ...]:
+    registration = registry.own(name)
+    return registration.devices if registration is not None and len(registration.devices) == 1 else ()
 
 
 def mixes(policy: Policy | None, own: str, size: int) -> bool:
@@ -44,7 +63,8 @@ def mixes(policy: Policy | None, own: str, size: int) -> bool:
 
 
 def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
-    """Checks that all ranks have the same table and every backend in it. All ranks raise if one does not."""
+    """Checks that all ranks have the same table and every backend that it needs here. All ranks raise if one does
+    not."""
     lacking = {name: what.reason for name in sorted(names) if (what := obstacle(name)) is not None}
     mine = json.dumps({"digest": policy.digest, "lacking": lacking})
     reports = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
@@ -72,20 +92,24 @@ class MixedBackend(BackendOfParts):
         super().__init__(info)
         self.name = own.name  # type: ignore[misc]
         self.devices = own.devices  # type: ignore[misc]
+        self.coalesces = own.coalesces  # type: ignore[misc]
         self.torch_group = own.torch_group
         self._own = own
+        self._in_block = False
+        self._other_paths: list[_core.FastPath] = []
         here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
         self._rules = [applicable for rule in rules for applicable in _on_devices(rule, here)]
         self._backends[own.name] = own
         with ExitStack() as unless_all_are_made:
             unless_all_are_made.callback(self.close)
             for name in sorted({rule.backend for rule in self._rules} - {own.name}):
-                registration = registry.own(name)
-                assert registration is not None
+                registration = _registration(name, own.devices)
                 corner = replace(info, store=c10d.PrefixStore(f"ringway/policy/{name}", info.store))
                 self._backends[name] = registry.make(registration, corner)
+            self.notices_deaths = all(part.notices_deaths for part in self._backends.values())  # type: ignore[misc]
             plans = {name: plan(backend) for name, backend in self._backends.items()}
             unless_all_are_made.pop_all()
+        self._own_runners = plans[own.name].runners
         self.own_plan = Plan(
             {op.name: self._runner(op, plans) for op in OPS}, {op.name: self._in_words(op) for op in OPS}
         )
@@ -100,7 +124,7 @@ class MixedBackend(BackendOfParts):
         if not op.collective:  # messages have their own order
             return plans[self._own.name].runners[op.name]
         runners = {name: made.runners[op.name] for name, made in plans.items()}
-        start = self._order.start
+        start = self._order.start if self.devices == ("cpu",) else self._start
         by_size = self._by_size(op)
         if by_size is None:
 
@@ -119,6 +143,14 @@ class MixedBackend(BackendOfParts):
             return start(name, runner, call)
 
         return run
+
+    def _start(self, name: str, runner: Callable[[Call], Handle], call: Call) -> Handle:
+        """A call of a group with CUDA tensors."""
+        if self._in_block:
+            return self._own_runners[call.op.name](call)
+        if "cpu" in self.devices and all(t.device.type == "cpu" for t in (*call.inputs[:1], *call.outputs[:1])):
+            return self._order.start(name, runner, call)
+        return runner(call)
 
     def _about(self, op: Op) -> list[Rule]:
         return [rule for rule in self._rules if op.collective and rule.op in (ANY, op.name)]
@@ -154,9 +186,26 @@ class MixedBackend(BackendOfParts):
                 for op in OPS:
                     if path.has(op.code):
                         path.serve(op.code, self._ranges(op, name))
-                self._order.holding(name, path.hold)
+                if "cpu" in self.devices:
+                    self._order.holding(name, path.hold)
+                if backend is not self._own:
+                    self._other_paths.append(path)
                 found.append(path)
         return found
+
+    # A block of calls that start together is the group's own backend's.
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self._own.start_coalescing(device)
+        self._in_block = True
+        for path in self._other_paths:
+            path.hold(1)
+
+    def end_coalescing(self, device: torch.device) -> Handle:
+        self._in_block = False
+        for path in self._other_paths:
+            path.hold(-1)
+        return self._own.end_coalescing(device)
 
     def _ranges(self, op: Op, name: str) -> list[tuple[int, int]]:
         """The sizes for which the backend does the op; none if more than the size decides."""
@@ -173,5 +222,20 @@ def _on_devices(rule: Rule, devices: Sequence[str]) -> list[Rule]:
     them need not look at the device."""
     registration = registry.own(rule.backend)
     assert registration is not None
-    taken = [device for device in devices if device in registration.devices and rule.device in (None, device)]
-    return [replace(rule, device=None)] if taken == devices else [replace(rule, device=device) for device in taken]
+    wanted = registration.devices if rule.device is None else (rule.device,)
+    taken = [device for device in devices if device in wanted]
+    if taken == list(devices):
+        return [replace(rule, device=None)]
+    return [replace(rule, device=device, backend=_spelled(rule.backend, device)) for device in taken]
+
+
+def _spelled(name: str, device: str) -> str:
+    """In a group with several devices: 'cuda:shm', if another class serves the backend's tensors there."""
+    return name if registry.on_device(name, device) is registry.own(name) else f"{device}:{name}"
+
+
+def _registration(spelled: str, devices: Sequence[str]) -> registry.Registration:
+    device, _, name = spelled.rpartition(":")
+    registration = registry.on_device(name, device or devices[0]) or registry.own(name)
+    assert registration is not None
+    return registration

@@ -167,8 +167,8 @@ def _rule(given: Any, where: str) -> Rule:
 
 def _check_names(rule: Rule, where: str) -> None:
     registration = registry.own(rule.backend)
-    if registration is None or not registration.mixable:
-        known = registry.mixable()
+    if registration is None:
+        known = registry.own_names()
         raise ConfigError(
             f"{where} names the backend {rule.backend!r}{nearest(str(rule.backend), known)}; a policy can mix "
             f"{', '.join(known)}",
@@ -186,7 +186,7 @@ def _check_names(rule: Rule, where: str) -> None:
         raise ConfigError(
             f"{where} names the dtype {rule.dtype!r}{nearest(str(rule.dtype), _DTYPES)}", key="dtype", source=where
         )
-    if rule.device is not None and rule.device not in registration.devices:
+    if rule.device is not None and registry.on_device(rule.backend, rule.device) is None:
         raise ConfigError(
             f"{where} gives tensors on {rule.device!r} to {rule.backend}, which takes those on "
             f"{' and '.join(registration.devices)}",
