@@ -5,7 +5,7 @@ evaluations, when the learning rate is almost zero.
 
 - `transformer`: the small causal transformer of `convergence.py`, which says why its task is what it is.
 - `gpt`: the GPT of `examples/train_gpt.py` with 5 M parameters. It reads the source files of Python's standard library,
-  byte by byte; every twentieth file is held out. The learning rate is AdamW's best of 5e-4, 1e-3 and 2e-3 for DDP.
+  byte by byte; every twentieth file is held out.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ import torch
 from cuda_ranks import check_all, train
 from shm_cuda_ranks import BACKEND, MIB, Checked, backend_of, started
 
+from ringway.call import ALL_REDUCE
 from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, all_cases, run_setting
 
@@ -346,6 +347,24 @@ OPS: dict[str, Callable[[Any, Any, torch.Tensor, int], None]] = {
         t.chunk(size)[dist.get_rank(group)], t, group=group
     ),
     "all_to_all_single": lambda dist, group, t, size: dist.all_to_all_single(OTHER["out"][: t.numel()], t, group=group),
+    "reduce": lambda dist, group, t, size: dist.reduce(t, 0, group=group),
+    "gather": lambda dist, group, t, size: dist.gather(
+        t.chunk(size)[dist.get_rank(group)],
+        list(t.chunk(size)) if dist.get_rank(group) == 0 else None,
+        0,
+        group=group,
+    ),
+    "scatter": lambda dist, group, t, size: dist.scatter(
+        t.chunk(size)[dist.get_rank(group)],
+        list(t.chunk(size)) if dist.get_rank(group) == 0 else None,
+        0,
+        group=group,
+    ),
+    "send and recv": lambda dist, group, t, size: (
+        dist.recv(t, dist.get_rank(group) - 1, group=group)
+        if dist.get_rank(group) % 2
+        else dist.send(t, dist.get_rank(group) + 1, group=group)
+    ),
 }
 OTHER: dict[str, torch.Tensor] = {}
 
@@ -406,7 +425,7 @@ def limit(op: str, nbytes: int, size: int, under: bool, copy: float) -> float:
 
 def timed(rows: Rows, size: int, under: bool, quick: bool) -> None:
     cases = [("all_reduce", nbytes) for nbytes in (4 << 10, 64 << 10, 256 << 10, MIB, 64 * MIB, 1024 * MIB)]
-    cases += [(op, nbytes) for op in list(OPS)[1:] for nbytes in (4 << 10, 256 << 10, 64 * MIB)]
+    cases += [(op, nbytes) for op in list(OPS)[1:] for nbytes in (4 << 10, 64 << 10, 256 << 10, MIB, 64 * MIB)]
     cases += [("broadcast", 1024 * MIB)]
     if quick:
         cases = [("all_reduce", nbytes) for nbytes in (4 << 10, 256 << 10, MIB, 4 * MIB, 64 * MIB, 1024 * MIB)]
@@ -500,6 +519,76 @@ def programs(rows: Rows, size: int, seconds: float, direct: bool) -> None:
     rows.add(f"random programs, {size} ranks, {how}", not failed, f"{count} programs from seed {first}. {failed}")
 
 
+def mixed_calls(context: RankContext) -> Checked:
+    """Small calls on shm and large ones on nccl in one group, synchronous and not, eager and in a graph; then DDP."""
+    torch.cuda.set_device(0)
+    dist = context.start("cpu:shm,cuda:nccl")
+    backend, size = backend_of(dist), context.world_size
+    chosen = [backend.choose(ALL_REDUCE, nbytes, torch.float32, "cuda") for nbytes in (4, MIB, MIB + 4)]
+    wrong = 0
+    for step in range(50):
+        small, large = torch.full((64,), float(step), device="cuda"), torch.full((MIB,), float(step), device="cuda")
+        works = [dist.all_reduce(one, async_op=True) for one in (small, large, small.clone(), large.clone())]
+        for work in works:
+            work.wait()
+        dist.all_reduce(large)
+        dist.all_reduce(small)
+        dist.broadcast(large, step % size)
+        wrong += (float(small[0]), float(large[-1])) != (step * size * size,) * 2
+    captured, graph = [torch.zeros(64, device="cuda"), torch.zeros(MIB, device="cuda")], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for one in captured:
+            one.add_(1)
+            dist.all_reduce(one)
+    for one in captured:
+        one.zero_()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    expected = sum(size**power for power in range(1, 4))
+    wrong += any(float(one[0]) != expected for one in captured)
+    checks, failed = check_all(context.rank, size)
+    single, parallel = train(context.rank, size)
+    close = all(abs(a - b) < 1e-5 for a, b in zip(single, parallel, strict=True))
+    dist.destroy_process_group()
+    fine = chosen == ["shm", "shm", "nccl"] and not wrong and not failed and close
+    return fine, f"chosen {chosen}; wrong {wrong} of 51 rounds; {checks} checks, wrong: {failed[:4]}; DDP {close}"
+
+
+def mixing(rows: Rows) -> None:
+    """A policy that mixes nccl and shm, and the one that `ringway tune` writes."""
+    run(rows, "a policy mixes nccl and shm", mixed_calls, 2, pool=RankPool(2, preload=["shm_cuda_mixed"]))
+    report, began = Report(), time.monotonic()
+    with RankPool(2, preload=["shm_cuda_mixed"]) as pool:
+        names = [name for name in all_cases() if name not in NOT_ON_CUDA]
+        for name in names:
+            if time.monotonic() - began < 60:
+                run_setting(pool, Setting("cpu:shm,cuda:nccl", 2, every=61, device="cuda"), [name], report)
+    findings = "; ".join(f"{finding}"[-500:] for _, finding in report.findings[:6])
+    rows.add(
+        "conformance of a group that mixes nccl and shm, 2 ranks",
+        not report.findings and len(report.seconds) == len(names),
+        f"{len(report.seconds)} of {len(names)} cases, every 61st kind, {len(report.findings)} findings. {findings}",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "policy.json"
+        command = [sys.executable, "-m", "ringway", "tune", "-n", "2", "--device", "cuda", "-o", str(written)]
+        command += ["--ops", "all_reduce,broadcast", "--sizes", "4096,1048576,67108864", "--rounds", "5"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        made = json.loads(written.read_text()) if written.exists() else {}
+        measured = made.get("measured", {}).get("microseconds on cuda", {})
+        names_measured = {name for by_size in measured.values() for times in by_size.values() for name in times}
+        rules = [
+            f"{rule['op']}: {rule['backend']} up to {rule.get('up_to', 'any size')}" for rule in made.get("rules", [])
+        ]
+        holds = done.returncode == 0 and {"nccl", "shm", "gloo"} <= names_measured
+        rows.add(
+            "ringway tune --device cuda",
+            holds,
+            f"{'; '.join(rules)}; {measured} {done.stderr[-400:] if not holds else ''}",
+        )
+
+
 def _under_mps(part: Callable[[Rows], None]) -> Callable[[Rows], None]:
     def run_part(rows: Rows) -> None:
         with mps():
@@ -525,6 +614,8 @@ PARTS: dict[str, Callable[[Rows], None]] = {
     "times": lambda rows: timed(rows, 2, False, False),
     "times_mps": _under_mps(lambda rows: timed(rows, 2, True, False)),
     "times4_mps": _under_mps(lambda rows: timed(rows, 4, True, False)),
+    "mixing": mixing,
+    "mixing_mps": _under_mps(mixing),
     "quick": lambda rows: timed(rows, 2, False, True),
     "quick_mps": _under_mps(lambda rows: timed(rows, 2, True, True)),
     "groups": lambda rows: run(rows, "many groups", many_groups, 2, 1000, 60.0),
@@ -532,7 +623,7 @@ PARTS: dict[str, Callable[[Rows], None]] = {
     "kills_short": lambda rows: kills(rows, 200, 30.0),
 }
 DEFAULT = ("checks", "checks4", "checks_mps", "training", "memory", "compression")
-DEFAULT += ("programs2", "programs2_direct", "programs4_mps", "conformance2", "direct2", "direct4", "direct8")
+DEFAULT += ("programs2", "programs2_direct", "programs4_mps", "mixing", "conformance2", "direct2", "direct4", "direct8")
 DEFAULT += ("times", "times_mps", "times4_mps", "groups", "kills")
 
 
