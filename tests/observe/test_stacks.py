@@ -1,4 +1,5 @@
-"""Stacks are read without the GIL: whatever the threads do at that moment, the process survives and answers."""
+"""Stacks are read with the GIL and without: whatever the threads do at that moment, the process survives and
+answers."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import ringway._core as _core
 CHURN = """
 import faulthandler, os, sys, threading, time
 from ringway import _core
+from ringway.observe.stall.watch import stacks_text
 faulthandler.enable()
 ended = False
 
@@ -32,7 +34,7 @@ for thread in busy: thread.start()
 texts = []
 until = time.monotonic() + 60
 while len(texts) < 150 and time.monotonic() < until:
-    texts.append(_core.stacks_of_a_copy())
+    texts.append(READ())
 ended = True
 for thread in busy: thread.join()
 try:
@@ -44,8 +46,10 @@ print(len(texts), sum("in churn" in text for text in texts), left)
 
 
 @pytest.mark.processes
-def test_threads_that_come_and_go_do_not_crash_the_reader() -> None:
-    ended = subprocess.run([sys.executable, "-c", CHURN], capture_output=True, text=True, timeout=280, check=False)
+@pytest.mark.parametrize("reader", ["_core.stacks_of_a_copy", "stacks_text"])
+def test_threads_that_come_and_go_do_not_crash_the_reader(reader: str) -> None:
+    churn = CHURN.replace("READ", reader)
+    ended = subprocess.run([sys.executable, "-c", churn], capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     read, whole, left = ended.stdout.split()
