@@ -58,6 +58,16 @@ void bind_shm(nb::module_& m) {
             return nb::make_tuple(message.sends, message.peer, message.tag, message.facts.number);
         })
         .def("source", [](const PyTask& self) { return self.message ? self.message->source : -1; })
+        .def("reference", [](const PyTask& self) -> nb::object {
+            const Message& message = *self.message;
+            if (!message.by_reference) return nb::none();
+            return nb::bytes(message.reference.data(), message.reference.size());
+        })
+        .def("owned", [](const PyTask& self) -> nb::object {
+            const Message& message = *self.message;
+            if (message.owned == nullptr) return nb::none();
+            return nb::bytes(message.owned.get(), static_cast<size_t>(message.bytes));
+        })
         .def("when_done", [](const PyTask& self, nb::object callback) {
             self.attachment().when_done(std::move(callback));
         }, nb::arg("callback"));
@@ -74,7 +84,8 @@ void bind_shm(nb::module_& m) {
              nb::arg("peers"), nb::arg("cpus"), nb::arg("timeout"), nb::arg("raise_outcome"))
         .def("collective", &collective, nb::arg("call"), nb::arg("timeout"))
         .def("show", &show, nb::arg("call"), nb::arg("timeout"), nb::arg("count"), nb::arg("shown"), nb::arg("manner"))
-        .def("message", &message, nb::arg("call"), nb::arg("timeout"))
+        .def("message", &message, nb::arg("call"), nb::arg("timeout"), nb::arg("reference").none() = nb::none(),
+             nb::arg("room").none() = nb::none())
         .def("differ", [](PyGroup& self, nb::handle call, int64_t count, int source, int target, int64_t sent,
                           int64_t expected) { differ(self, facts_of(call, count), source, target, sent, expected); },
              nb::arg("call"), nb::arg("count"), nb::arg("source"), nb::arg("target"), nb::arg("sent"), nb::arg("expected"))

@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "python/fast_method.h"
 #include "python/shm_call.h"
 #include "python/shm_device_path.h"
@@ -26,11 +28,17 @@ std::vector<DeviceLink::Copy> copies_of(const PyCopies& given) {
     return copies;
 }
 
+Message::Reference reference_of(const nb::bytes& given) {
+    Message::Reference reference{};
+    if (given.size() != reference.size()) throw std::invalid_argument("not a reference");
+    std::memcpy(reference.data(), given.data(), reference.size());
+    return reference;
+}
+
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     return run_with(given, count, [self](const FastCall& call) {
         auto& path = *nb::inst_ptr<DeviceFastPath>(self);
-        const bool sums = !call.async && call.reduce == Reduce::Sum;
-        return nb::bool_(sums && path.run(call.op, call.outputs, call.inputs, call.peer));
+        return nb::bool_(!call.async && call.reduce == Reduce::Sum && path.run(call));
     });
 }
 
@@ -91,6 +99,21 @@ void bind_shm_device(nb::module_& m) {
                         const PyCopies& copies) {
             self.part(stream, worker, facts_of(call, count), timeout_s, copies_of(copies));
         }, nb::arg("stream"), nb::arg("worker"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"), nb::arg("copies"))
+        .def("stage", [](DeviceLink& self, uintptr_t stream, PySpan message, int receiver) -> nb::object {
+            Message::Reference reference{};
+            bool staged = false;
+            {
+                GilRelease gil;
+                staged = self.stage(stream, {message.first, message.second}, receiver, reference);
+            }
+            return staged ? nb::object(nb::bytes(reference.data(), reference.size())) : nb::object(nb::none());
+        }, nb::arg("stream"), nb::arg("message"), nb::arg("receiver"))
+        .def("unstage", [](DeviceLink& self, nb::bytes given) { self.unstage(reference_of(given)); }, nb::arg("reference"))
+        .def("fetch", [](DeviceLink& self, uintptr_t stream, int sender, nb::bytes given, PySpan message, nb::handle call,
+                         int64_t count, double timeout_s) {
+            self.fetch(stream, sender, reference_of(given), {message.first, message.second}, facts_of(call, count), timeout_s);
+        }, nb::arg("stream"), nb::arg("sender"), nb::arg("reference"), nb::arg("message"), nb::arg("call"), nb::arg("count"),
+             nb::arg("timeout"))
         .def("allocate", &DeviceLink::allocate, nb::arg("bytes"), Release())
         .def("free", &DeviceLink::free, nb::arg("address"), Release())
         .def("drain", &DeviceLink::drain, nb::arg("seconds"), Release())

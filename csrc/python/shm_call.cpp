@@ -192,7 +192,7 @@ void describe(Message& message, const Request& call, int64_t bytes, int tag) {
     std::strncpy(message.facts.place, call.place, kTextBytes - 1);
 }
 
-PyTask message(PyGroup& group, nb::handle call, double timeout_s) {
+PyTask message(PyGroup& group, nb::handle call, double timeout_s, nb::handle reference, nb::handle room) {
     const CallView view(call);
     auto task = std::make_shared<PythonMessage>();
     Request r;
@@ -201,6 +201,19 @@ PyTask message(PyGroup& group, nb::handle call, double timeout_s) {
     r.in.base = tensor.data;
     r.count = tensor.nbytes / r.element;
     describe(*task, r, tensor.nbytes, view.tag());
+    if (!reference.is_none()) {
+        const auto given = nb::cast<nb::bytes>(reference);
+        if (given.size() != Message::kReferenceBytes) throw std::invalid_argument("not a reference");
+        std::memcpy(task->reference.data(), given.data(), given.size());
+        task->by_reference = true;
+    }
+    if (!room.is_none()) {
+        nb::list listed;
+        listed.append(room);
+        const TensorView memory = views_of(nb::cast<nb::sequence>(listed), task->attachment)[0];
+        task->data = memory.data;
+        task->room = memory.nbytes;
+    }
     const bool async = view.async_op();
     group.engine().messages.sweep();
     starts(view);

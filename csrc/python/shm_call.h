@@ -23,6 +23,8 @@ void differ(PyGroup& group, const CallFacts& call, int source, int target, int64
 // What every rank sees of a call, for a fault that comes later.
 CallFacts facts_of(nb::handle call, int64_t count);
 CallFacts facts_of(const Request& call);
-PyTask message(PyGroup& group, nb::handle call, double timeout_s);
+// A message with a `reference` (bytes) is sent by reference. A receive with `room`, a tensor of bytes in host memory, takes
+// references, and what has room there.
+PyTask message(PyGroup& group, nb::handle call, double timeout_s, nb::handle reference, nb::handle room);
 
 }  // namespace ringway::shm

@@ -17,7 +17,9 @@ constexpr uint64_t kEveryDtype = ~uint64_t{0};
 constexpr uint32_t kTaken = uint32_t{1} << static_cast<int>(Op::AllReduce) | uint32_t{1} << static_cast<int>(Op::Broadcast) |
                           uint32_t{1} << static_cast<int>(Op::AllGatherSingle) |
                           uint32_t{1} << static_cast<int>(Op::ReduceScatterSingle) |
-                          uint32_t{1} << static_cast<int>(Op::AllToAllSingle);
+                          uint32_t{1} << static_cast<int>(Op::AllToAllSingle) | uint32_t{1} << static_cast<int>(Op::Reduce) |
+                          uint32_t{1} << static_cast<int>(Op::Gather) | uint32_t{1} << static_cast<int>(Op::Scatter) |
+                          uint32_t{1} << static_cast<int>(Op::Send) | uint32_t{1} << static_cast<int>(Op::Recv);
 constexpr int64_t kLargeCount = (int64_t{1} << 31) - 1;  // a kernel gets a larger count in 64 bits
 constexpr int64_t kAlignment = 64;  // elements to which a rank's share of a reduction is rounded up
 
@@ -51,18 +53,26 @@ bool DeviceFastPath::profiled() const {
     return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
 }
 
-bool DeviceFastPath::run(int op, nb::handle outputs, nb::handle inputs, int peer) {
+bool DeviceFastPath::run(const FastCall& given) {
     PlainCall call;
-    if (native_ == nullptr || profiled() || !read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
+    const auto op = static_cast<Op>(given.op);
+    const bool message = is_point_to_point(op);
+    if (native_ == nullptr || profiled() || (message && (given.peer < 0 || given.peer == rank()))) return false;
+    if (!read(op, given.outputs, given.inputs, given.peer, call)) return false;
     // The sizes of an all_to_all may differ from rank to rank, so all of them are direct.
-    const bool direct = call.op == Op::AllToAllSingle || call.bytes >= manner_.direct_from.at(static_cast<size_t>(op));
-    if (!direct && call.bytes > DeviceLink::kBounceBytes) return false;
+    const bool direct = op == Op::AllToAllSingle || call.bytes >= manner_.direct_from.at(static_cast<size_t>(op));
+    const bool listed = op == Op::Gather || op == Op::Scatter;
+    if (!direct && !message && (listed || call.bytes > DeviceLink::kBounceBytes)) return false;
     const nb::object kept = link_;  // another thread may close the group while Python runs, or without the GIL
     DeviceLink& link = *native_;
     const DeviceManner manner = manner_;
     const auto stream = nb::cast<uintptr_t>(stream_of_(call.device_index));
     call.timeout_s = group_.timeout_s();
     call.element = element_bytes(call.dtype);
+    if (message) {
+        if (call.count == 0 || call.device_index != link.device_index() || !link.can_bounce(stream)) return false;
+        return op == Op::Send ? send(link, manner, stream, call, given.tag) : receive(link, stream, call, given.tag);
+    }
     if (direct) return call.device_index == link.device_index() && run_direct(link, manner, stream, call);
     if (!link.can_bounce(stream)) return false;
     call.site = current_site();
@@ -85,7 +95,8 @@ void DeviceFastPath::run_on(DeviceLink& native, uintptr_t stream, PlainCall& cal
     const int64_t share = call.count * call.element;
     const bool root = call.op == Op::Broadcast && rank() == call.root;
     const int64_t read = call.op == Op::Broadcast && !root ? 0 : scatters(call.op) ? call.bytes : share;
-    const int64_t written = root ? 0 : gathers(call.op) ? call.bytes : share;
+    const bool reads_nothing = root || (call.op == Op::Reduce && rank() != call.root);
+    const int64_t written = reads_nothing ? 0 : gathers(call.op) ? call.bytes : share;
     const nb::object link = link_;  // another thread may close the group while this one runs
     {
         GilRelease gil;
@@ -98,6 +109,73 @@ void DeviceFastPath::run_on(DeviceLink& native, uintptr_t stream, PlainCall& cal
     group_.run(call, host);
     if (call.op == Op::Broadcast) std::memcpy(native.bounce_out(), native.bounce_in(), static_cast<size_t>(written));
     native.upload(stream, to, written);
+}
+
+// --- messages ---------------------------------------------------------------------------------------------
+
+bool DeviceFastPath::send(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call, int tag) {
+    const auto from = reinterpret_cast<uint64_t>(call.in.at(0));
+    auto message = std::make_shared<PythonMessage>();
+    {
+        GilRelease gil;
+        if (call.bytes >= manner.direct_from.at(static_cast<size_t>(call.op)))
+            message->by_reference = link.stage(stream, {from, call.bytes}, call.root, message->reference);
+    }
+    if (!message->by_reference && call.bytes > DeviceLink::kBounceBytes) return false;
+    call.site = current_site();
+    call.place = text_of_site(call.site);
+    call.number = record().messages();
+    call.in.base = link.bounce_in();
+    describe(*message, call, call.bytes, tag);
+    const uint64_t token = begin(call, call.site).token;
+    try {
+        bool sent = false;
+        {
+            GilRelease gil;
+            if (!message->by_reference) link.download(stream, from, call.bytes);
+            sent = group_.engine().messages.send_now(*message);
+        }
+        if (!sent) group_.run(message);
+    } catch (...) {
+        if (message->by_reference) link.unstage(message->reference);
+        record().end(token, State::Failed);
+        throw;
+    }
+    record().end(token, State::Completed);
+    return true;
+}
+
+bool DeviceFastPath::receive(DeviceLink& link, uintptr_t stream, PlainCall& call, int tag) {
+    const auto to = reinterpret_cast<uint64_t>(call.out.at(0));
+    auto message = std::make_shared<PythonMessage>();
+    call.site = current_site();
+    call.place = text_of_site(call.site);
+    call.number = record().messages();
+    call.in.base = link.bounce_out();
+    describe(*message, call, call.bytes, tag);
+    message->room = DeviceLink::kBounceBytes;
+    const uint64_t token = begin(call, call.site).token;
+    try {
+        {
+            GilRelease gil;
+            link.wait_for_upload();
+        }
+        group_.run(message);
+        GilRelease gil;
+        if (message->by_reference) {
+            link.fetch(stream, message->source, message->reference, {to, call.bytes}, message->facts, call.timeout_s, token);
+            return true;
+        }
+        if (message->owned != nullptr)
+            link.upload_from(stream, to, message->owned.get(), call.bytes);
+        else
+            link.upload(stream, to, call.bytes);
+    } catch (...) {
+        record().end(token, State::Failed);
+        throw;
+    }
+    record().end(token, State::Completed);
+    return true;
 }
 
 // --- direct calls -----------------------------------------------------------------------------------------
@@ -212,6 +290,39 @@ bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Par
             part.to = to;
             part.count = call.count;
             return to == part.own || apart(to, share, from, whole);
+        case Op::Reduce:
+            part.offered = {{from, share}};
+            part.worker = call.root;
+            if (rank() != call.root) return true;
+            part.kind = Part::Kind::Reduces;
+            want(0);
+            part.to = to;
+            part.count = call.count;
+            return true;
+        case Op::Gather:
+            part.offered = {{from, share}};
+            part.worker = call.root;
+            if (rank() != call.root) return true;
+            part.kind = Part::Kind::Pulls;
+            want(0);
+            for (const auto& [peer, place] : part.wanted) part.targets.push_back(address(call.out.at(peer)));
+            if (from != address(call.out.at(rank()))) part.to = address(call.out.at(rank()));
+            return std::all_of(call.blocks.begin(), call.blocks.end(), [&](const std::byte* each) {
+                return address(each) == part.own || apart(from, share, address(each), share);
+            });
+        case Op::Scatter:
+            part.kind = Part::Kind::Pulls;
+            if (rank() != call.root) {
+                part.wanted = {{call.root, rank()}};
+                part.targets = {to};
+                return true;
+            }
+            for (int peer = 0; peer < size(); ++peer) part.offered.push_back({address(call.in.at(peer)), share});
+            part.own = address(call.in.at(rank()));
+            if (to != part.own) part.to = to;
+            return std::all_of(call.blocks.begin(), call.blocks.end(), [&](const std::byte* each) {
+                return address(each) == to ? to == part.own : apart(to, share, address(each), share);
+            });
         case Op::AllToAllSingle:
             part.kind = Part::Kind::Pulls;
             for (int peer = 0; peer < size(); ++peer) part.offered.push_back({block(from, peer), share});

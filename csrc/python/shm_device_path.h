@@ -28,7 +28,7 @@ class DeviceFastPath final : public FastPath {
 
     // Takes calls from now on. None takes no more.
     void attach(nb::object link, const DeviceManner& manner);
-    bool run(int op, nb::handle outputs, nb::handle inputs, int peer);
+    bool run(const FastCall& given);
 
   private:
     // A rank's part of a direct call (src/ringway/backends/shm/cuda_parts.py): what it offers, whose memory it needs, and
@@ -48,6 +48,8 @@ class DeviceFastPath final : public FastPath {
 
     bool profiled() const;
     void run_on(DeviceLink& link, uintptr_t stream, PlainCall& call);
+    bool send(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call, int tag);
+    bool receive(DeviceLink& link, uintptr_t stream, PlainCall& call, int tag);
     bool run_direct(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call);
     // False if the general path has to copy the tensors first.
     bool plan(const PlainCall& call, const DeviceManner& manner, Part& part) const;

@@ -25,7 +25,10 @@ constexpr int kRelaxedMode = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr size_t kChecksPerOffer = 4;
 constexpr double kDrainSeconds = 30;
 constexpr double kReleaseSeconds = 5;
+constexpr double kLeaveSeconds = 10;
 constexpr double kLongest = 1e9;
+constexpr int64_t kLeastBlock = 2 << 20;
+constexpr int64_t kMostStaged = int64_t{4} << 30;
 // How long a call in flight may go on once a peer is gone: the peer may have done its part.
 constexpr int64_t kGraceNs = 100'000'000;
 constexpr auto kLook = std::chrono::milliseconds(1);
@@ -148,6 +151,19 @@ int DeviceLink::slot_of(const Span& span, uint64_t& offset) {
     return static_cast<int>(least - slots_.data());
 }
 
+// Its slot is -1 if it cannot be shared.
+DeviceLink::Region DeviceLink::region_of(const Span& span, bool keep) {
+    Region region{};
+    region.slot = slot_of(span, region.offset);
+    if (region.slot < 0) return region;
+    Slot& slot = slots_[static_cast<size_t>(region.slot)];
+    slot.used = ++uses_;
+    slot.keep |= keep;
+    region.bytes = span.bytes;
+    region.handle = slot.handle;
+    return region;
+}
+
 std::vector<std::byte> DeviceLink::offer(const std::vector<Span>& spans, bool keep, int& refused) {
     if (spans.size() > kDeviceRanks) throw std::invalid_argument("too many spans");
     const std::lock_guard<std::mutex> guard(memory_);
@@ -159,18 +175,10 @@ std::vector<std::byte> DeviceLink::offer(const std::vector<Span>& spans, bool ke
     refused = -1;
     for (size_t i = 0; i < spans.size(); ++i) {
         if (spans[i].bytes == 0) continue;
-        Region& region = offer.regions[i];
-        const int found = slot_of(spans[i], region.offset);
-        if (found < 0) {
-            refused = static_cast<int>(i);
-            return {};
-        }
-        Slot& slot = slots_[static_cast<size_t>(found)];
-        slot.used = ++uses_;
-        slot.keep |= keep;
-        region.slot = found;
-        region.bytes = spans[i].bytes;
-        region.handle = slot.handle;
+        offer.regions[i] = region_of(spans[i], keep);
+        if (offer.regions[i].slot >= 0) continue;
+        refused = static_cast<int>(i);
+        return {};
     }
     for (size_t i = 0; i < kSlots; ++i) offer.live |= uint64_t{slots_[i].id != 0} << i;
     const auto* from = reinterpret_cast<const std::byte*>(&offer);
@@ -205,23 +213,25 @@ std::vector<DeviceLink::Span> DeviceLink::accept(const std::byte* offers, size_t
             throw std::invalid_argument("no such span");
         std::memcpy(&offer, offers + sizeof offer * static_cast<size_t>(peer), sizeof offer);
         const Region& region = offer.regions[place];
-        if (region.slot < 0 || region.slot >= kSlots) {
-            spans.push_back({0, 0});
-            continue;
-        }
-        Opened& opened = opened_[static_cast<size_t>(peer)][static_cast<size_t>(region.slot)];
-        if (opened.base != 0 && !same(opened.handle, region.handle)) {
-            opened.keep = false;
-            close_mapping(opened);
-        }
-        if (opened.base == 0) {
-            opened.handle = region.handle;
-            driver_.require(driver_.ipc_open(&opened.base, region.handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
-        }
-        opened.keep |= keep;
-        spans.push_back({opened.base + region.offset, region.bytes});
+        const bool empty = region.slot < 0 || region.slot >= kSlots;
+        spans.push_back(empty ? Span{} : open(peer, region, keep));
     }
     return spans;
+}
+
+// Maps a region of another rank.
+DeviceLink::Span DeviceLink::open(int peer, const Region& region, bool keep) {
+    Opened& opened = opened_[static_cast<size_t>(peer)][static_cast<size_t>(region.slot)];
+    if (opened.base != 0 && !same(opened.handle, region.handle)) {
+        opened.keep = false;
+        close_mapping(opened);
+    }
+    if (opened.base == 0) {
+        opened.handle = region.handle;
+        driver_.require(driver_.ipc_open(&opened.base, region.handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
+    }
+    opened.keep |= keep;
+    return {opened.base + region.offset, region.bytes};
 }
 
 uint64_t DeviceLink::allocate(size_t bytes) {
@@ -349,6 +359,11 @@ void DeviceLink::part(uintptr_t stream, int worker, const CallFacts& facts, doub
     const Entered entered(driver_, context_);
     signal(stream, 1, worker);
     copy(stream, copies);
+    watch_for(stream, facts, timeout_s, record);
+}
+
+// Follows a call until the stream has passed it.
+void DeviceLink::watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
     const auto on = reinterpret_cast<Stream>(stream);
     const bool captured = is_capturing(stream);
     std::lock_guard<std::mutex> guard(lock_);
@@ -379,7 +394,106 @@ device::Event DeviceLink::take_event() {
     return event;
 }
 
+// Messages
+
+bool DeviceLink::is_taken(size_t block) const {
+    const Block& given = blocks_[block];
+    return given.receiver < 0 || reinterpret_cast<std::atomic<uint32_t>&>(taken(rank_, block)).load() == given.number;
+}
+
+// The smallest block that is free and large enough, or a new one.
+std::optional<size_t> DeviceLink::free_block(int64_t bytes) {
+    std::optional<size_t> best;
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+        const int64_t room = blocks_[i].memory.bytes;
+        if (room >= bytes && (!best || room < blocks_[*best].memory.bytes) && is_taken(i)) best = i;
+    }
+    if (best || blocks_.size() == kBlocks) return best;
+    int64_t room = kLeastBlock;
+    while (room < bytes) room *= 2;
+    if (staged_bytes_ + room > kMostStaged) return {};
+    uint64_t address = 0;
+    if (driver_.allocate(&address, static_cast<size_t>(room)) != kSuccess) return {};
+    allocated_.push_back(address);
+    staged_bytes_ += room;
+    blocks_.push_back({{address, room}});
+    return blocks_.size() - 1;
+}
+
+bool DeviceLink::stage(uintptr_t stream, const Span& message, int receiver, Message::Reference& reference) {
+    if (message.bytes > kMostStaged) return false;
+    const Entered entered(driver_, context_);
+    const auto on = reinterpret_cast<Stream>(stream);
+    // A copy that waits on the device for other work loses its turn there, for 200 µs.
+    if (takes_turns()) driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
+    Referred referred{};
+    {
+        const std::lock_guard<std::mutex> guard(memory_);
+        require_open();
+        const std::optional<size_t> block = free_block(message.bytes);
+        if (!block) return false;
+        Block& into = blocks_[*block];
+        referred = {region_of({into.memory.address, message.bytes}, true), static_cast<uint32_t>(*block), messages_ + 1};
+        if (referred.region.slot < 0) return false;
+        driver_.require(driver_.copy_async(into.memory.address, message.address, static_cast<size_t>(message.bytes), on),
+                        "cuMemcpyDtoDAsync");
+        ++messages_;
+        into.number = referred.number;
+        into.receiver = receiver;
+    }
+    std::memcpy(reference.data(), &referred, sizeof referred);
+    const Status status = driver_.synchronize_stream(on);
+    if (status != kSuccess) unstage(reference);
+    driver_.require(status, "cuStreamSynchronize");
+    return true;
+}
+
+void DeviceLink::unstage(const Message::Reference& reference) {
+    Referred referred;
+    std::memcpy(&referred, reference.data(), sizeof referred);
+    const std::lock_guard<std::mutex> guard(memory_);
+    blocks_.at(referred.block).receiver = -1;
+}
+
+void DeviceLink::fetch(uintptr_t stream, int sender, const Message::Reference& reference, const Span& message,
+                       const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
+    Referred referred;
+    std::memcpy(&referred, reference.data(), sizeof referred);
+    const Region& region = referred.region;
+    const bool sound = region.slot >= 0 && region.slot < kSlots && region.bytes == message.bytes && referred.block < kBlocks;
+    if (!sound) throw std::runtime_error("rank " + std::to_string(sender) + " sent a reference to no memory");
+    const Entered entered(driver_, context_);
+    Span from;
+    {
+        const std::lock_guard<std::mutex> guard(memory_);
+        require_open();
+        from = open(sender, region, true);
+    }
+    copy(stream, {{from, message.address}});
+    WordOperation taken_now = {device::kWriteWord, on_device(taken(sender, referred.block)), referred.number, 0, 0, 0};
+    operate(stream, &taken_now, 1);
+    watch_for(stream, facts, timeout_s, record);
+}
+
+// A receiver that is alive still needs the messages that it has not taken.
+void DeviceLink::wait_until_taken() {
+    const auto needed = [this](size_t block) {
+        const std::lock_guard<std::mutex> guard(memory_);
+        if (block >= blocks_.size() || is_taken(block) || members_.faulted()) return false;
+        const int receiver = blocks_[block].receiver;
+        return !members_.has_left(receiver) && !members_.has_ended(receiver);
+    };
+    const int64_t until = now_ns() + static_cast<int64_t>(kLeaveSeconds * 1e9);
+    for (size_t block = 0; block < kBlocks; ++block)
+        while (needed(block) && now_ns() < until) std::this_thread::sleep_for(kLook);
+}
+
 // Through the host
+
+bool DeviceLink::takes_turns() {
+    if (!takes_turns_) takes_turns_ = !has_mps();
+    return *takes_turns_;
+}
 
 // False while the stream captures a graph.
 bool DeviceLink::can_bounce(uintptr_t stream) {
@@ -390,7 +504,6 @@ bool DeviceLink::can_bounce(uintptr_t stream) {
     if (driver_.event_create(&bounced_, kDisableTiming) != kSuccess) return false;
     if (driver_.allocate_host(&memory, 2 * kBounceBytes, kPortable) != kSuccess) return false;
     bounce_ = static_cast<std::byte*>(memory);
-    takes_turns_ = !has_mps();
     bounced_on_ = stream;
     return true;
 }
@@ -402,7 +515,7 @@ void DeviceLink::download(uintptr_t stream, uint64_t from, int64_t bytes) {
         driver_.require(driver_.synchronize_event(bounced_), "cuEventSynchronize");
     const auto on = reinterpret_cast<Stream>(stream);
     // A copy that waits on the device for other work loses its turn there, for 200 µs.
-    if (takes_turns_) driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
+    if (takes_turns()) driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
     if (bytes > 0)
         driver_.require(driver_.download_async(bounce_in(), from, static_cast<size_t>(bytes), on), "cuMemcpyDtoHAsync");
     driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
@@ -414,6 +527,18 @@ void DeviceLink::upload(uintptr_t stream, uint64_t to, int64_t bytes) {
     if (bytes > 0)
         driver_.require(driver_.upload_async(to, bounce_out(), static_cast<size_t>(bytes), on), "cuMemcpyHtoDAsync");
     driver_.require(driver_.event_record(bounced_, on), "cuEventRecord");
+}
+
+void DeviceLink::wait_for_upload() {
+    const Entered entered(driver_, context_);
+    driver_.require(driver_.synchronize_event(bounced_), "cuEventSynchronize");
+}
+
+void DeviceLink::upload_from(uintptr_t stream, uint64_t to, const std::byte* from, int64_t bytes) {
+    const Entered entered(driver_, context_);
+    const auto on = reinterpret_cast<Stream>(stream);
+    driver_.require(driver_.upload_async(to, from, static_cast<size_t>(bytes), on), "cuMemcpyHtoDAsync");
+    driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
 }
 
 // The calls in flight
@@ -512,6 +637,7 @@ bool DeviceLink::drain(double seconds) {
 
 void DeviceLink::close() {
     if (members_.forked() || closed_.exchange(true)) return;
+    wait_until_taken();
     bool drained = drain(kDrainSeconds);
     if (!drained) {
         members_.abort();  // the streams of this rank wait for others, which will not come

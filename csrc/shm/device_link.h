@@ -16,6 +16,11 @@
 // that it is the second of until that word is 1, and writes 0 again. A rank cannot write a word that was not yet reset: in
 // between, it waits for a word that the other writes after the reset.
 //
+// Messages. A sender copies the tensor to a block of its own memory, waits for that copy, and sends a reference to the
+// block. The receiver copies from it, and its stream then writes the message's number to the block's word. So the sender's
+// stream never waits for the receiver's, and two ranks may both send first. The sender uses a block again once its word has
+// the number. Without a free block, a message goes through the host.
+//
 // Faults. A thread follows the calls in flight. It reports a peer that is gone and a call that is overdue, like any other
 // fault of the group. Once there is a fault, it writes what this rank's streams wait for to all these words, until the
 // calls in flight have passed: their results are worthless, and no stream hangs.
@@ -97,6 +102,14 @@ class DeviceLink {
                 int64_t count);
     void copy(uintptr_t stream, const std::vector<Copy>& copies);
 
+    // Copies a message to a free block, once the stream has come to it, and fills the reference; false if there is none.
+    bool stage(uintptr_t stream, const Span& message, int receiver, Message::Reference& reference);
+    // The message with this reference was not sent.
+    void unstage(const Message::Reference& reference);
+    // Enqueues the copy of a message. Throws std::runtime_error if the reference is none.
+    void fetch(uintptr_t stream, int sender, const Message::Reference& reference, const Span& message, const CallFacts& facts,
+               double timeout_s, std::optional<uint64_t> record = {});
+
     // Memory that can always be shared.
     uint64_t allocate(size_t bytes);
     void free(uint64_t address);
@@ -109,6 +122,10 @@ class DeviceLink {
     bool can_bounce(uintptr_t stream);
     void download(uintptr_t stream, uint64_t from, int64_t bytes);
     void upload(uintptr_t stream, uint64_t to, int64_t bytes);
+    // The bounce memory of outputs may be written again: the last upload is done.
+    void wait_for_upload();
+    // Uploads from any memory, and waits for it.
+    void upload_from(uintptr_t stream, uint64_t to, const std::byte* from, int64_t bytes);
 
     // Waits until no call is in flight on the device; whether that succeeded.
     bool drain(double seconds);
@@ -119,6 +136,9 @@ class DeviceLink {
 
   private:
     static constexpr int kSlots = 64;  // a word of bits in an offer
+    static constexpr size_t kBlocks = 16;
+    static constexpr size_t kMessageWords = 256;  // the words before these order calls
+    static_assert((kMessageWords + kDeviceRanks * kBlocks) * sizeof(uint32_t) <= kStreamWordBytes);
     struct Region {
         int64_t slot;  // -1 for an empty span
         uint64_t offset;
@@ -135,6 +155,18 @@ class DeviceLink {
         uint64_t used = 0;
         bool keep = false;
         device::IpcHandle handle;
+    };
+    // What a message by reference consists of.
+    struct Referred {
+        Region region;
+        uint32_t block;
+        uint32_t number;
+    };
+    static_assert(sizeof(Referred) <= Message::kReferenceBytes);
+    struct Block {
+        Span memory;
+        uint32_t number = 0;  // of the message in it, or of the last one
+        int receiver = -1;    // -1 if the last one was not sent
     };
     struct Opened {
         uint64_t base = 0;  // 0 if nothing is open
@@ -153,6 +185,11 @@ class DeviceLink {
     // The word of a pair of ranks, for captured calls, and the one of a rank, for the others.
     uint32_t& word(int phase, int from, int to) const { return words_[(phase * kDeviceRanks + from) * kDeviceRanks + to]; }
     uint32_t& reached(int phase, int rank) const { return words_[(2 * kDeviceRanks + phase) * kDeviceRanks + rank]; }
+    // The number of the message that was last taken from a block of a rank.
+    uint32_t& taken(int sender, size_t block) const {
+        return words_[kMessageWords + static_cast<size_t>(sender) * kBlocks + block];
+    }
+    bool is_taken(size_t block) const;
     uint64_t on_device(const uint32_t& word) const {
         return words_on_device_ + static_cast<uint64_t>(&word - words_) * sizeof(uint32_t);
     }
@@ -160,6 +197,11 @@ class DeviceLink {
     void signal_captured(uintptr_t stream, int phase);
     void operate(uintptr_t stream, device::WordOperation* operations, unsigned count);
     int slot_of(const Span& span, uint64_t& offset);
+    Region region_of(const Span& span, bool keep);
+    Span open(int peer, const Region& region, bool keep);
+    std::optional<size_t> free_block(int64_t bytes);
+    void watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record);
+    void wait_until_taken();
     bool still_there(const Slot& slot) const;
     void forget_freed();
     void close_mapping(Opened& opened);
@@ -185,7 +227,8 @@ class DeviceLink {
     uint64_t words_on_device_ = 0;
     std::atomic<uint32_t> number_{0};  // of the latest call
 
-    bool takes_turns_ = false;  // processes take turns on the device: there is no MPS
+    bool takes_turns();
+    std::optional<bool> takes_turns_;  // processes take turns on the device: there is no MPS
     std::byte* bounce_ = nullptr;
     device::Event bounced_ = nullptr;  // behind the latest upload,
     uintptr_t bounced_on_ = 0;         // on this stream
@@ -196,6 +239,9 @@ class DeviceLink {
     size_t checked_ = 0;
     std::vector<std::vector<Opened>> opened_;
     std::vector<uint64_t> allocated_;
+    std::vector<Block> blocks_;
+    int64_t staged_bytes_ = 0;  // of all blocks
+    uint32_t messages_ = 0;     // the number of the latest
     std::atomic<bool> closed_{false};
 
     std::mutex lock_;  // what follows

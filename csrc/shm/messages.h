@@ -6,14 +6,19 @@
 // its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
 // while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
+// A message of device memory may be sent by reference: instead of its bytes, a few bytes travel that say where they are. The
+// sender decides, so its receive takes both.
+//
 // A thread that waits moves all messages of the rank. A program usually waits for a message soon after it started it, so a
 // background thread moves messages only if no thread of the program has come back to them for a while.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -24,17 +29,29 @@ namespace ringway::shm {
 
 class Message : public Task {
   public:
+    static constexpr int64_t kReferenceBytes = 128;
+    using Reference = std::array<std::byte, kReferenceBytes>;
+
     bool sends = false;
     int peer = -1;  // kAnyone: receives from any rank
     int tag = 0;
     std::byte* data = nullptr;
     int64_t bytes = 0;
+    // A receive that takes references. Its `data` has room for this many bytes, and more than that come to `owned`.
+    std::optional<int64_t> room;
+    bool by_reference = false;  // of a receive: once it is done
+    Reference reference{};
+    std::unique_ptr<std::byte[]> owned;
     double timeout_s = 1800;
     CallFacts facts{};
     int source = -1;  // of a receive, once its message has begun to arrive
 
   private:
     friend class PointToPoint;
+    // What travels.
+    std::byte* payload() { return by_reference ? reference.data() : data; }
+    const std::byte* payload() const { return by_reference ? reference.data() : data; }
+    int64_t payload_bytes() const { return by_reference ? kReferenceBytes : bytes; }
     int64_t deadline_ns() const {
         return timeout_s < 9e9 ? issued_ns + static_cast<int64_t>(timeout_s * 1e9) : INT64_MAX;
     }
@@ -91,6 +108,7 @@ class PointToPoint final : public Guard {
         int32_t tag;
         DType dtype;
         uint8_t has_place;  // the line of the program that sent it follows; else it is the same as that of the message before
+        uint8_t by_reference;
         std::byte inside[kInside];  // the data, if it is no more than this
     };
     static_assert(sizeof(Line) == kLine);
@@ -98,6 +116,8 @@ class PointToPoint final : public Guard {
         CallFacts facts;
         int64_t bytes;
         int32_t tag;
+        bool by_reference;
+        int64_t payload_bytes() const { return by_reference ? Message::kReferenceBytes : bytes; }
     };
     // What this rank knows about a ring that it sends to.
     struct Outlet {
@@ -111,7 +131,7 @@ class PointToPoint final : public Guard {
         Frame frame;
         std::unique_ptr<std::byte[]> data;
         int64_t arrived = 0;
-        bool whole() const { return arrived == frame.bytes; }
+        bool whole() const { return arrived == frame.payload_bytes(); }
     };
     // What arrives from one rank: the message that its ring is in the middle of, if any.
     struct Inbox {
@@ -123,7 +143,7 @@ class PointToPoint final : public Guard {
 
         // Where its next bytes go.
         std::byte* target() const {
-            return (into != nullptr ? into->data : aside->data.get()) + (frame.bytes - left);
+            return (into != nullptr ? into->payload() : aside->data.get()) + (frame.payload_bytes() - left);
         }
         void took(int64_t bytes) {
             left -= bytes;
@@ -157,7 +177,8 @@ class PointToPoint final : public Guard {
     static bool fits(const Message& receive, const Frame& frame) {
         return receive.bytes == frame.bytes && receive.facts.dtype == frame.facts.dtype;
     }
-    void check_fits(const std::shared_ptr<Message>& receive, int source, const Frame& frame, Messages& finished);
+    void check_fits(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished);
+    void make_room(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished);
 
     void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
     void end_all(Outcome outcome, Messages& finished);

@@ -41,21 +41,22 @@ bool PointToPoint::send_now(const Message& message) {
         reserve(message.peer);
         RingControl& ring = segment_.ring(rank_, message.peer);
         uint64_t head = ring.head.load(std::memory_order_relaxed);
-        const bool inside = message.bytes <= Line::kInside;
-        const uint64_t needed = head_bytes(message) + (inside ? 0 : padded(message.bytes));
+        const int64_t bytes = message.payload_bytes();
+        const bool inside = bytes <= Line::kInside;
+        const uint64_t needed = head_bytes(message) + (inside ? 0 : padded(bytes));
         if (room(message, head, needed) < needed) return false;
         const uint64_t data_at = head + head_bytes(message);
         write_head(message, head);
         head = data_at;
-        int64_t moved = inside ? message.bytes : 0;
+        int64_t moved = inside ? bytes : 0;
         do {
-            const int64_t piece = std::min(message.bytes - moved, kPiece);
-            write_ring(message.peer, head, message.data + moved, piece);
+            const int64_t piece = std::min(bytes - moved, kPiece);
+            write_ring(message.peer, head, message.payload() + moved, piece);
             moved += piece;
             head += padded(piece);
             ring.head.store(head, kPublish);
             waiter_.tell(message.peer);
-        } while (moved < message.bytes);
+        } while (moved < bytes);
     } catch (const Unfinished&) {
         return false;  // the general path finds the same, and reports it
     } catch (const OutOfMemory&) {
@@ -81,6 +82,7 @@ bool PointToPoint::receive_now(const Message& message) {
         Line line;
         const uint64_t data_at = tail + read_head(message.peer, tail, line);
         if (line.tag != message.tag || line.bytes != message.bytes || line.dtype != message.facts.dtype) return false;
+        if (line.by_reference != 0) return false;
         const bool inside = message.bytes <= Line::kInside;
         const uint64_t end = data_at + (inside ? 0 : padded(message.bytes));
         if (there < end - tail) return false;
@@ -117,8 +119,9 @@ uint64_t PointToPoint::head_bytes(const Message& message) const {
 void PointToPoint::write_head(const Message& message, uint64_t at) {
     Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
     const CallFacts& facts = message.facts;
-    Line line{message.bytes, facts.number, facts.count, message.tag, facts.dtype, head_bytes(message) > sizeof(Line), {}};
-    if (message.bytes > 0 && message.bytes <= Line::kInside)
+    Line line{message.bytes, facts.number, facts.count, message.tag, facts.dtype, head_bytes(message) > sizeof(Line),
+              message.by_reference, {}};
+    if (message.bytes > 0 && message.payload_bytes() <= Line::kInside)
         std::memcpy(line.inside, message.data, static_cast<size_t>(message.bytes));
     write_ring(message.peer, at, &line, sizeof line);
     if (!line.has_place) return;
@@ -135,6 +138,7 @@ uint64_t PointToPoint::read_head(int from, uint64_t at, Line& line) {
     Frame& frame = box->frame;
     frame.bytes = line.bytes;
     frame.tag = line.tag;
+    frame.by_reference = line.by_reference != 0;
     frame.facts.number = line.number;
     frame.facts.count = line.count;
     frame.facts.root = rank_;
@@ -158,20 +162,20 @@ bool PointToPoint::push(int peer, Messages& finished) {
             write_head(message, head);
             head += needed;
             message.framed = true;
-            if (message.bytes <= Line::kInside) message.moved = message.bytes;
+            if (message.payload_bytes() <= Line::kInside) message.moved = message.payload_bytes();
         } else {
             // Positions are multiples of the grain, so room is too; only the end of a message is padded.
-            const int64_t left = std::min(message.bytes - message.moved, kPiece);
+            const int64_t left = std::min(message.payload_bytes() - message.moved, kPiece);
             const auto free = static_cast<int64_t>(room(message, head, padded(left)));
             const int64_t piece = std::min(left, free);
             if (piece == 0) break;
-            write_ring(peer, head, message.data + message.moved, piece);
+            write_ring(peer, head, message.payload() + message.moved, piece);
             message.moved += piece;
             head += padded(piece);
         }
         ring.head.store(head, kPublish);
         waiter_.tell(peer);
-        if (message.moved == message.bytes) {
+        if (message.moved == message.payload_bytes()) {
             end(box.front(), Outcome::Done, finished);
             box.pop_front();
         }
@@ -213,10 +217,10 @@ bool PointToPoint::pull(int peer, Messages& finished) {
             if (line.bytes < 0 || static_cast<uint64_t>(there) < length) corrupt(peer, box.frame.facts);
             if (!open_frame(peer, finished)) break;
             tail += length;
-            box.left = line.bytes;
-            if (line.bytes > 0 && line.bytes <= Line::kInside) {
-                std::memcpy(box.target(), line.inside, static_cast<size_t>(line.bytes));
-                box.took(line.bytes);
+            box.left = box.frame.payload_bytes();
+            if (box.left > 0 && box.left <= Line::kInside) {
+                std::memcpy(box.target(), line.inside, static_cast<size_t>(box.left));
+                box.took(box.left);
             }
         } else {
             const int64_t piece = std::min({there, box.left, kPiece});
@@ -240,13 +244,14 @@ bool PointToPoint::pull(int peer, Messages& finished) {
 bool PointToPoint::open_frame(int peer, Messages& finished) {
     Inbox& box = *inbox_[static_cast<size_t>(peer)];
     if (auto receive = match(peer, box.frame.tag)) {
-        check_fits(receive, peer, box.frame, finished);
         receive->source = peer;
+        check_fits(receive, box.frame, finished);
+        make_room(receive, box.frame, finished);
         box.into = std::move(receive);
         return true;
     }
     if (!sets_aside(peer)) return false;
-    const auto bytes = static_cast<size_t>(box.frame.bytes);
+    const auto bytes = static_cast<size_t>(box.frame.payload_bytes());
     std::unique_ptr<std::byte[]> room(new (std::nothrow) std::byte[bytes]);
     if (room == nullptr) throw OutOfMemory("no memory to set a message aside", box.frame.bytes);
     box.waiting.push_back({box.frame, std::move(room), 0});
@@ -265,9 +270,11 @@ bool PointToPoint::match_aside(int peer, Messages& finished) {
             ++aside;
             continue;
         }
-        check_fits(receive, peer, aside->frame, finished);
         receive->source = peer;
-        if (receive->bytes > 0) std::memcpy(receive->data, aside->data.get(), static_cast<size_t>(receive->bytes));
+        check_fits(receive, aside->frame, finished);
+        make_room(receive, aside->frame, finished);
+        if (receive->bytes > 0)
+            std::memcpy(receive->payload(), aside->data.get(), static_cast<size_t>(receive->payload_bytes()));
         end(receive, Outcome::Done, finished);
         aside = box.waiting.erase(aside);
         moved = true;
@@ -295,15 +302,30 @@ bool PointToPoint::sets_aside(int peer) const {
     });
 }
 
-void PointToPoint::check_fits(const std::shared_ptr<Message>& receive, int source, const Frame& frame,
-                              Messages& finished) {
+void PointToPoint::check_fits(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished) {
     if (fits(*receive, frame)) return;
-    members_.report(FaultKind::Mismatch, source, receive->facts, [&](Fault& fault) {
+    members_.report(FaultKind::Mismatch, receive->source, receive->facts, [&](Fault& fault) {
         fault.theirs = frame.facts;
-        fault.pair = {source, rank_, frame.bytes, receive->bytes};
+        fault.pair = {receive->source, rank_, frame.bytes, receive->bytes};
     });
     end(receive, Outcome::Faulted, finished);
     throw Unfinished{Outcome::Faulted};
+}
+
+// A reference has room in every receive that takes one. Other receives never get one from a sound rank.
+void PointToPoint::make_room(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished) {
+    if (frame.by_reference && !receive->room) {
+        end(receive, Outcome::Faulted, finished);
+        corrupt(receive->source, receive->facts);
+    }
+    receive->by_reference = frame.by_reference;
+    if (frame.by_reference || !receive->room || frame.bytes <= *receive->room) return;
+    receive->owned.reset(new (std::nothrow) std::byte[static_cast<size_t>(frame.bytes)]);
+    if (receive->owned == nullptr) {
+        end(receive, Outcome::Faulted, finished);
+        throw OutOfMemory("no memory to receive a message", frame.bytes);
+    }
+    receive->data = receive->owned.get();
 }
 
 void PointToPoint::write_ring(int to, uint64_t at, const void* from, int64_t bytes) {

@@ -19,7 +19,8 @@ from ringway.backends import registry
 from ringway.backends.compose import reduce_rows
 from ringway.backends.shm.cuda import ShmCudaBackend
 from ringway.backends.shm.cuda_device import Cuda, Reduction, reduces_as
-from ringway.call import DTYPES, Op, Reduce
+from ringway.call import DTYPES, Call, Op, Reduce
+from ringway.work import Handle
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_uint64))
@@ -151,6 +152,7 @@ class StandInCuda(Cuda):
 
     def aside(self, near: Tensor, work: Callable[[], None]) -> None:
         work()
+        self.order(near, self.mark(self.current(near)))
 
 
 class StandInBackend(ShmCudaBackend):
@@ -162,6 +164,13 @@ class StandInBackend(ShmCudaBackend):
 
     def direct_from(self, op: Op) -> int:
         return 0
+
+    def _receive(self, call: Call, near: Tensor) -> Handle:
+        """Waits for the device, as a stream would."""
+        handle = super()._receive(call, near)
+        if not call.async_op:
+            self.device.order(near, self.device.mark(self.device.current(near)))
+        return handle
 
     def fast_paths(self, record: Any, health: Any) -> Sequence[Any]:
         """None by default: a call on the fast path returns before the stand-in's device is done, and the CPU does not

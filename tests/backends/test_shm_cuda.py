@@ -304,8 +304,8 @@ def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
         backend, staged = _backend(dist), torch.ones(3)
         dist.all_reduce(staged)
 
-        def run(op: Any, output: torch.Tensor, given: torch.Tensor | None = None, peer: int = -1) -> torch.Tensor:
-            assert backend._path.run(op.code, output, given, peer, False, 0, 0) is True, (op.name, output.dtype)
+        def run(op: Any, output: Any, given: Any = None, peer: int = -1) -> Any:
+            assert backend._path.run(op.code, output, given, peer, False, 0, 0) is True, op.name
             assert backend._link.drain(60)
             return output
 
@@ -334,6 +334,18 @@ def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
                 all_of_them.view(size, count).copy_(torch.arange(size).view(size, 1) + 10 * rank)
                 run(ops.ALL_TO_ALL_SINGLE, exchanged, all_of_them)
                 assert exchanged.view(size, count)[:, 0].tolist() == [10 * other + rank for other in range(size)]
+                run(ops.REDUCE, one.fill_(rank + 1), one, peer=2)
+                assert one.unique().tolist() == [everyone if rank == 2 else rank + 1]
+                blocks, root = list(all_of_them.view(size, count)), rank == 1
+                run(ops.GATHER, blocks if root else None, one.fill_(rank + 1), peer=1)
+                if root:
+                    assert all_of_them.view(size, count)[:, -1].tolist() == list(range(1, size + 1))
+                    all_of_them.view(size, count)[:] = torch.arange(size).view(size, 1) + 3
+                run(ops.SCATTER, one, blocks if root else None, peer=1)
+                assert one.unique().tolist() == [rank + 3]
+                run(ops.SEND, one.fill_(rank + 7), one, peer=(rank + 1) % size)
+                run(ops.RECV, one, one, peer=(rank - 1) % size)
+                assert one.unique().tolist() == [(rank - 1) % size + 7]
         floats = stand_in_cuda.in_device_memory(3 * size, torch.float32)
         refused = [
             (ops.ALL_REDUCE, torch.ones(3), None, "cannot be shared"),
@@ -341,6 +353,7 @@ def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
             (ops.ALL_TO_ALL_SINGLE, floats, floats, "in place"),
             (ops.ALL_GATHER_SINGLE, floats, floats[1:4] if rank else floats[2:5], "overlaps"),
             (ops.REDUCE_SCATTER_SINGLE, floats[1:4], floats, "overlaps"),
+            (ops.SEND, floats, floats, "names no rank"),
         ]
         for op, output, given, why in refused:
             if size == 3:
@@ -361,6 +374,88 @@ def _on_the_fast_path(context: RankContext, gpus: int, mps: bool) -> None:
 @pytest.mark.parametrize(("gpus", "mps"), [(1, False), (1, True), (3, False)])
 def test_direct_calls_on_the_fast_path(ranks: RankPool, gpus: int, mps: bool) -> None:
     ranks.run(_on_the_fast_path, gpus, mps, world_size=3, timeout=120)
+
+
+def _messages(context: RankContext) -> list[Any]:
+    """Messages by value and by reference: before the ranks have met, beyond the free blocks, and in other order."""
+    import stand_in_cuda
+
+    def tensor(count: int, value: float = 0) -> torch.Tensor:
+        return stand_in_cuda.in_device_memory(count, torch.float32).fill_(value)
+
+    dist = context.start(BACKEND, group_name="messages")
+    backend, sends = _backend(dist), context.rank == 0
+    early, late = tensor(500_000, 1), tensor(3000, 2)
+    works = [dist.isend(early, 1)] if sends else [dist.irecv(early.zero_(), 0), dist.irecv(late.zero_(), 0, tag=5)]
+    dist.all_reduce(torch.ones(3))  # the ranks meet
+    if sends:
+        works.append(dist.isend(late, 1, tag=5))
+    for work in works:
+        work.wait()
+    seen: list[Any] = [early.unique().tolist(), late.unique().tolist()]
+    for count in (10, 5000, 100_000):
+        several = [tensor(count, number) for number in range(40)]
+        for number in range(40) if sends else range(39, -1, -1):
+            (dist.send if sends else dist.recv)(
+                several[number] if sends else several[number].zero_(), 1 - context.rank, tag=number
+            )
+        seen.append([one.unique().tolist() for one in several] == [[number] for number in range(40)])
+        op = ops.SEND if sends else ops.RECV
+        for number, one in enumerate(several):
+            one.fill_(number if sends else -1)
+        for one in several:
+            done = backend._path.run(op.code, one, one, 1 - context.rank, False, 0, 0)
+            if not done:  # without a free block, a message that is not small needs the general path
+                assert sends
+                dist.send(one, 1)
+        assert backend._link.drain(60)
+        seen.append([one.unique().tolist() for one in several] == [[number] for number in range(40)])
+    last = tensor(70_000, 9 if sends else 0)
+    if sends:
+        dist.send(last, 1)
+    else:
+        context.store.wait(["rank 0 leaves"])
+        dist.recv(last, 0)
+    seen.append(last.unique().tolist())
+    if sends:
+        threading.Timer(0.3, lambda: context.store.set("rank 0 leaves", "")).start()
+    dist.destroy_process_group()
+    return seen
+
+
+def test_messages_by_value_and_by_reference(ranks: RankPool) -> None:
+    for seen in ranks.run(_messages, world_size=2, timeout=100):
+        assert seen == [[1.0], [2.0], *[True] * 6, [9.0]]
+
+
+def _wrong_message(context: RankContext, how: str) -> str:
+    import stand_in_cuda
+
+    dist = context.start(BACKEND, group_name=f"wrong {how}")
+    dist.all_reduce(torch.ones(3))
+    backend = _backend(dist)
+    tensor = stand_in_cuda.in_device_memory(3000 + (context.rank if how == "size" else 0), torch.float32)
+    if context.rank == 0:
+        if how == "reference":
+            call = ops.Call(ops.SEND, inputs=[tensor], peer=1, size=2, ranks=[0, 1])
+            backend._native.message(call, 5.0, b"\xff" * 128)
+        else:
+            dist.send(tensor, 1)
+        return "sent"
+    try:
+        dist.recv(tensor, 0)
+    except (CollectiveMismatch, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "received"
+
+
+def test_wrong_messages_are_refused(ranks: RankPool) -> None:
+    _, said = ranks.run(_wrong_message, "size", world_size=2)
+    assert "CollectiveMismatch" in said
+    assert "12000" in said
+    assert "12004" in said
+    _, said = ranks.run(_wrong_message, "reference", world_size=2)
+    assert "rank 0 sent a reference to no memory" in said
 
 
 def _paths_meet(context: RankContext) -> str:

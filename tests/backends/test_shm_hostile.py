@@ -25,7 +25,7 @@ import ringway as dist
 import ringway._core as _core
 from exits import in_child
 from interrupts import interrupt_inside
-from ringway.call import DTYPE_CODE
+from ringway.call import DTYPE_CODE, SEND, Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, PeerLost, RingwayError
 from ringway.testing import RankContext, RankPool
 
@@ -430,3 +430,20 @@ def _to_oneself(context: RankContext) -> list[str]:
             found.append(type(error).__name__)
     dist.barrier()
     return found
+
+
+def _refers_to_nothing(context: RankContext) -> str:
+    """A message by reference, which only a receive of device memory takes."""
+    context.start("shm", group_name="refers to nothing")
+    if context.rank == 0:
+        call = Call(SEND, inputs=[torch.ones(40)], peer=1, size=2, ranks=[0, 1])
+        dist.communicator().backend._native.message(call, 5.0, bytes(128))
+        return ""
+    with pytest.raises(RingwayError) as caught:
+        dist.recv(torch.ones(40), 0)
+    return str(caught.value)
+
+
+def test_a_message_by_reference_is_refused_on_the_cpu(pool: RankPool) -> None:
+    _, said = pool.run(_refers_to_nothing, world_size=2)
+    assert "rank 0 corrupted the shared memory" in said

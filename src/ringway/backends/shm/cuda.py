@@ -9,8 +9,9 @@ Every call goes one of two ways, the same on every rank:
 - **through the host**: the tensors are copied to host memory, shm's own collective runs there, and the results are
   copied back. That is quicker for small messages, and works for everything.
 
-Messages, PREMUL_SUM and reductions of bool always go through the host, and so does everything if the ranks cannot share
-device memory.
+PREMUL_SUM and reductions of bool always go through the host, and so does everything if the ranks cannot share device
+memory. Messages are direct once the ranks have met in a collective: the sender copies the tensor to memory that it
+shares, and the receiver copies it from there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _FACTS_BYTES = 512
 _PROBE_BYTES = 2 << 20
 _CAPTURED = 1 << 35
 _SLICE = 0.05
+_ROOM_BYTES = 1 << 20
+"""Messages that are not larger have room in pinned memory, in case they come through the host."""
 _BY_ONE_RANK = (ops.ALL_REDUCE, ops.REDUCE, ops.BROADCAST, ops.GATHER)
 """Calls of which one rank does all the work if the ranks' processes take turns on a GPU."""
 _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -125,6 +128,8 @@ class ShmCudaBackend(ShmBackend):
 
     def direct_from(self, op: Op) -> int:
         """The bytes from which a call is direct: more ranks take longer to meet (measured on one GPU)."""
+        if op is ops.SEND:
+            return (1 << 20) if self._switches else (8 << 10)
         if self._switches:
             return 0 if self.takes_turns and op in _BY_ONE_RANK else (256 << 10) * self.size
         return ((16 if op is ops.BROADCAST else 8) << 10) * self.size
@@ -165,24 +170,60 @@ class ShmCudaBackend(ShmBackend):
             return ()
         return () if call.op is ops.REDUCE and self.rank != call.peer else call.outputs
 
-    def _message(self, call: Call) -> Handle:
+    # Messages. The sender decides how one travels, so a receive takes both: the bytes, or where on the device they are.
+
+    def _start_message(self, call: Call, reference: bytes | None = None, room: Tensor | None = None) -> Any:
         near = (*call.inputs, *call.outputs)[0]
         if self.device.is_capturing():
-            raise UsageError(f"{call.describe()} cannot be captured in a CUDA graph on shm: it needs host memory")
-        host = self.device.on_host(near)
-        # The receiver's stream may still use the memory that a message is received into.
-        self.device.download([(host, near)] if call.op is ops.SEND else [], near)
-        inner = replace(call, inputs=[host] if call.inputs else (), outputs=[host] if call.outputs else ())
-        inner.record = call.record
-        handle = super()._message(inner)
-        if call.op is ops.SEND:
-            return handle
-        if not call.async_op:
-            self.device.upload([(near, host)])
-            return handle
-        return HostHandle(self.device, near, handle, lambda: self.device.upload([(near, host)]))
+            raise UsageError(f"{call.describe()} cannot be captured in a CUDA graph on shm: it needs the host")
+        return self._send(call, near) if call.op is ops.SEND else self._receive(call, near)
 
-    send = recv = _message
+    def _send(self, call: Call, near: Tensor) -> Handle:
+        link = self._link
+        if link is not None and self._met and self._sends_directly(link, near):
+            stream = self.device.raw(self.device.current(near))
+            reference = link.stage(stream, (near.data_ptr(), near.nbytes), call.peer)
+            if reference is not None:
+                try:
+                    return super()._start_message(call, reference)
+                except BaseException:
+                    link.unstage(reference)
+                    raise
+        host = self.device.on_host(near)
+        self.device.download([(host, near)], near)
+        inner = replace(call, inputs=[host])
+        inner.record = call.record
+        return super()._start_message(inner)
+
+    def _sends_directly(self, link: _core.ShmDevice, near: Tensor) -> bool:
+        fits = self.device.index(near) == link.device_index and near.nbytes > 0
+        return fits and near.nbytes >= self._from[ops.SEND.code]
+
+    def _receive(self, call: Call, near: Tensor) -> Handle:
+        always_host = self._met and self._link is None
+        host = self.device.on_host(
+            near if always_host or near.nbytes <= _ROOM_BYTES else torch.empty(1, dtype=near.dtype)
+        )
+        if call.async_op:
+            self.device.download([], near)  # the current stream may still use the memory that the message comes to
+        handle = super()._start_message(call, room=host)
+
+        def deliver() -> None:
+            reference, link = handle.task.reference(), self._link
+            if reference is None:
+                owned = handle.task.owned()
+                source = host if owned is None else torch.frombuffer(bytearray(owned), dtype=near.dtype)
+                self.device.upload([(near, source.view(near.shape))])
+                return
+            if link is None:
+                raise RingwayError(f"{call.describe()}: the group was closed by another thread")
+            stream, to = self.device.raw(self.device.current(near)), (near.data_ptr(), near.nbytes)
+            link.fetch(stream, handle.source, reference, to, call, near.numel(), self._timeout(call))
+
+        if call.async_op:
+            return HostHandle(self.device, near, handle, deliver)
+        deliver()
+        return handle
 
     # Meeting
 
