@@ -91,13 +91,13 @@ void bind_shm_device(nb::module_& m) {
         }, nb::arg("place"), nb::arg("seconds"), Release())
         .def("leave", [](DeviceLink& self, uint64_t place) { self.order().leave(place); }, nb::arg("place"))
         .def("follow", &DeviceLink::follow, nb::arg("stream"))
-        .def("meet", &DeviceLink::meet, nb::arg("stream"), nb::arg("worker"))
+        .def("arrive", &DeviceLink::arrive, nb::arg("stream"), nb::arg("worker"))
         .def("copy", [](DeviceLink& self, uintptr_t stream, const PyCopies& copies) {
             self.copy(stream, copies_of(copies));
         }, nb::arg("stream"), nb::arg("copies"))
-        .def("part", [](DeviceLink& self, uintptr_t stream, int worker, nb::handle call, int64_t count, double timeout_s,
+        .def("depart", [](DeviceLink& self, uintptr_t stream, int worker, nb::handle call, int64_t count, double timeout_s,
                         const PyCopies& copies) {
-            self.part(stream, worker, facts_of(call, count), timeout_s, copies_of(copies));
+            self.depart(stream, worker, facts_of(call, count), timeout_s, copies_of(copies));
         }, nb::arg("stream"), nb::arg("worker"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"), nb::arg("copies"))
         .def("stage", [](DeviceLink& self, uintptr_t stream, PySpan message, int receiver) -> nb::object {
             Message::Reference reference{};

@@ -205,7 +205,7 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
         link.order().leave(place);
     };
     try {
-        const std::vector<std::byte> offers = meet(call, offer);
+        const std::vector<std::byte> offers = show(call, offer);
         met = true;
         std::vector<DeviceLink::Span> spans;
         {
@@ -213,9 +213,9 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
             spans = link.accept(offers.data(), offers.size(), part.wanted, false);
         }
         link.follow(stream);
-        link.meet(stream, part.worker);
+        link.arrive(stream, part.worker);
         enqueue(link, stream, call.dtype, part, spans);
-        link.part(stream, part.worker, facts_of(compared(call)), call.timeout_s, {}, begun.token);
+        link.depart(stream, part.worker, facts_of(compared(call)), call.timeout_s, {}, begun.token);
     } catch (...) {
         end();
         if (met) group_.fail();  // the others wait for this rank's part
@@ -336,7 +336,7 @@ bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Par
     }
 }
 
-std::vector<std::byte> DeviceFastPath::meet(const PlainCall& call, const std::vector<std::byte>& offer) {
+std::vector<std::byte> DeviceFastPath::show(const PlainCall& call, const std::vector<std::byte>& offer) {
     const bool paired = call.op == Op::AllToAllSingle;
     const auto ranks = static_cast<size_t>(size());
     std::vector<std::byte> shown = offer, seen;

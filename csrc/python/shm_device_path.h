@@ -55,7 +55,7 @@ class DeviceFastPath final : public FastPath {
     bool plan(const PlainCall& call, const DeviceManner& manner, Part& part) const;
     Request compared(const PlainCall& call) const;
     // Shows the other ranks the offer and what this rank expects, and returns their offers.
-    std::vector<std::byte> meet(const PlainCall& call, const std::vector<std::byte>& offer);
+    std::vector<std::byte> show(const PlainCall& call, const std::vector<std::byte>& offer);
     void enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
                  const std::vector<DeviceLink::Span>& spans);
     void reduce(DeviceLink& link, uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,

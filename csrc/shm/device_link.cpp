@@ -318,7 +318,7 @@ void DeviceLink::require_open() const {
     if (closed_) throw std::runtime_error("the group was closed by another thread");
 }
 
-void DeviceLink::meet(uintptr_t stream, int worker) {
+void DeviceLink::arrive(uintptr_t stream, int worker) {
     require_open();
     const Entered entered(driver_, context_);
     signal(stream, 0, worker);
@@ -354,7 +354,7 @@ void DeviceLink::launch(uintptr_t stream, const Kernel& kernel, const std::vecto
                     "cuLaunchKernel");
 }
 
-void DeviceLink::part(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
+void DeviceLink::depart(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
                       std::optional<uint64_t> record) {
     const Entered entered(driver_, context_);
     signal(stream, 1, worker);

@@ -7,9 +7,9 @@
 // the same address.
 //
 // Order. Streams wait for each other on words of the group's segment, without the host and without a kernel that spins.
-// A call begins with `meet`: every rank's stream writes the call's number to the rank's first word, then waits until the
-// first words of the others have reached it. It ends with `part`, which does the same on the second words. If one rank
-// does all the work, only that rank waits in `meet`, and only the others wait in `part`, for that rank alone.
+// A call begins with `arrive`: every rank's stream writes the call's number to the rank's first word, then waits until the
+// first words of the others have reached it. It ends with `depart`, which does the same on the second words. If one rank
+// does all the work, only that rank waits in `arrive`, and only the others wait in `depart`, for that rank alone.
 //
 // A call that is captured in a CUDA graph runs any number of times, so it has no number. It uses other words, two for each
 // ordered pair of ranks. Every rank's stream writes 1 to the word of each pair that it is the first of, waits for each pair
@@ -86,10 +86,10 @@ class DeviceLink {
     void follow(uintptr_t stream);
     // `worker` is the rank that does all the work of the call, or kEveryRank.
     static constexpr int kEveryRank = -1;
-    void meet(uintptr_t stream, int worker);
+    void arrive(uintptr_t stream, int worker);
     bool is_capturing(uintptr_t stream) const;
     // The call ends with `copies`. If it has a record, that ends when the device has passed the call.
-    void part(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
+    void depart(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
               std::optional<uint64_t> record = {});
     // Reduces arrays of `count` numbers into every output; see src/ringway/backends/shm/cuda_kernels.py.
     struct Kernel {

@@ -392,12 +392,12 @@ class ShmCudaBackend(ShmBackend):
         link.follow(raw)
         if staged is not None:
             link.copy(raw, [(to, at, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)])
-        link.meet(raw, part.worker)
+        link.arrive(raw, part.worker)
         part.body(stream, addresses, [at for at, _ in (part.offered if staged is None else staged)])
         back = []
         if staged is not None and part.written:
             back = [(at, to, size) for (to, _), (at, size) in zip(staged, part.offered, strict=True)]
-        link.part(raw, part.worker, call, count_of(call), self._timeout(call), back)
+        link.depart(raw, part.worker, call, count_of(call), self._timeout(call), back)
         return None if captured else self.device.mark(stream)
 
     def _compared(self, call: Call, seen: bytes) -> bytes:
