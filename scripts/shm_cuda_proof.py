@@ -35,7 +35,8 @@ from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, all_cases, run_setting
 
 PROVES = (
-    *("src/ringway/backends/shm", "csrc/shm/device_link.h", "csrc/shm/device_link.cpp", "csrc/shm/launch_order.h"),
+    *("src/ringway/backends/shm", "csrc/shm/device_link.h", "csrc/shm/device_link.cpp", "csrc/shm/device_memory.cpp"),
+    *("csrc/shm/message_blocks.cpp", "csrc/shm/launch_order.h"),
     *("csrc/python/shm_device_path.cpp", "csrc/device/driver.cpp"),
 )
 sys.path.insert(0, str(proofs.ROOT / "tests" / "backends"))

@@ -61,28 +61,28 @@ void bind_shm_device(nb::module_& m) {
         .def_prop_ro("has_mps", &DeviceLink::has_mps)
         .def_prop_ro("uuid", &DeviceLink::uuid)
         .def_prop_ro("device_index", &DeviceLink::device_index)
-        .def_prop_ro("open_mappings", &DeviceLink::open_mappings)
-        .def_static("offer_bytes", &DeviceLink::offer_bytes)
+        .def_prop_ro("open_mappings", [](DeviceLink& self) { return self.memory().open_mappings(); })
+        .def_static("offer_bytes", &DeviceMemory::offer_bytes)
         .def_static("offered", [](nb::bytes offer, int place) {
-            return DeviceLink::offered(static_cast<const std::byte*>(offer.data()), offer.size(), place);
+            return DeviceMemory::offered(static_cast<const std::byte*>(offer.data()), offer.size(), place);
         }, nb::arg("offer"), nb::arg("place"))
         .def("offer", [](DeviceLink& self, const std::vector<PySpan>& given, bool keep) -> nb::object {
-            std::vector<DeviceLink::Span> spans;
+            std::vector<Span> spans;
             for (const auto& [address, bytes] : given) spans.push_back({address, bytes});
             int refused = -1;
-            const std::vector<std::byte> offer = self.offer(spans, keep, refused);
+            const std::vector<std::byte> offer = self.memory().offer(spans, keep, refused);
             return refused >= 0 ? nb::object(nb::int_(refused)) : nb::object(nb::bytes(offer.data(), offer.size()));
         }, nb::arg("spans"), nb::arg("keep"))
-        .def("accept", [](DeviceLink& self, nb::bytes offers, const std::vector<DeviceLink::Wanted>& wanted, bool keep) {
-            std::vector<DeviceLink::Span> spans;
+        .def("accept", [](DeviceLink& self, nb::bytes offers, const std::vector<DeviceMemory::Wanted>& wanted, bool keep) {
+            std::vector<Span> spans;
             {
                 const auto* from = static_cast<const std::byte*>(offers.data());
                 const size_t bytes = offers.size();
                 GilRelease gil;
-                spans = self.accept(from, bytes, wanted, keep);
+                spans = self.memory().accept(from, bytes, wanted, keep);
             }
             std::vector<PySpan> found;
-            for (const DeviceLink::Span& span : spans) found.emplace_back(span.address, span.bytes);
+            for (const Span& span : spans) found.emplace_back(span.address, span.bytes);
             return found;
         }, nb::arg("offers"), nb::arg("wanted"), nb::arg("keep"))
         .def("enter", [](DeviceLink& self) { return self.order().enter(&self); })
@@ -114,8 +114,9 @@ void bind_shm_device(nb::module_& m) {
             self.fetch(stream, sender, reference_of(given), {message.first, message.second}, facts_of(call, count), timeout_s);
         }, nb::arg("stream"), nb::arg("sender"), nb::arg("reference"), nb::arg("message"), nb::arg("call"), nb::arg("count"),
              nb::arg("timeout"))
-        .def("allocate", &DeviceLink::allocate, nb::arg("bytes"), Release())
-        .def("free", &DeviceLink::free, nb::arg("address"), Release())
+        .def("allocate", [](DeviceLink& self, size_t bytes) { return self.memory().allocate(bytes); }, nb::arg("bytes"),
+             Release())
+        .def("free", [](DeviceLink& self, uint64_t address) { self.memory().free(address); }, nb::arg("address"), Release())
         .def("drain", &DeviceLink::drain, nb::arg("seconds"), Release())
         .def("close", &DeviceLink::close, Release());
 

@@ -189,7 +189,7 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
         return false;
     if (link.order().others_pending(&link)) return false;  // the general path waits for them
     int refused = -1;
-    const std::vector<std::byte> offer = link.offer(part.offered, false, refused);
+    const std::vector<std::byte> offer = link.memory().offer(part.offered, false, refused);
     if (refused >= 0) return false;  // the general path copies the tensor to memory that can be shared
     call.site = current_site();
     call.place = text_of_site(call.site);
@@ -207,10 +207,10 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
     try {
         const std::vector<std::byte> offers = show(call, offer);
         met = true;
-        std::vector<DeviceLink::Span> spans;
+        std::vector<Span> spans;
         {
             GilRelease gil;
-            spans = link.accept(offers.data(), offers.size(), part.wanted, false);
+            spans = link.memory().accept(offers.data(), offers.size(), part.wanted, false);
         }
         link.follow(stream);
         link.arrive(stream, part.worker);
@@ -363,7 +363,7 @@ std::vector<std::byte> DeviceFastPath::show(const PlainCall& call, const std::ve
             int64_t expected;
             const std::byte* tail = seen.data() + target * shown.size() + offer.size();
             std::memcpy(&expected, tail + sizeof expected * source, sizeof expected);
-            const int64_t sent = DeviceLink::offered(theirs, offer.size(), static_cast<int>(target));
+            const int64_t sent = DeviceMemory::offered(theirs, offer.size(), static_cast<int>(target));
             if (sent != expected)
                 differ(group_, facts_of(r), static_cast<int>(source), static_cast<int>(target), sent, expected);
         }
@@ -372,7 +372,7 @@ std::vector<std::byte> DeviceFastPath::show(const PlainCall& call, const std::ve
 }
 
 void DeviceFastPath::enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
-                             const std::vector<DeviceLink::Span>& spans) {
+                             const std::vector<Span>& spans) {
     std::vector<uint64_t> addresses;  // of every rank, in order
     size_t next = 0;
     switch (part.kind) {
@@ -391,7 +391,7 @@ void DeviceFastPath::enqueue(DeviceLink& link, uintptr_t stream, DType dtype, co
             reduce(link, stream, dtype, addresses, part.to != 0 ? std::vector<uint64_t>{part.to} : addresses, part.count);
             return;
         case Part::Kind::Spreads:
-            for (const DeviceLink::Span& span : spans) addresses.push_back(span.address);
+            for (const Span& span : spans) addresses.push_back(span.address);
             uint64_t bits = part.own | static_cast<uint64_t>(part.bytes);
             for (const uint64_t each : addresses) bits |= each;
             const DType unit = bits % 8 == 0 ? DType::I64 : bits % 4 == 0 ? DType::I32 : bits % 2 == 0 ? DType::I16 : DType::U8;

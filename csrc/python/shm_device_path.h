@@ -36,8 +36,8 @@ class DeviceFastPath final : public FastPath {
     struct Part {
         enum class Kind { Nothing, Pulls, Reduces, Spreads } kind = Kind::Nothing;
         int worker = DeviceLink::kEveryRank;
-        std::vector<DeviceLink::Span> offered;
-        std::vector<DeviceLink::Wanted> wanted;
+        std::vector<Span> offered;
+        std::vector<DeviceMemory::Wanted> wanted;
         uint64_t own = 0;               // this rank's own input
         uint64_t to = 0;                // where it goes, or its result; 0 if nowhere
         std::vector<uint64_t> targets;  // where the wanted spans are pulled to, one by one
@@ -57,7 +57,7 @@ class DeviceFastPath final : public FastPath {
     // Shows the other ranks the offer and what this rank expects, and returns their offers.
     std::vector<std::byte> show(const PlainCall& call, const std::vector<std::byte>& offer);
     void enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
-                 const std::vector<DeviceLink::Span>& spans);
+                 const std::vector<Span>& spans);
     void reduce(DeviceLink& link, uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,
                 int64_t count);
     // Without a function if there is no such kernel.

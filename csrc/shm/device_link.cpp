@@ -19,16 +19,11 @@ using device::WordOperation;
 constexpr unsigned kDisableTiming = 2;         // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kPortableAndMapped = 3;     // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
 constexpr unsigned kPortable = 1;              // CU_MEMHOSTALLOC_PORTABLE
-constexpr unsigned kLazyPeerAccess = 1;        // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 constexpr int kThreadLocalMode = 1;            // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-constexpr int kRelaxedMode = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
-constexpr size_t kChecksPerOffer = 4;
 constexpr double kDrainSeconds = 30;
 constexpr double kReleaseSeconds = 5;
 constexpr double kLeaveSeconds = 10;
 constexpr double kLongest = 1e9;
-constexpr int64_t kLeastBlock = 2 << 20;
-constexpr int64_t kMostStaged = int64_t{4} << 30;
 // How long a call in flight may go on once a peer is gone: the peer may have done its part.
 constexpr int64_t kGraceNs = 100'000'000;
 constexpr auto kLook = std::chrono::milliseconds(1);
@@ -37,21 +32,16 @@ constexpr int kLooksPerFaultCheck = 10;
 constexpr uint32_t kFarAhead = uint32_t{1} << 30;
 constexpr int kLinger = 100;  // looks with nothing in flight before the thread sleeps
 
-// Calls that a capturing thread may make although they are no part of the graph.
-class Relaxed {
-  public:
-    explicit Relaxed(const device::Driver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
-    ~Relaxed() { driver_.exchange_capture_mode(&mode_); }
-    Relaxed(const Relaxed&) = delete;
-    Relaxed& operator=(const Relaxed&) = delete;
+int numbered(const device::MemoryDriver& driver, int device) {
+    int found = 0;
+    driver.require(driver.device_get(&found, device), "cuDeviceGet");
+    return found;
+}
 
-  private:
-    const device::Driver& driver_;
-    int mode_ = kRelaxedMode;
-};
-
-bool same(const device::IpcHandle& one, const device::IpcHandle& other) {
-    return std::memcmp(one.bytes, other.bytes, sizeof one.bytes) == 0;
+device::Context context_of(const device::MemoryDriver& driver, int device) {
+    device::Context found = nullptr;
+    driver.require(driver.primary_context(&found, device), "cuDevicePrimaryCtxRetain");
+    return found;
 }
 
 }  // namespace
@@ -66,11 +56,12 @@ DeviceLink::DeviceLink(std::shared_ptr<Engine> engine, const std::string& librar
       order_(order),
       index_(device),
       driver_(library),
+      device_(numbered(driver_, device)),
+      context_(context_of(driver_, device_)),
       words_(members_.segment().stream_words()),
-      opened_(static_cast<size_t>(size_), std::vector<Opened>(kSlots)) {
+      memory_(driver_, context_, rank_, size_, [this] { return drain(kDrainSeconds); }),
+      blocks_(memory_, words_ + kMessageWords, rank_) {
     if (size_ > kDeviceRanks) throw std::runtime_error("a group of more than " + std::to_string(kDeviceRanks) + " ranks");
-    driver_.require(driver_.device_get(&device_, device), "cuDeviceGet");
-    driver_.require(driver_.primary_context(&context_, device_), "cuDevicePrimaryCtxRetain");
     const Entered entered(driver_, context_);
     const Relaxed relaxed(driver_);
     driver_.require(driver_.register_host(words_, kStreamWordBytes, kPortableAndMapped), "cuMemHostRegister");
@@ -103,163 +94,6 @@ std::string DeviceLink::uuid() const {
         text += kDigits[byte & 15];
     }
     return text;
-}
-
-// Memory
-
-size_t DeviceLink::offer_bytes() { return sizeof(Offer); }
-
-int64_t DeviceLink::offered(const std::byte* offer, size_t bytes, int place) {
-    if (bytes != sizeof(Offer) || place < 0 || place >= kDeviceRanks) throw std::invalid_argument("not an offer");
-    Offer copy;
-    std::memcpy(&copy, offer, sizeof copy);
-    return copy.regions[place].bytes;
-}
-
-bool DeviceLink::still_there(const Slot& slot) const {
-    uint64_t id = 0;
-    return driver_.pointer_attribute(&id, device::kBufferId, slot.base) == kSuccess && id == slot.id;
-}
-
-// Looks at some slots in turn: the allocator may have given their memory back to the driver.
-void DeviceLink::forget_freed() {
-    for (size_t i = 0; i < kChecksPerOffer; ++i) {
-        Slot& slot = slots_[checked_++ % kSlots];
-        if (slot.id != 0 && !still_there(slot)) slot = {};
-    }
-}
-
-// The slot of the allocation that holds the span, or -1 if it cannot be shared.
-int DeviceLink::slot_of(const Span& span, uint64_t& offset) {
-    uint64_t base = 0, id = 0;
-    size_t size = 0;
-    if (driver_.address_range(&base, &size, span.address) != kSuccess) return -1;
-    if (span.address + static_cast<uint64_t>(span.bytes) > base + size) return -1;
-    if (driver_.pointer_attribute(&id, device::kBufferId, base) != kSuccess || id == 0) return -1;
-    offset = span.address - base;
-    for (size_t i = 0; i < kSlots; ++i)
-        if (slots_[i].id == id) return static_cast<int>(i);
-    Slot made;
-    made.id = id;
-    made.base = base;
-    if (driver_.ipc_get(&made.handle, base) != kSuccess) return -1;
-    Slot* least = nullptr;
-    for (Slot& slot : slots_)
-        if (!slot.keep && (least == nullptr || slot.used < least->used)) least = &slot;
-    if (least == nullptr) return -1;
-    *least = made;
-    return static_cast<int>(least - slots_.data());
-}
-
-// Its slot is -1 if it cannot be shared.
-DeviceLink::Region DeviceLink::region_of(const Span& span, bool keep) {
-    Region region{};
-    region.slot = slot_of(span, region.offset);
-    if (region.slot < 0) return region;
-    Slot& slot = slots_[static_cast<size_t>(region.slot)];
-    slot.used = ++uses_;
-    slot.keep |= keep;
-    region.bytes = span.bytes;
-    region.handle = slot.handle;
-    return region;
-}
-
-std::vector<std::byte> DeviceLink::offer(const std::vector<Span>& spans, bool keep, int& refused) {
-    if (spans.size() > kDeviceRanks) throw std::invalid_argument("too many spans");
-    const std::lock_guard<std::mutex> guard(memory_);
-    const Entered entered(driver_, context_);
-    const Relaxed relaxed(driver_);
-    forget_freed();
-    Offer offer{};
-    for (Region& region : offer.regions) region.slot = -1;
-    refused = -1;
-    for (size_t i = 0; i < spans.size(); ++i) {
-        if (spans[i].bytes == 0) continue;
-        offer.regions[i] = region_of(spans[i], keep);
-        if (offer.regions[i].slot >= 0) continue;
-        refused = static_cast<int>(i);
-        return {};
-    }
-    for (size_t i = 0; i < kSlots; ++i) offer.live |= uint64_t{slots_[i].id != 0} << i;
-    const auto* from = reinterpret_cast<const std::byte*>(&offer);
-    return {from, from + sizeof offer};
-}
-
-// Kernels in flight may use the mapping. If they do not end, it stays open.
-void DeviceLink::close_mapping(Opened& opened) {
-    if (opened.base == 0 || opened.keep) return;
-    if (!drain(kDrainSeconds)) return;
-    driver_.ipc_close(opened.base);
-    opened = {};
-}
-
-std::vector<DeviceLink::Span> DeviceLink::accept(const std::byte* offers, size_t bytes, const std::vector<Wanted>& wanted,
-                                                 bool keep) {
-    if (bytes != sizeof(Offer) * static_cast<size_t>(size_)) throw std::invalid_argument("not an offer of every rank");
-    const std::lock_guard<std::mutex> guard(memory_);
-    const Entered entered(driver_, context_);
-    const Relaxed relaxed(driver_);
-    Offer offer;
-    for (int peer = 0; peer < size_; ++peer) {
-        std::memcpy(&offer, offers + sizeof offer * static_cast<size_t>(peer), sizeof offer);
-        for (size_t i = 0; i < kSlots; ++i) {
-            Opened& opened = opened_[static_cast<size_t>(peer)][i];
-            if (opened.base != 0 && ((offer.live >> i) & 1) == 0) close_mapping(opened);
-        }
-    }
-    std::vector<Span> spans;
-    for (const auto& [peer, place] : wanted) {
-        if (peer < 0 || peer >= size_ || peer == rank_ || place < 0 || place >= kDeviceRanks)
-            throw std::invalid_argument("no such span");
-        std::memcpy(&offer, offers + sizeof offer * static_cast<size_t>(peer), sizeof offer);
-        const Region& region = offer.regions[place];
-        const bool empty = region.slot < 0 || region.slot >= kSlots;
-        spans.push_back(empty ? Span{} : open(peer, region, keep));
-    }
-    return spans;
-}
-
-// Maps a region of another rank.
-DeviceLink::Span DeviceLink::open(int peer, const Region& region, bool keep) {
-    Opened& opened = opened_[static_cast<size_t>(peer)][static_cast<size_t>(region.slot)];
-    if (opened.base != 0 && !same(opened.handle, region.handle)) {
-        opened.keep = false;
-        close_mapping(opened);
-    }
-    if (opened.base == 0) {
-        opened.handle = region.handle;
-        driver_.require(driver_.ipc_open(&opened.base, region.handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
-    }
-    opened.keep |= keep;
-    return {opened.base + region.offset, region.bytes};
-}
-
-uint64_t DeviceLink::allocate(size_t bytes) {
-    const std::lock_guard<std::mutex> guard(memory_);
-    const Entered entered(driver_, context_);
-    const Relaxed relaxed(driver_);
-    uint64_t address = 0;
-    driver_.require(driver_.allocate(&address, bytes), "cuMemAlloc");
-    allocated_.push_back(address);
-    return address;
-}
-
-void DeviceLink::free(uint64_t address) {
-    const std::lock_guard<std::mutex> guard(memory_);
-    const auto found = std::find(allocated_.begin(), allocated_.end(), address);
-    if (found == allocated_.end()) return;
-    allocated_.erase(found);
-    const Entered entered(driver_, context_);
-    const Relaxed relaxed(driver_);
-    driver_.free(address);
-}
-
-int DeviceLink::open_mappings() {
-    const std::lock_guard<std::mutex> guard(memory_);
-    int count = 0;
-    for (const auto& peer : opened_)
-        for (const Opened& opened : peer) count += opened.base != 0;
-    return count;
 }
 
 // Order
@@ -396,96 +230,47 @@ device::Event DeviceLink::take_event() {
 
 // Messages
 
-bool DeviceLink::is_taken(size_t block) const {
-    const Block& given = blocks_[block];
-    return given.receiver < 0 || reinterpret_cast<std::atomic<uint32_t>&>(taken(rank_, block)).load() == given.number;
-}
-
-// The smallest block that is free and large enough, or a new one.
-std::optional<size_t> DeviceLink::free_block(int64_t bytes) {
-    std::optional<size_t> best;
-    for (size_t i = 0; i < blocks_.size(); ++i) {
-        const int64_t room = blocks_[i].memory.bytes;
-        if (room >= bytes && (!best || room < blocks_[*best].memory.bytes) && is_taken(i)) best = i;
-    }
-    if (best || blocks_.size() == kBlocks) return best;
-    int64_t room = kLeastBlock;
-    while (room < bytes) room *= 2;
-    if (staged_bytes_ + room > kMostStaged) return {};
-    uint64_t address = 0;
-    if (driver_.allocate(&address, static_cast<size_t>(room)) != kSuccess) return {};
-    allocated_.push_back(address);
-    staged_bytes_ += room;
-    blocks_.push_back({{address, room}});
-    return blocks_.size() - 1;
-}
-
 bool DeviceLink::stage(uintptr_t stream, const Span& message, int receiver, Message::Reference& reference) {
-    if (message.bytes > kMostStaged) return false;
+    require_open();
     const Entered entered(driver_, context_);
     const auto on = reinterpret_cast<Stream>(stream);
     // A copy that waits on the device for other work loses its turn there, for 200 µs.
     if (takes_turns()) driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
-    Referred referred{};
-    {
-        const std::lock_guard<std::mutex> guard(memory_);
-        require_open();
-        const std::optional<size_t> block = free_block(message.bytes);
-        if (!block) return false;
-        Block& into = blocks_[*block];
-        referred = {region_of({into.memory.address, message.bytes}, true), static_cast<uint32_t>(*block), messages_ + 1};
-        if (referred.region.slot < 0) return false;
-        driver_.require(driver_.copy_async(into.memory.address, message.address, static_cast<size_t>(message.bytes), on),
-                        "cuMemcpyDtoDAsync");
-        ++messages_;
-        into.number = referred.number;
-        into.receiver = receiver;
+    const std::optional<Span> block = blocks_.take(message.bytes, receiver, reference);
+    if (!block) return false;
+    try {
+        copy(stream, {{message, block->address}});
+        driver_.require(driver_.synchronize_stream(on), "cuStreamSynchronize");
+    } catch (...) {
+        unstage(reference);
+        throw;
     }
-    std::memcpy(reference.data(), &referred, sizeof referred);
-    const Status status = driver_.synchronize_stream(on);
-    if (status != kSuccess) unstage(reference);
-    driver_.require(status, "cuStreamSynchronize");
     return true;
 }
 
-void DeviceLink::unstage(const Message::Reference& reference) {
-    Referred referred;
-    std::memcpy(&referred, reference.data(), sizeof referred);
-    const std::lock_guard<std::mutex> guard(memory_);
-    blocks_.at(referred.block).receiver = -1;
-}
+void DeviceLink::unstage(const Message::Reference& reference) { blocks_.give_back(reference); }
 
 void DeviceLink::fetch(uintptr_t stream, int sender, const Message::Reference& reference, const Span& message,
                        const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
-    Referred referred;
-    std::memcpy(&referred, reference.data(), sizeof referred);
-    const Region& region = referred.region;
-    const bool sound = region.slot >= 0 && region.slot < kSlots && region.bytes == message.bytes && referred.block < kBlocks;
-    if (!sound) throw std::runtime_error("rank " + std::to_string(sender) + " sent a reference to no memory");
+    require_open();
+    const MessageBlocks::Referred referred = MessageBlocks::read(reference);
+    if (referred.region.bytes != message.bytes || referred.block >= MessageBlocks::kBlocks)
+        throw std::runtime_error("rank " + std::to_string(sender) + " sent a reference to no memory");
+    const Span from = memory_.open(sender, referred.region, true);
     const Entered entered(driver_, context_);
-    Span from;
-    {
-        const std::lock_guard<std::mutex> guard(memory_);
-        require_open();
-        from = open(sender, region, true);
-    }
     copy(stream, {{from, message.address}});
-    WordOperation taken_now = {device::kWriteWord, on_device(taken(sender, referred.block)), referred.number, 0, 0, 0};
-    operate(stream, &taken_now, 1);
+    WordOperation taken = {device::kWriteWord, on_device(blocks_.taken(sender, referred.block)), referred.number, 0, 0, 0};
+    operate(stream, &taken, 1);
     watch_for(stream, facts, timeout_s, record);
 }
 
 // A receiver that is alive still needs the messages that it has not taken.
 void DeviceLink::wait_until_taken() {
-    const auto needed = [this](size_t block) {
-        const std::lock_guard<std::mutex> guard(memory_);
-        if (block >= blocks_.size() || is_taken(block) || members_.faulted()) return false;
-        const int receiver = blocks_[block].receiver;
-        return !members_.has_left(receiver) && !members_.has_ended(receiver);
+    const auto waits = [this](int receiver) {
+        return !members_.faulted() && !members_.has_left(receiver) && !members_.has_ended(receiver);
     };
     const int64_t until = now_ns() + static_cast<int64_t>(kLeaveSeconds * 1e9);
-    for (size_t block = 0; block < kBlocks; ++block)
-        while (needed(block) && now_ns() < until) std::this_thread::sleep_for(kLook);
+    while (blocks_.any_sent(waits) && now_ns() < until) std::this_thread::sleep_for(kLook);
 }
 
 // Through the host
@@ -653,14 +438,9 @@ void DeviceLink::close() {
         if (left.record) record_->end(*left.record, State::Failed);
     in_flight_.clear();
     if (!drained) return;  // the device still uses the memory: it is given back when the process ends
-    const std::lock_guard<std::mutex> guard(memory_);
+    memory_.close();
     const Entered entered(driver_, context_);
     const Relaxed relaxed(driver_);
-    for (auto& peer : opened_)
-        for (Opened& opened : peer)
-            if (opened.base != 0) driver_.ipc_close(std::exchange(opened.base, 0));
-    for (const uint64_t address : allocated_) driver_.free(address);
-    allocated_.clear();
     driver_.unregister_host(words_);
     for (const device::Event event : spare_) driver_.event_destroy(event);
 }

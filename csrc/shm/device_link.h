@@ -1,10 +1,4 @@
-// The CUDA memory and the CUDA streams of the ranks of one group.
-//
-// Memory. A rank offers the memory of a call to the others: for each span of it an IPC handle of the allocation that holds
-// it, and an offset. An allocation is the driver's, a segment of torch's allocator, so it holds many tensors. Each has a
-// slot here as long as it exists. The offer says which slots are live. A rank that accepts an offer opens each allocation
-// once, keeps it open, and closes what is no longer live. The driver's buffer id tells an allocation from a later one at
-// the same address.
+// The CUDA streams of the ranks of one group. device_memory.h has the memory that they share.
 //
 // Order. Streams wait for each other on words of the group's segment, without the host and without a kernel that spins.
 // A call begins with `arrive`: every rank's stream writes the call's number to the rank's first word, then waits until the
@@ -40,23 +34,18 @@
 
 #include "device/driver.h"
 #include "record/group_record.h"
+#include "shm/device_memory.h"
 #include "shm/engine.h"
 #include "shm/launch_order.h"
+#include "shm/message_blocks.h"
 
 namespace ringway::shm {
 
-inline constexpr int kDeviceRanks = 8;
 // Distinguishes a direct call from one through the host when ranks compare: their bits of the amount are never that high.
 inline constexpr uint64_t kDirect = uint64_t{1} << 34;
 
 class DeviceLink {
   public:
-    struct Span {
-        uint64_t address = 0;
-        int64_t bytes = 0;
-    };
-    // A span of another rank: the rank, and the place of the span in its offer.
-    using Wanted = std::pair<int, int>;
     using Copy = std::pair<Span, uint64_t>;  // from a span, to an address
 
     // `device` is this process's number for the device. `record` may be null. It and `order` must outlive the link. Throws
@@ -72,15 +61,7 @@ class DeviceLink {
     std::string uuid() const;
     int device_index() const { return index_; }
     LaunchOrder& order() const { return order_; }
-
-    // The bytes that offer these spans, at most one for each rank. Empty, and `refused` the first such span, if memory
-    // cannot be shared. With `keep`, the slots are kept until the end: a graph uses the memory again.
-    std::vector<std::byte> offer(const std::vector<Span>& spans, bool keep, int& refused);
-    // The wanted spans, mapped here. `offers` has the offer of every rank.
-    std::vector<Span> accept(const std::byte* offers, size_t bytes, const std::vector<Wanted>& wanted, bool keep);
-    static size_t offer_bytes();
-    // The bytes of a span of an offer.
-    static int64_t offered(const std::byte* offer, size_t bytes, int place);
+    DeviceMemory& memory() { return memory_; }
 
     // Everything later on the stream comes after the calls in flight, unless it captures a graph.
     void follow(uintptr_t stream);
@@ -110,10 +91,6 @@ class DeviceLink {
     void fetch(uintptr_t stream, int sender, const Message::Reference& reference, const Span& message, const CallFacts& facts,
                double timeout_s, std::optional<uint64_t> record = {});
 
-    // Memory that can always be shared.
-    uint64_t allocate(size_t bytes);
-    void free(uint64_t address);
-
     // A small call through host memory: `bytes` of the input come from the device, and wait for what is before them on the
     // stream; the output goes back behind it. Both lie in memory that the device reaches quickly.
     static constexpr int64_t kBounceBytes = 256 << 10;
@@ -132,47 +109,9 @@ class DeviceLink {
     // Idempotent. Unmaps the peers' memory once nothing uses it.
     void close();
 
-    int open_mappings();
-
   private:
-    static constexpr int kSlots = 64;  // a word of bits in an offer
-    static constexpr size_t kBlocks = 16;
     static constexpr size_t kMessageWords = 256;  // the words before these order calls
-    static_assert((kMessageWords + kDeviceRanks * kBlocks) * sizeof(uint32_t) <= kStreamWordBytes);
-    struct Region {
-        int64_t slot;  // -1 for an empty span
-        uint64_t offset;
-        int64_t bytes;
-        device::IpcHandle handle;
-    };
-    struct Offer {
-        uint64_t live;
-        Region regions[kDeviceRanks];
-    };
-    struct Slot {
-        uint64_t id = 0;  // the driver's number of the allocation; 0 for a free slot
-        uint64_t base = 0;
-        uint64_t used = 0;
-        bool keep = false;
-        device::IpcHandle handle;
-    };
-    // What a message by reference consists of.
-    struct Referred {
-        Region region;
-        uint32_t block;
-        uint32_t number;
-    };
-    static_assert(sizeof(Referred) <= Message::kReferenceBytes);
-    struct Block {
-        Span memory;
-        uint32_t number = 0;  // of the message in it, or of the last one
-        int receiver = -1;    // -1 if the last one was not sent
-    };
-    struct Opened {
-        uint64_t base = 0;  // 0 if nothing is open
-        bool keep = false;
-        device::IpcHandle handle;
-    };
+    static_assert((kMessageWords + kDeviceRanks * MessageBlocks::kBlocks) * sizeof(uint32_t) <= kStreamWordBytes);
     struct InFlight {
         device::Event event;
         CallFacts facts;
@@ -185,26 +124,14 @@ class DeviceLink {
     // The word of a pair of ranks, for captured calls, and the one of a rank, for the others.
     uint32_t& word(int phase, int from, int to) const { return words_[(phase * kDeviceRanks + from) * kDeviceRanks + to]; }
     uint32_t& reached(int phase, int rank) const { return words_[(2 * kDeviceRanks + phase) * kDeviceRanks + rank]; }
-    // The number of the message that was last taken from a block of a rank.
-    uint32_t& taken(int sender, size_t block) const {
-        return words_[kMessageWords + static_cast<size_t>(sender) * kBlocks + block];
-    }
-    bool is_taken(size_t block) const;
     uint64_t on_device(const uint32_t& word) const {
         return words_on_device_ + static_cast<uint64_t>(&word - words_) * sizeof(uint32_t);
     }
     void signal(uintptr_t stream, int phase, int worker);
     void signal_captured(uintptr_t stream, int phase);
     void operate(uintptr_t stream, device::WordOperation* operations, unsigned count);
-    int slot_of(const Span& span, uint64_t& offset);
-    Region region_of(const Span& span, bool keep);
-    Span open(int peer, const Region& region, bool keep);
-    std::optional<size_t> free_block(int64_t bytes);
     void watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record);
     void wait_until_taken();
-    bool still_there(const Slot& slot) const;
-    void forget_freed();
-    void close_mapping(Opened& opened);
     device::Event take_event();
 
     void require_open() const;
@@ -221,8 +148,8 @@ class DeviceLink {
     LaunchOrder& order_;
     const int index_;  // this process's number for the device
     device::MemoryDriver driver_;
-    int device_ = 0;
-    device::Context context_ = nullptr;
+    const int device_;
+    const device::Context context_;
     uint32_t* words_;
     uint64_t words_on_device_ = 0;
     std::atomic<uint32_t> number_{0};  // of the latest call
@@ -233,15 +160,8 @@ class DeviceLink {
     device::Event bounced_ = nullptr;  // behind the latest upload,
     uintptr_t bounced_on_ = 0;         // on this stream
 
-    std::mutex memory_;  // what follows
-    std::vector<Slot> slots_{kSlots};
-    uint64_t uses_ = 0;
-    size_t checked_ = 0;
-    std::vector<std::vector<Opened>> opened_;
-    std::vector<uint64_t> allocated_;
-    std::vector<Block> blocks_;
-    int64_t staged_bytes_ = 0;  // of all blocks
-    uint32_t messages_ = 0;     // the number of the latest
+    DeviceMemory memory_;
+    MessageBlocks blocks_;
     std::atomic<bool> closed_{false};
 
     std::mutex lock_;  // what follows
