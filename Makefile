@@ -61,7 +61,7 @@ unit: build
 # $(call checked,TESTS): lint, then these tests while mypy runs. What mypy says comes after them.
 checked = \
 	types=$$(mktemp) && trap 'rm -f $$types' EXIT && { $(VENV)/bin/mypy >$$types 2>&1 & } && \
-	{ $(PYTEST) $(SPREAD) -m '$(1)'; tests=$$?; wait $$!; typed=$$?; cat $$types; [ $$tests = 0 ] && [ $$typed = 0 ]; }
+	{ $(PYTEST) $(SPREAD) --durations=12 --durations-min=5 -m '$(1)'; tests=$$?; wait $$!; typed=$$?; cat $$types; [ $$tests = 0 ] && [ $$typed = 0 ]; }
 
 test: lint
 	@$(call checked,$(APART))
