@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import nccl_ranks
 import proofs
 import torch
-from cuda_ranks import check_all, train
+from cuda_ranks import SYMMETRIC, check_all, train
 
 from ringway.testing import RankContext, RankPool
 from ringway.testing.conformance import Report, Setting, all_cases, run_setting
@@ -439,18 +439,6 @@ def run_sections(sections: Sequence[Section], size: int, where: str = "", missin
     return rows
 
 
-SYMMETRIC = {
-    "both_send_first",
-    "receives_posted_before_sends",
-    "tags_are_kept_apart",
-    "messages_of_one_tag_keep_their_order",
-    "recv_from_any_source",
-    "recv_from_any_source_by_tag",
-    "strided_messages",
-    "messages_and_collectives_do_not_mix",
-    "every_pair_at_once",
-}
-"""Cases that NCCL cannot pass, with or without ringway."""
 WHY_NOT = (
     "NCCL has no tags and no receive from any source, and it runs the messages of a pair of ranks one after the other, "
     "in the order of each rank, unless they are in one batch: two ranks that both send first wait for each other, on "
