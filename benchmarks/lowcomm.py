@@ -126,6 +126,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--backend", default="shm", help="for loss: of its ranks")
     parser.add_argument("--pairs", type=int, default=1, help="for loss: how many seeds train at the same time")
+    parser.add_argument(
+        "--only", default="", help="for loss: methods with this in their name, and what they are held to"
+    )
     parser.add_argument("--mbit", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--site", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plot", type=Path, help="write the curves of the first seed to this SVG file")
@@ -147,6 +150,7 @@ def main() -> int:
             seeds=options.seeds,
             steps=options.steps,
             path=options.plot,
+            only=options.only,
         )
     print(f"{'all within their limits' if fine else 'a limit was passed'}, {time.perf_counter() - began:.0f} s")
     return 0 if fine else 1

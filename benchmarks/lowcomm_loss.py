@@ -29,6 +29,7 @@ LIMITS = {
     "ZeroOneAdam": ("DDP, AdamW", 0.005),
     "DiLoCo, int8, every 20": ("DDP, AdamW", 0.01),
     "DiLoCo, int8, every 10": ("DDP, AdamW", 0.01),
+    "DiLoCo, int8, every 20, momentum 0.5": ("DDP, AdamW", 0.01),
     "SparseLoCo, 1 %, every 15": ("DDP, AdamW", 0.01),
     "SparseLoCo, 3 %, every 10": ("DDP, AdamW", 0.01),
     "Streaming DiLoCo, int4, every 20": ("DDP, AdamW", 0.01),
@@ -119,7 +120,13 @@ def optimizer_of(method: str, task: Task, steps: int, pair: Any) -> torch.optim.
         return OneBitLamb(parameters, freeze_step=frozen, group=pair, **options)
     inner = torch.optim.AdamW(parameters, weight_decay=0.0, **options)
     if method.startswith("DiLoCo"):
-        return DiLoCo(task.model, inner, every=int(method.split()[-1]), codec="int8", group=pair)
+        settings = dict(part.split() for part in method.split(", ")[2:])
+        momentum = float(settings.get("momentum", 0.9))
+
+        def outer(anchors: list[Tensor]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(anchors, lr=0.7, momentum=momentum, nesterov=True)
+
+        return DiLoCo(task.model, inner, outer, every=int(settings["every"]), codec="int8", group=pair)
     if method.startswith("Streaming"):
         return DiLoCo(task.model, inner, every=20, codec="int4", fragments=4, delay=2, group=pair)
     if method.startswith("SparseLoCo"):
@@ -179,13 +186,13 @@ def train_seeds(
 
 
 def show_loss(
-    task: str, *, device: str, backend: str, pairs: int, seeds: int, steps: int | None, path: Path | None
+    task: str, *, device: str, backend: str, pairs: int, seeds: int, steps: int | None, path: Path | None, only: str
 ) -> bool:
     from ringway.testing import RankPool
 
     steps = steps or TASKS[task].steps
-    methods = ["DDP, AdamW", *LIMITS]
-    methods.insert(methods.index("OneBitLamb"), "LAMB")
+    chosen = [method for method in LIMITS if only in method]
+    methods = list(dict.fromkeys(one for method in chosen for one in (LIMITS[method][0], method)))
     trained: dict[str, list[list[float]]] = {}
     fine = True
     with RankPool(SITES * pairs) as pool:
@@ -202,6 +209,12 @@ def show_loss(
                 line += f"   {apart:+.2%} of {baseline} (at most {most:.1%}){'' if apart <= most else '   NO'}"
             print(line, flush=True)
     if path is not None:
-        groups = {"AdamW": [m for m in methods if "amb" not in m.lower()], "LAMB": ["LAMB", "OneBitLamb"]}
-        plot({f"{task}, {name}, 2 sites": {m: trained[m][0] for m in some} for name, some in groups.items()}, path)
+        groups = {
+            "AdamW": [m for m in methods if "amb" not in m.lower()],
+            "LAMB": [m for m in methods if "amb" in m.lower()],
+        }
+        plot(
+            {f"{task}, {name}, 2 sites": {m: trained[m][0] for m in some} for name, some in groups.items() if some},
+            path,
+        )
     return fine
