@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,12 +21,13 @@ import ringway
 import ringway.backends.ccl.backend  # here once, rather than in every process that is forked
 import ringway.backends.shm.backend
 from elastic_model import SECONDS, Sum, contents_of, optimizer_of, simulated, values_of
-from ringway.errors import RendezvousError, UsageError
+from ringway.errors import PeerLost, RendezvousError, UsageError
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
 from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
-from ringway.job.elastic.state import _LARGE, _Slot
+from ringway.job.elastic.state import _LARGE, State, _joined, _separated, _Slot
 from ringway.launch.processes import ProcessName
 from ringway.launch.run import store_of_a_run
+from ringway.store import Deadline
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
 
@@ -367,9 +370,147 @@ def test_sources_have_the_newest_whole_state() -> None:
     assert Generation(2, (arrival(1, 4), arrival(2, 5), arrival(3, 5))).sources() == [1, 2]
     assert Generation(2, (arrival(1, 4), arrival(2, 5, whole=False))).sources() == [0]
     assert Generation(2, (arrival(1, 4), arrival(2, 9, veteran=False))).sources() == [0]
-    assert Generation(2, (arrival(1, 4, whole=False), arrival(2, 0, veteran=False))).sources() == [1]
+    assert Generation(2, (arrival(1, 4, whole=False), arrival(2, 0, veteran=False))).sources() == []
     assert Generation(1, (arrival(1, 0, veteran=False), arrival(2, 0, veteran=False))).sources() == [0]
     assert Generation(2, (arrival(1, 4, whole=False),)).sources() == []
+
+
+class TwoRosters:
+    """A job of one member, which this process has made, and a newcomer to it."""
+
+    def __init__(self, patience: float = 30.0) -> None:
+        store = c10d.HashStore()
+        self.old, self.new = (Roster(store, 1, 1, 0.2, patience) for _ in range(2))
+        self.member, self.newcomer = self.old.enroll(0), self.new.enroll(0)
+        formed = self.old.next(Arrival(self.member, 0, whole=True, veteran=False), ())
+        assert formed is not None
+        self.formed = formed
+
+    def come(self, into: list[Generation | None]) -> threading.Thread:
+        def sign_up() -> None:
+            into.append(self.new.next(Arrival(self.newcomer, 0, whole=True, veteran=False), ()))
+
+        thread = threading.Thread(target=sign_up)
+        thread.start()
+        return thread
+
+
+def test_a_newcomer_waits_for_members_that_live() -> None:
+    """Longer than the grace and the patience: they may be in a long step. By itself it would be a second job."""
+    job = TwoRosters(patience=0.4)
+    seen: list[Generation | None] = []
+    waiting = job.come(seen)
+    assert Deadline(30).poll(lambda: job.old.someone_waits_after(job.formed) or None)
+    waiting.join(1.0)
+    assert seen == []
+    second = job.old.next(Arrival(job.member, 7, whole=True, veteran=True), ())
+    waiting.join(30)
+    assert seen == [second]
+    assert second is not None
+    assert second.sources() == [0]
+
+
+def test_a_newcomer_to_a_job_that_all_have_left_has_nothing_to_do() -> None:
+    job = TwoRosters()
+    seen: list[Generation | None] = []
+    job.old.leave(job.member)
+    job.come(seen).join(30)
+    assert seen == [None]
+
+
+def test_a_newcomer_to_a_job_whose_ranks_failed_begins_again() -> None:
+    job = TwoRosters()
+    seen: list[Generation | None] = []
+    job.old.leave(job.member, failed=True)
+    job.come(seen).join(30)
+    assert [each and each.number for each in seen] == [2]
+
+
+def test_a_rank_that_was_left_out_brings_no_state() -> None:
+    """The others went on without it, maybe from an earlier step."""
+    job = TwoRosters()
+    third = job.new.enroll(0)
+    second = job.old.next(Arrival(job.member, 3, whole=True, veteran=True), ())
+    assert second is not None
+    seen: list[Generation | None] = []
+
+    def come_back() -> None:
+        seen.append(job.new.next(Arrival(third, 9, whole=True, veteran=True), ()))
+
+    waiting = threading.Thread(target=come_back)
+    waiting.start()
+    assert Deadline(30).poll(lambda: job.old.someone_waits_after(second) or None)
+    formed = job.old.next(Arrival(job.member, 3, whole=True, veteran=True), ())
+    waiting.join(30)
+    assert formed is not None
+    assert seen == [formed]
+    assert [arrival.veteran for arrival in formed.arrivals] == [True, False]
+    assert formed.sources() == [0]
+
+
+def _continued_too_late(context: RankContext) -> str:
+    """Rank 1 stands still until rank 0 has made the last step."""
+    _enter(context)
+    state: dict[str, Any] = {"x": torch.zeros(1)}
+    with ElasticJob(grace=0.5) as job:
+        try:
+            for attempt in job.steps(state, until=4):
+                with attempt:
+                    if attempt.step == 2 and context.rank == 1:
+                        context.store.wait(["rank 0 is done"])
+                        raise PeerLost("as after a long sleep", rank=0)
+                    if attempt.step == 2 and job.size == 2:
+                        raise PeerLost("rank 1 stands still")
+                    attempt.commit()
+        except RendezvousError as error:
+            return str(error)
+    context.store.set("rank 0 is done", "")
+    return f"step {state['step']}"
+
+
+def test_a_rank_that_stood_still_until_the_end_says_that_its_state_is_stale(pool: RankPool) -> None:
+    first, second = _in_a_run(pool, _continued_too_late, 2)
+    assert first == "step 4"
+    assert "made the last step without this one, whose state is that of step 2" in second
+
+
+def test_plain_values_of_all_kinds_are_copied() -> None:
+    value = {
+        "counter": Counter(a=3, b=1),
+        "lists": defaultdict(list, x=[torch.ones(2)]),
+        "ordered": OrderedDict(y=(1, torch.zeros(1))),
+    }
+    tensors: list[torch.Tensor] = []
+    places: list[int] = []
+    sent = _separated(value, tensors, places)
+    received: list[torch.Tensor] = []
+    again = _joined(sent, received, [])
+    for part, tensor in zip(received, tensors, strict=True):
+        part.copy_(tensor)
+    assert again["counter"] == Counter(a=3, b=1)
+    assert again["lists"]["x"][0].tolist() == [1.0, 1.0]
+    assert again["lists"]["other"] == []
+    assert again["ordered"]["y"][0] == 1
+    assert [type(each) for each in again.values()] == [Counter, defaultdict, OrderedDict]
+    assert places == [0, 0]
+
+
+def test_buffers_that_a_step_assigns_or_resizes_are_put_back() -> None:
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("seen", torch.zeros(3))
+    model.register_buffer("later", None)
+    before = model.mean
+    state = State({"model": model})
+    state.prepare()
+    model.mean = 0.9 * model.mean + 1
+    model.seen.resize_(5).fill_(4)
+    model.later = torch.ones(1)
+    state.undo()
+    assert model.mean is before
+    assert model.mean.tolist() == [0.0, 0.0]
+    assert model.seen.tolist() == [0.0] * 3
+    assert model.later is None
 
 
 def test_large_tensors_are_received_into_memory_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from ringway.errors import UsageError
 from ringway.launch import run as launcher
 from ringway.launch.invitation import Invitation
 from ringway.launch.live import Progress
+from ringway.launch.rank_processes import RankProcesses
 from ringway.launch.run import run
 from ringway.testing import RankContext, RankPool
 
@@ -246,6 +248,40 @@ def test_a_rank_that_an_elastic_run_lost_for_good_is_no_failure_of_the_job(pool:
     assert ended.ok, ended
     assert ended.value[0] == 0, ended.output
     assert "failed with exit code 4; 1 of 2 run" in ended.output
+
+
+def test_a_rank_that_fails_after_others_have_left_is_a_failure_of_the_job(pool: RankPool, tmp_path: Path) -> None:
+    """It is started again, because the job has not made its last step."""
+    starts = tmp_path / "starts"
+    script = f"test $RANK = 1 && exit 0; echo x >> {starts}; sleep 0.6; exit 5"
+    (code, summary), output = _try_elastic(pool, script, 2, 1, 1)
+    assert code == 5, output
+    assert "rank 0" in summary
+    assert starts.read_text() == "x\nx\n"
+
+
+def _run_without_memory(context: RankContext, command: list[str]) -> Ended:
+    """The second start of a rank fails, as if there were no memory."""
+    start_again, tries = RankProcesses.start_again, []
+
+    def start(*given: Any) -> None:
+        tries.append(given)
+        if len(tries) == 1:
+            raise OSError(errno.ENOMEM, "no memory")
+        start_again(*given)
+
+    with patch.object(RankProcesses, "start_again", start):
+        return _run_elastic(context, command, 2, 1, 2)
+
+
+def test_a_restart_that_fails_is_tried_again_and_ends_no_other_rank(pool: RankPool, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    script = f"if [ $RANK = 1 ]; then test -e {mark} || {{ touch {mark}; exit 3; }}; touch {mark}.done; fi; "
+    script += f"while [ ! -e {mark}.done ]; do sleep 0.05; done"
+    (ended,) = pool.try_run(_run_without_memory, _shell(script), world_size=1, timeout=120)
+    assert ended.ok, ended
+    assert ended.value[0] == 0, ended.output
+    assert "could not be started" in ended.output
 
 
 def _run_and_join(context: RankContext) -> tuple[list[int], list[str]]:

@@ -28,6 +28,8 @@ class Standing:
     generation: int
     members: Collection[ProcessName]
     waiting: Collection[ProcessName]
+    finished: bool = False
+    """Whether the last step is made."""
 
 
 class LiveLine:

@@ -45,8 +45,9 @@ class RankProcesses:
 
     def start_again(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start a rank that has ended once more."""
+        made = self._started(rank, command, environment)
         self._before.append(self._all[rank])
-        self._all[rank] = self._started(rank, command, environment)
+        self._all[rank] = made
 
     def _started(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         try:

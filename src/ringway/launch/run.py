@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
 from ringway.descriptors import shortage_named
+from ringway.errors import UsageError
 from ringway.launch import hosts, ports
 from ringway.launch.binding import Binding
 from ringway.launch.cpus import usable_cpus
@@ -209,7 +211,9 @@ def _run(
             if elastic is None:
                 failed, stopped = _supervise(processes, signals, on_death, elsewhere, ended)
             else:
-                failed, stopped = _supervise_elastic(processes, signals, elastic, command, environments, progress)
+                failed, stopped = _supervise_elastic(
+                    processes, signals, elastic, command, environments, progress, store
+                )
             ended_by = signals.ending
             if failed or ended_by is not None:
                 elsewhere.fail(_outcome(processes, failed, [], started).summary if failed else "it was interrupted")
@@ -281,44 +285,71 @@ def _supervise_elastic(
     command: Sequence[str],
     environments: Sequence[dict[str, str]],
     progress: Progress,
+    store: RunStore | None,
 ) -> tuple[list[int], list[int]]:
-    """Start ranks that fail again, until all have ended or too few are left. Once a rank has finished, the job is done,
-    and no rank is started again. Returns the ranks that failed for good, and those that still run."""
+    """Start ranks that fail again, until all have ended or too few are left. Once the job has made its last step, or
+    the last rank that runs has ended well, no rank is started again. Only failures after a rank has ended well count.
+    Returns the ranks that failed for good, and those that still run."""
     restarts = [0] * len(processes)
     due: dict[int, float] = {}
     failed: list[int] = []
-    running = list(range(len(processes)))
+    running, left = list(range(len(processes))), 0
     finished = False
+
+    def again(rank: int, line: str) -> None:
+        if restarts[rank] == elastic.restarts:
+            failed.append(rank)
+            progress.say(line)
+            return
+        pause = min(2.0 ** restarts[rank], _LONGEST_PAUSE)
+        due[rank] = time.monotonic() + pause
+        restarts[rank] += 1
+        progress.say(f"{line}; it starts again in {pause:g} s (restart {restarts[rank]} of {elastic.restarts})")
+
     while (running or due) and signals.ending is None:
         time.sleep(_POLL)
         signals.pass_on(processes.send)
-        for rank in [rank for rank in running if processes.code(rank) is not None]:
+        ended = {rank: code for rank in running if (code := processes.code(rank)) is not None}
+        finished = finished or (bool(ended) and _has_finished(elastic, store))
+        for rank, code in sorted(ended.items(), key=lambda each: each[1] == 0):  # those that ended well come last
             running.remove(rank)
-            code = processes.code(rank) or 0
-            finished = finished or code == 0
             line = f"{processes.name(rank)} {_how(code)}; {len(running)} of {len(processes)} run"
-            if code and restarts[rank] < elastic.restarts:
-                pause = min(2.0 ** restarts[rank], _LONGEST_PAUSE)
-                due[rank] = time.monotonic() + pause
-                restarts[rank] += 1
-                progress.say(f"{line}; it starts again in {pause:g} s (restart {restarts[rank]} of {elastic.restarts})")
-            elif code:
+            if not code:
+                left += 1
+                failed.clear()
+            elif finished:
                 failed.append(rank)
                 progress.say(line)
-        if finished:
+            else:
+                again(rank, line)
+        if finished or (not running and 0 in ended.values()):
             due.clear()
-        elif len(running) + len(due) < elastic.fewest:
+        elif len(running) + len(due) + left < elastic.fewest:
             progress.say(f"{len(running)} ranks are left, and the job needs {elastic.fewest}: it ends")
             return [*failed, *due], running
         for rank in [rank for rank, moment in due.items() if moment <= time.monotonic()]:
             del due[rank]
-            processes.start_again(rank, command, environments[rank])
-            running.append(rank)
+            try:
+                processes.start_again(rank, command, environments[rank])
+                running.append(rank)
+            except (OSError, UsageError) as error:  # there may be memory and processes again later
+                again(rank, f"{processes.name(rank)} could not be started: {error}")
         progress.update(
             {str(rank): processes.pid(rank) for rank in sorted(running)},
             [_out(rank, due) for rank in range(len(processes)) if rank not in running],
         )
-    return [] if finished else [*failed, *due], running
+    return [*failed, *due], running
+
+
+def _has_finished(elastic: Elastic, store: RunStore | None) -> bool:
+    """Whether the job has made its last step, as its store says."""
+    if store is None or elastic.look is None:
+        return False
+    try:
+        standing = elastic.look(store)
+    except DistError:
+        return False
+    return standing is not None and standing.finished
 
 
 def _out(rank: int, due: Mapping[int, float]) -> str:

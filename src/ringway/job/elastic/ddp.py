@@ -49,6 +49,6 @@ class ElasticDdp:
         equal = shared.issuperset(self._model.parameters()) and shared.issuperset(self._model.buffers())
         wrapper.__class__ = DistributedDataParallel
         DistributedDataParallel.__init__(wrapper, self._model, **({"init_sync": not equal} | self._options))
-        wrapper.train(training)
+        wrapper.training = training  # not of its modules: some may be frozen in eval mode
         for hook, state in comm_hooks:
             wrapper.register_comm_hook(state, hook)

@@ -108,6 +108,7 @@ class ElasticJob:
         self._whole = True
         self._someone_waits = False
         self._saw_newcomers = False
+        self._until: int | None = None
         self._left = threading.Event()
 
     # Public
@@ -144,7 +145,7 @@ class ElasticJob:
         if self._pulse is not None:
             self._pulse.stop()
         with suppress(c10d.DistError):  # a store that is gone needs no farewell
-            self._roster.leave(self._member)
+            self._roster.leave(self._member, failed=error is not None)
         self._end_group()
 
     @property
@@ -199,6 +200,7 @@ class ElasticJob:
         if self._state is not None:
             raise UsageError("steps() was called before; a job has one loop")
         self._state = State(state)
+        self._until = until
         start("ringway-newcomers", self._look_for_newcomers)
         going_on = self._regroup(None)
         while going_on:
@@ -243,10 +245,17 @@ class ElasticJob:
             lost = self._lost_by(fault)
             self._end_group()
             arrival = Arrival(self._member, self._state.step, self._whole, before is not None)
+            if before is None and self._pulse is not None and (current := self._roster.current()) is not None:
+                self._pulse.follow(current)  # its members may be on hosts that are gone
             generation = self._roster.next(arrival, lost)
             if generation is None:
                 if before is None:
                     say("the job had made its last step when this rank came: there is nothing left to do")
+                elif self._until is None or self._state.step < self._until:
+                    raise RendezvousError(
+                        f"the other ranks made the last step without this one, whose state is that of step "
+                        f"{self._state.step}: the process stood still, or was cut off. Do not use its state"
+                    )
                 return False
             self._generation, self._someone_waits, self._saw_newcomers = generation, False, False
             if self._pulse is not None:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -30,7 +30,7 @@ _PREFIX = "ringway/elastic"
 _GENERATION = "generation"
 _FINISHED = "finished"
 _DEPARTURES = "departures"
-_LEFT, _DIED, _SILENT = "left", "died", "silent"
+_LEFT, _FAILED, _DIED, _SILENT = "left", "failed", "died", "silent"
 _PAUSE = 0.005
 _WATCH_SECONDS = 0.05
 _LATE_STARTERS = 30.0
@@ -61,7 +61,7 @@ class Arrival:
     """A member that has signed up for a generation, and the state that it brings.
 
     `step` counts the steps that it has applied. The state is not `whole` if a fault interrupted a step after its
-    commit. A `veteran` was in an earlier generation.
+    commit. A `veteran` was in the generation before, so its state is the job's.
     """
 
     member: Member
@@ -85,8 +85,12 @@ class Generation:
         return next((rank for rank, other in enumerate(self.members) if other.is_same_as(member)), None)
 
     def sources(self) -> list[int]:
-        """The ranks whose state the others copy. Of newcomers, only the first is one: they may differ."""
-        whole = [arrival for arrival in self.arrivals if arrival.whole and arrival.veteran]
+        """The ranks whose state the others copy. Of newcomers, only the first is one: they may differ. None if veterans
+        are here, but none of them is whole: a newcomer's state is not the job's."""
+        veterans = [arrival for arrival in self.arrivals if arrival.veteran]
+        whole = [arrival for arrival in veterans if arrival.whole]
+        if veterans and not whole:
+            return []
         if not whole:
             newest = max((arrival.step for arrival in self.arrivals if arrival.whole), default=None)
             ranks = [rank for rank, a in enumerate(self.arrivals) if a.whole and a.step == newest]
@@ -143,9 +147,14 @@ class Roster:
         with _reaching_the_store():
             self._store.set(_FINISHED, "")
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: Member, failed: bool = False) -> None:
         """The member leaves for good. The others need not wait for it."""
-        _note_departure(self._store, member, _LEFT)
+        _note_departure(self._store, member, _FAILED if failed else _LEFT)
+
+    def current(self) -> Generation | None:
+        """The generation that was closed last."""
+        with _reaching_the_store():
+            return self._current()
 
     def beat(self, member: Member) -> None:
         """A sign that the member lives."""
@@ -177,7 +186,7 @@ class Roster:
                 self._require_not_lost(me.member)
                 number = 1 if current is None else current.number + 1
                 self._sign_up(number, me)
-                current = self._await(number, current, lost)
+                current = self._await(number, current, me.member, lost)
                 if current is None or current.rank_of(me.member) is not None:
                     break
             _require_one_version(me.member, current)
@@ -197,14 +206,19 @@ class Roster:
     def _sign_up(self, number: int, me: Arrival) -> None:
         _append(self._store, f"{number}/arrivals", json.dumps(asdict(me)))
 
-    def _await(self, number: int, current: Generation | None, lost: Collection[int]) -> Generation | None:
-        """Wait until generation `number` is closed, by this process or another. None if the job is done instead."""
+    def _await(self, number: int, current: Generation | None, me: Member, lost: Collection[int]) -> Generation | None:
+        """Wait until generation `number` is closed, by this process or another. None if the job is done instead.
+
+        Members that are late are left out `grace` seconds after the first member has signed up. While only newcomers
+        have, the members may be in a long step: newcomers wait for them as long as they live.
+        """
         round_ = _Round(self._store, number, current, lost)
+        newcomer = current is not None and current.rank_of(me) is None
         deadline, grace = Deadline(self._patience), Deadline(self._grace if current else _LATE_STARTERS)
         told = False
 
         def look() -> list[Generation] | None:
-            nonlocal told
+            nonlocal told, deadline, grace
             closed = self._current()
             if closed is not None and closed.number >= number:
                 return [closed]
@@ -213,9 +227,12 @@ class Roster:
             if current is None:
                 complete = len(here) >= self._expected or (enough and grace.left() == 0)
             else:
-                complete = round_.all_accounted_for() or grace.left() == 0
+                complete = round_.all_accounted_for()
+                if not complete and not round_.a_member_is_here():
+                    deadline, grace = Deadline(self._patience), Deadline(self._grace)
+                complete = complete or grace.left() == 0
             # Read last: a rank that is done says so before it leaves.
-            if read(self._store, _FINISHED) is not None:
+            if read(self._store, _FINISHED) is not None or (newcomer and round_.all_left()):
                 return []
             if complete and enough:
                 return [self._close(Generation(number, tuple(here)), current)]
@@ -224,7 +241,8 @@ class Roster:
                 say(f"{len(here)} of at least {self._fewest} ranks are left: waiting for others to join")
             return None
 
-        found = deadline.poll(look, _PAUSE)
+        while (found := deadline.poll(look, _PAUSE)) is None and deadline.left() > 0:
+            pass  # the deadline was put off
         if found is None:
             here = round_.here()
             raise RendezvousError(
@@ -236,6 +254,9 @@ class Roster:
 
     def _close(self, next_one: Generation, current: Generation | None) -> Generation:
         before = "" if current is None else current.pack()
+        if current is not None:  # who was left out of a generation may have another state than those who went on
+            known = [replace(a, veteran=a.veteran and current.rank_of(a.member) is not None) for a in next_one.arrivals]
+            next_one = replace(next_one, arrivals=tuple(known))
         return Generation.unpack(bytes(self._store.compare_set(_GENERATION, before, next_one.pack())))
 
 
@@ -257,7 +278,8 @@ def standing(store: Store) -> Standing | None:
     current = Generation.unpack(text)
     here = _Round(part, current.number + 1, current, ()).here()
     waiting = [arrival.member.process for arrival in here if current.rank_of(arrival.member) is None]
-    return Standing(current.number, [member.process for member in current.members], waiting)
+    finished = read(part, _FINISHED) is not None
+    return Standing(current.number, [member.process for member in current.members], waiting, finished)
 
 
 class _Round:
@@ -285,6 +307,16 @@ class _Round:
         member = arrival.member
         rank = None if self._current is None else self._current.rank_of(member)
         return (rank is None, member.started_as if rank is None else rank, member.number)
+
+    def a_member_is_here(self) -> bool:
+        """Whether a member of the current generation has signed up, as far as `here` saw."""
+        assert self._current is not None
+        return any(self._current.rank_of(arrival.member) is not None for arrival in self._arrivals)
+
+    def all_left(self) -> bool:
+        """Whether every member of the current generation has left of its own accord: the job has ended early."""
+        assert self._current is not None
+        return all(self._departures.get(member.number) == _LEFT for member in self._current.members)
 
     def all_accounted_for(self) -> bool:
         """Whether every member of the current generation has signed up or is gone, as far as `here` saw."""

@@ -3,6 +3,7 @@ lack it."""
 
 from __future__ import annotations
 
+import copy
 import math
 import mmap
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringway.api.groups import settled
 from ringway.api.objects import broadcast_object_list
 from ringway.errors import UsageError
 from ringway.groups.world import world
@@ -33,6 +35,8 @@ class _Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    place: int = 0
+    """Of its device, among those that the sender's tensors are on."""
 
     def empty(self) -> Tensor:
         nbytes = math.prod(self.shape) * self.dtype.itemsize
@@ -52,7 +56,7 @@ class State:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise UsageError(f"state['step'] is {step!r}; it counts the steps done, so it is a number from 0 on")
         self._parts = parts
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = []
         self._random: list[Callable[[], None]] = []
         self.require_whole()
 
@@ -89,7 +93,10 @@ class State:
         for part in self._parts.values():
             if isinstance(part, (nn.Module, torch.optim.Optimizer)):
                 part.zero_grad(set_to_none=True)
-        self._kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        self._kept = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module, name, buffer in self._buffers()
+        ]
         cpu = torch.get_rng_state()
         self._random = [lambda: torch.set_rng_state(cpu)]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -99,15 +106,19 @@ class State:
     def undo(self) -> None:
         """After an attempt that failed before its commit: the state is as before it."""
         with torch.no_grad():
-            for buffer, before in self._kept:
-                buffer.copy_(before)
+            for module, name, buffer, before in self._kept:
+                module._buffers[name] = buffer  # a forward pass may assign another tensor
+                if buffer is not None and before is not None:
+                    buffer.resize_(before.shape).copy_(before)
         for restore in self._random:
             restore()
 
-    def _buffers(self) -> Iterator[Tensor]:
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
         for part in self._parts.values():
             if isinstance(part, nn.Module):
-                yield from part.buffers()
+                for module in part.modules():
+                    for name, buffer in module._buffers.items():
+                        yield module, name, buffer
 
     # Copying
 
@@ -117,18 +128,19 @@ class State:
         communicator = world.communicator(None)
         has_it = communicator.rank in sources
         tensors: list[Tensor] = []
-        told = [_separated(self._dicts(), tensors) if has_it else None]
+        places: list[int] = []
+        told = [_separated(self._dicts(), tensors, places) if has_it else None]
         broadcast_object_list(told, src=sources[0])
         if not has_it:
-            tensors = []
-            dicts = _joined(told[0], tensors)
+            dicts = _joined(told[0], tensors, places)
         newcomers = [rank for rank in range(communicator.size) if rank not in sources]
-        for turn, piece in enumerate(_pieces(tensors)):
+        for turn, piece in enumerate(_pieces(tensors, places)):
             source = sources[turn % len(sources)]
             if len(newcomers) <= _FEW and piece[0].device.type == "cpu":
                 _send_piece(piece, source, newcomers)
             else:
                 _broadcast_piece(piece, source, has_it)
+        settled()  # a copy on a GPU that was aborted has left garbage
         if not has_it:
             self._load(dicts)
 
@@ -157,46 +169,59 @@ def _has_state(part: Any) -> bool:
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested dicts, lists and tuples with `change` applied to everything else."""
     if isinstance(value, dict):
-        return type(value)((key, _mapped(each, change)) for key, each in value.items())
-    if isinstance(value, list) or type(value) is tuple:
-        return type(value)(_mapped(each, change) for each in value)
-    return change(value)
+        made = copy.copy(value)  # a Counter, a defaultdict and the like are not made from pairs
+        for key, each in value.items():
+            made[key] = _mapped(each, change)
+        return made
+    if isinstance(value, list):
+        listed = copy.copy(value)
+        listed[:] = [_mapped(each, change) for each in value]
+        return listed
+    return tuple(_mapped(each, change) for each in value) if type(value) is tuple else change(value)
 
 
-def _separated(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with a slot in place of each tensor; the tensors are appended to the list."""
+def _separated(value: Any, tensors: list[Tensor], places: list[int]) -> Any:
+    """`value` with a slot instead of each tensor; the tensors and the places of their devices are appended to the
+    lists."""
+    devices: dict[torch.device, int] = {}
 
     def take(each: Any) -> Any:
         if not isinstance(each, Tensor):
             return each
         tensors.append(each.detach())
-        return _Slot(tuple(each.shape), each.dtype, each.device.type)
+        places.append(devices.setdefault(each.device, len(devices)))
+        return _Slot(tuple(each.shape), each.dtype, each.device.type, places[-1])
 
     return _mapped(value, take)
 
 
-def _joined(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with an empty tensor in place of each slot; the tensors are appended to the list."""
+def _joined(value: Any, tensors: list[Tensor], places: list[int]) -> Any:
+    """`value` with an empty tensor instead of each slot; the tensors and the places of the senders' devices are
+    appended to the lists."""
 
     def make(each: Any) -> Any:
         if not isinstance(each, _Slot):
             return each
         tensors.append(each.empty())
+        places.append(each.place)
         return tensors[-1]
 
     return _mapped(value, make)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors' bytes in pieces of about the same size, each on one device."""
+def _pieces(tensors: Sequence[Tensor], places: Sequence[int]) -> Iterator[list[Tensor]]:
+    """The tensors' bytes in pieces of about the same size, each of one device. The senders' devices decide, so all
+    ranks cut alike."""
     piece: list[Tensor] = []
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    for tensor in sorted(filled, key=lambda each: each.device.type):  # stable, so the same on every rank
+    last = -1
+    filled = [(place, tensor) for place, tensor in zip(places, tensors, strict=True) if tensor.numel()]
+    for place, tensor in sorted(filled, key=lambda each: each[0]):  # stable, so the same on every rank
         for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(_PIECE):
-            if piece and (sum(map(len, piece)) + len(part) > _PIECE or piece[0].device != part.device):
+            if piece and (sum(map(len, piece)) + len(part) > _PIECE or place != last):
                 yield piece
                 piece = []
             piece.append(part)
+            last = place
     if piece:
         yield piece
 
