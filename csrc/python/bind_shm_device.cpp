@@ -99,19 +99,26 @@ void bind_shm_device(nb::module_& m) {
                         const PyCopies& copies) {
             self.depart(stream, worker, facts_of(call, count), timeout_s, copies_of(copies));
         }, nb::arg("stream"), nb::arg("worker"), nb::arg("call"), nb::arg("count"), nb::arg("timeout"), nb::arg("copies"))
-        .def("stage", [](DeviceLink& self, uintptr_t stream, PySpan message, int receiver) -> nb::object {
+        .def("send", [](DeviceLink& self, PyGroup& group, nb::handle call, double timeout_s, uintptr_t stream, PySpan memory,
+                        int receiver) -> nb::object {
             Message::Reference reference{};
-            bool staged = false;
             {
                 GilRelease gil;
-                staged = self.stage(stream, {message.first, message.second}, receiver, reference);
+                if (!self.stage(stream, {memory.first, memory.second}, receiver, reference)) return nb::none();
             }
-            return staged ? nb::object(nb::bytes(reference.data(), reference.size())) : nb::object(nb::none());
-        }, nb::arg("stream"), nb::arg("message"), nb::arg("receiver"))
-        .def("unstage", [](DeviceLink& self, nb::bytes given) { self.unstage(reference_of(given)); }, nb::arg("reference"))
+            try {
+                return nb::cast(message(group, call, timeout_s, nb::bytes(reference.data(), reference.size()), nb::none()));
+            } catch (...) {
+                self.unstage(reference);
+                throw;
+            }
+        }, nb::arg("group"), nb::arg("call"), nb::arg("timeout"), nb::arg("stream"), nb::arg("memory"), nb::arg("receiver"))
         .def("fetch", [](DeviceLink& self, uintptr_t stream, int sender, nb::bytes given, PySpan message, nb::handle call,
                          int64_t count, double timeout_s) {
-            self.fetch(stream, sender, reference_of(given), {message.first, message.second}, facts_of(call, count), timeout_s);
+            const Message::Reference reference = reference_of(given);
+            const CallFacts facts = facts_of(call, count);
+            GilRelease gil;
+            self.fetch(stream, sender, reference, {message.first, message.second}, facts, timeout_s);
         }, nb::arg("stream"), nb::arg("sender"), nb::arg("reference"), nb::arg("message"), nb::arg("call"), nb::arg("count"),
              nb::arg("timeout"))
         .def("allocate", [](DeviceLink& self, size_t bytes) { return self.memory().allocate(bytes); }, nb::arg("bytes"),

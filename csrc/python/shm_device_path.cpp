@@ -23,6 +23,21 @@ constexpr uint32_t kTaken = uint32_t{1} << static_cast<int>(Op::AllReduce) | uin
 constexpr int64_t kLargeCount = (int64_t{1} << 31) - 1;  // a kernel gets a larger count in 64 bits
 constexpr int64_t kAlignment = 64;  // elements to which a rank's share of a reduction is rounded up
 
+// The use of a link's bounce memory, if no other thread, or call that this one interrupts, has it.
+class Bounce {
+  public:
+    explicit Bounce(DeviceLink& link) : is_ours(link.take_bounce()), link_(link) {}
+    ~Bounce() {
+        if (is_ours) link_.give_back_bounce();
+    }
+    Bounce(const Bounce&) = delete;
+    Bounce& operator=(const Bounce&) = delete;
+    const bool is_ours;
+
+  private:
+    DeviceLink& link_;
+};
+
 uint64_t summed_dtypes() {
     uint64_t bits = 0;
     for (int dtype = 0; dtype < 64; ++dtype)
@@ -74,7 +89,8 @@ bool DeviceFastPath::run(const FastCall& given) {
         return op == Op::Send ? send(link, manner, stream, call, given.tag) : receive(link, stream, call, given.tag);
     }
     if (direct) return call.device_index == link.device_index() && run_direct(link, manner, stream, call);
-    if (!link.can_bounce(stream)) return false;
+    const Bounce bounce(link);
+    if (!bounce.is_ours || !link.can_bounce(stream)) return false;
     call.site = current_site();
     call.place = text_of_site(call.site);
     const GroupRecord::Begun begun = begin(call, call.site);
@@ -121,7 +137,12 @@ bool DeviceFastPath::send(DeviceLink& link, const DeviceManner& manner, uintptr_
         if (call.bytes >= manner.direct_from.at(static_cast<size_t>(call.op)))
             message->by_reference = link.stage(stream, {from, call.bytes}, call.root, message->reference);
     }
-    if (!message->by_reference && call.bytes > DeviceLink::kBounceBytes) return false;
+    std::optional<Bounce> bounce;
+    if (!message->by_reference) {
+        bounce.emplace(link);
+        if (!bounce->is_ours || call.bytes > DeviceLink::kBounceBytes) return false;
+    }
+    message->attachment.keep(link_);  // its memory
     call.site = current_site();
     call.place = text_of_site(call.site);
     call.number = record().messages();
@@ -137,7 +158,8 @@ bool DeviceFastPath::send(DeviceLink& link, const DeviceManner& manner, uintptr_
         }
         if (!sent) group_.run(message);
     } catch (...) {
-        if (message->by_reference) link.unstage(message->reference);
+        const bool sent = message->done() && message->outcome() == Outcome::Done;
+        if (message->by_reference && !sent) link.unstage(message->reference);
         record().end(token, State::Failed);
         throw;
     }
@@ -147,7 +169,10 @@ bool DeviceFastPath::send(DeviceLink& link, const DeviceManner& manner, uintptr_
 
 bool DeviceFastPath::receive(DeviceLink& link, uintptr_t stream, PlainCall& call, int tag) {
     const auto to = reinterpret_cast<uint64_t>(call.out.at(0));
+    const Bounce bounce(link);
+    if (!bounce.is_ours) return false;
     auto message = std::make_shared<PythonMessage>();
+    message->attachment.keep(link_);  // its memory
     call.site = current_site();
     call.place = text_of_site(call.site);
     call.number = record().messages();

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <shared_mutex>
 #include <stdexcept>
 
 namespace ringway::shm {
@@ -108,8 +109,10 @@ void DeviceLink::follow(uintptr_t stream) {
     if (is_capturing(stream)) return;
     const Entered entered(driver_, context_);
     const std::lock_guard<std::mutex> guard(lock_);
-    if (!in_flight_.empty() && in_flight_.back().stream != stream)
-        driver_.require(driver_.wait_event(reinterpret_cast<Stream>(stream), in_flight_.back().event, 0), "cuStreamWaitEvent");
+    // The latest call comes after all others. Messages are no part of that order.
+    const auto last = std::find_if(in_flight_.rbegin(), in_flight_.rend(), [](const InFlight& each) { return !each.message; });
+    if (last != in_flight_.rend() && last->stream != stream)
+        driver_.require(driver_.wait_event(reinterpret_cast<Stream>(stream), last->event, 0), "cuStreamWaitEvent");
 }
 
 void DeviceLink::operate(uintptr_t stream, WordOperation* operations, unsigned count) {
@@ -193,11 +196,12 @@ void DeviceLink::depart(uintptr_t stream, int worker, const CallFacts& facts, do
     const Entered entered(driver_, context_);
     signal(stream, 1, worker);
     copy(stream, copies);
-    watch_for(stream, facts, timeout_s, record);
+    watch_for(stream, facts, timeout_s, record, false);
 }
 
-// Follows a call until the stream has passed it.
-void DeviceLink::watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
+// Follows a call or a message until the stream has passed it.
+void DeviceLink::watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record,
+                           bool message) {
     const auto on = reinterpret_cast<Stream>(stream);
     const bool captured = is_capturing(stream);
     std::lock_guard<std::mutex> guard(lock_);
@@ -212,7 +216,7 @@ void DeviceLink::watch_for(uintptr_t stream, const CallFacts& facts, double time
         const Status status = driver_.event_record(event, on);
         if (status != kSuccess) spare_.push_back(event);
         driver_.require(status, "cuEventRecord");
-        in_flight_.push_back({event, facts, now, now + static_cast<int64_t>(limit), stream, record});
+        in_flight_.push_back({event, facts, now, now + static_cast<int64_t>(limit), stream, record, message});
     }
     if (asleep_) changed_.notify_all();
 }
@@ -231,6 +235,7 @@ device::Event DeviceLink::take_event() {
 // Messages
 
 bool DeviceLink::stage(uintptr_t stream, const Span& message, int receiver, Message::Reference& reference) {
+    const std::shared_lock<std::shared_timed_mutex> in_use(closing_);
     require_open();
     const Entered entered(driver_, context_);
     const auto on = reinterpret_cast<Stream>(stream);
@@ -252,6 +257,7 @@ void DeviceLink::unstage(const Message::Reference& reference) { blocks_.give_bac
 
 void DeviceLink::fetch(uintptr_t stream, int sender, const Message::Reference& reference, const Span& message,
                        const CallFacts& facts, double timeout_s, std::optional<uint64_t> record) {
+    const std::shared_lock<std::shared_timed_mutex> in_use(closing_);
     require_open();
     const MessageBlocks::Referred referred = MessageBlocks::read(reference);
     if (referred.region.bytes != message.bytes || referred.block >= MessageBlocks::kBlocks)
@@ -261,16 +267,20 @@ void DeviceLink::fetch(uintptr_t stream, int sender, const Message::Reference& r
     copy(stream, {{from, message.address}});
     WordOperation taken = {device::kWriteWord, on_device(blocks_.taken(sender, referred.block)), referred.number, 0, 0, 0};
     operate(stream, &taken, 1);
-    watch_for(stream, facts, timeout_s, record);
+    watch_for(stream, facts, timeout_s, record, true);
 }
 
-// A receiver that is alive still needs the messages that it has not taken.
-void DeviceLink::wait_until_taken() {
+// A receiver that is alive still needs the messages that it has not taken. Whether none does any more.
+bool DeviceLink::wait_until_taken() {
     const auto waits = [this](int receiver) {
         return !members_.faulted() && !members_.has_left(receiver) && !members_.has_ended(receiver);
     };
     const int64_t until = now_ns() + static_cast<int64_t>(kLeaveSeconds * 1e9);
-    while (blocks_.any_sent(waits) && now_ns() < until) std::this_thread::sleep_for(kLook);
+    while (blocks_.any_sent(waits)) {
+        if (now_ns() > until) return false;
+        std::this_thread::sleep_for(kLook);
+    }
+    return true;
 }
 
 // Through the host
@@ -309,6 +319,7 @@ void DeviceLink::download(uintptr_t stream, uint64_t from, int64_t bytes) {
 void DeviceLink::upload(uintptr_t stream, uint64_t to, int64_t bytes) {
     const Entered entered(driver_, context_);
     const auto on = reinterpret_cast<Stream>(stream);
+    bounced_on_ = stream;
     if (bytes > 0)
         driver_.require(driver_.upload_async(to, bounce_out(), static_cast<size_t>(bytes), on), "cuMemcpyHtoDAsync");
     driver_.require(driver_.event_record(bounced_, on), "cuEventRecord");
@@ -352,23 +363,28 @@ void DeviceLink::watch() {
 
 void DeviceLink::look_for_ended() {
     const bool any = !in_flight_.empty();
-    // An error of the device counts as an end: nothing on it will pass any more.
-    while (!in_flight_.empty()) {
-        const InFlight& ended = in_flight_.front();
-        const Status status = driver_.event_query(ended.event);
-        if (status == device::kNotReady) break;
-        if (status != kSuccess && ended.record) members_.abort();
-        if (ended.record) record_->end(*ended.record, members_.faulted() ? State::Failed : State::Completed);
-        spare_.push_back(ended.event);
-        in_flight_.pop_front();
+    bool calls_wait = false;  // for an earlier one; messages end in any order
+    for (auto each = in_flight_.begin(); each != in_flight_.end();) {
+        const Status status = calls_wait && !each->message ? device::kNotReady : driver_.event_query(each->event);
+        if (status == device::kNotReady) {
+            calls_wait |= !each->message;
+            ++each;
+            continue;
+        }
+        // An error of the device counts as an end: nothing on it will pass any more.
+        if (status != kSuccess && each->record) members_.abort();
+        if (each->record) record_->end(*each->record, members_.faulted() ? State::Failed : State::Completed);
+        spare_.push_back(each->event);
+        each = in_flight_.erase(each);
     }
     if (any && in_flight_.empty()) passed_.notify_all();
 }
 
-// Asks about the first call in flight: later ones wait for it. Its event stays in place without the lock, because only this
-// thread takes it away.
+// Asks about the first call in flight: later ones wait for it, and messages wait for no rank. Its event stays in place
+// without the lock, because only this thread takes it away.
 void DeviceLink::look_for_faults(std::unique_lock<std::mutex>& guard) {
-    if (in_flight_.empty()) {
+    const auto call = std::find_if(in_flight_.begin(), in_flight_.end(), [](const InFlight& each) { return !each.message; });
+    if (call == in_flight_.end()) {
         guard.unlock();
         for (int peer = 0; peer < size_; ++peer)
             if (peer != rank_ && !members_.has_left(peer) && members_.has_ended(peer))
@@ -376,7 +392,7 @@ void DeviceLink::look_for_faults(std::unique_lock<std::mutex>& guard) {
         guard.lock();
         return;
     }
-    const InFlight first = in_flight_.front();
+    const InFlight first = *call;
     guard.unlock();
     struct Asked {
         const DeviceLink* link;
@@ -422,7 +438,12 @@ bool DeviceLink::drain(double seconds) {
 
 void DeviceLink::close() {
     if (members_.forked() || closed_.exchange(true)) return;
-    wait_until_taken();
+    if (!closing_.try_lock_for(std::chrono::duration<double>(kDrainSeconds))) {
+        members_.abort();  // a stream that a message waits for waits for others, which will not come
+        closing_.lock();
+    }
+    closing_.unlock();
+    const bool taken = wait_until_taken();
     bool drained = drain(kDrainSeconds);
     if (!drained) {
         members_.abort();  // the streams of this rank wait for others, which will not come
@@ -437,7 +458,7 @@ void DeviceLink::close() {
     for (const InFlight& left : in_flight_)
         if (left.record) record_->end(*left.record, State::Failed);
     in_flight_.clear();
-    if (!drained) return;  // the device still uses the memory: it is given back when the process ends
+    if (!drained || !taken) return;  // the memory is still in use: it is given back when the process ends
     memory_.close();
     const Entered entered(driver_, context_);
     const Relaxed relaxed(driver_);

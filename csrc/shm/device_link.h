@@ -27,6 +27,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -94,6 +95,9 @@ class DeviceLink {
     // A small call through host memory: `bytes` of the input come from the device, and wait for what is before them on the
     // stream; the output goes back behind it. Both lie in memory that the device reaches quickly.
     static constexpr int64_t kBounceBytes = 256 << 10;
+    // One call at a time may use that memory. Whether this one may; it gives it back in the end.
+    bool take_bounce() { return !bouncing_.exchange(true); }
+    void give_back_bounce() { bouncing_ = false; }
     std::byte* bounce_in() const { return bounce_; }
     std::byte* bounce_out() const { return bounce_ + kBounceBytes; }
     bool can_bounce(uintptr_t stream);
@@ -119,6 +123,7 @@ class DeviceLink {
         int64_t deadline_ns;
         uintptr_t stream;
         std::optional<uint64_t> record;
+        bool message;  // it waits for no other rank, and nothing comes after it
     };
 
     // The word of a pair of ranks, for captured calls, and the one of a rank, for the others.
@@ -130,8 +135,8 @@ class DeviceLink {
     void signal(uintptr_t stream, int phase, int worker);
     void signal_captured(uintptr_t stream, int phase);
     void operate(uintptr_t stream, device::WordOperation* operations, unsigned count);
-    void watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record);
-    void wait_until_taken();
+    void watch_for(uintptr_t stream, const CallFacts& facts, double timeout_s, std::optional<uint64_t> record, bool message);
+    bool wait_until_taken();
     device::Event take_event();
 
     void require_open() const;
@@ -156,6 +161,7 @@ class DeviceLink {
 
     bool takes_turns();
     std::optional<bool> takes_turns_;  // processes take turns on the device: there is no MPS
+    std::atomic<bool> bouncing_{false};
     std::byte* bounce_ = nullptr;
     device::Event bounced_ = nullptr;  // behind the latest upload,
     uintptr_t bounced_on_ = 0;         // on this stream
@@ -163,6 +169,7 @@ class DeviceLink {
     DeviceMemory memory_;
     MessageBlocks blocks_;
     std::atomic<bool> closed_{false};
+    std::shared_timed_mutex closing_;  // shared by messages that are being made
 
     std::mutex lock_;  // what follows
     std::condition_variable changed_, passed_;

@@ -155,6 +155,7 @@ Span DeviceMemory::mapped(int peer, const Region& region, bool keep) {
     if (opened.base != 0 && !same(opened.handle, region.handle)) {
         opened.keep = false;
         close_mapping(opened);
+        if (opened.base != 0) throw std::runtime_error("the device still uses memory that a peer has freed");
     }
     if (opened.base == 0) {
         opened.handle = region.handle;

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kLeastBytes = 2 << 20;
 constexpr int64_t kMostBytes = int64_t{4} << 30;  // of all blocks
+constexpr size_t kForLarge = 4;                   // blocks that many small messages leave to large ones
 
 }  // namespace
 
@@ -27,6 +28,7 @@ std::optional<size_t> MessageBlocks::find(int64_t bytes) {
     int64_t room = kLeastBytes;
     while (room < bytes) room *= 2;
     if (allocated_ + room > kMostBytes) return {};
+    if (room == kLeastBytes && blocks_.size() >= kBlocks - kForLarge) return {};
     const uint64_t address = memory_.try_allocate(static_cast<size_t>(room));
     if (address == 0) return {};
     allocated_ += room;

@@ -337,9 +337,11 @@ class ShmDevice:
     def depart(
         self, stream: int, worker: int, call: Any, count: int, timeout: float, copies: Sequence[tuple[int, int, int]]
     ) -> None: ...
-    def stage(self, stream: int, message: tuple[int, int], receiver: int) -> bytes | None:
-        """Copies a message to memory that its receiver can map. Returns a reference, or None without a free block."""
-    def unstage(self, reference: bytes) -> None: ...
+    def send(
+        self, group: ShmGroup, call: Any, timeout: float, stream: int, memory: tuple[int, int], receiver: int
+    ) -> ShmTask | None:
+        """Copies a message to memory that its receiver can map, and sends it by reference. None without a free block:
+        then nothing was sent."""
     def fetch(
         self,
         stream: int,

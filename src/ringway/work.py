@@ -144,6 +144,10 @@ class Handle(abc.ABC):
         """What went wrong with a collective on a device, once it is done."""
         return None
 
+    def wait_for_launch(self) -> None:
+        """Block until the collective is enqueued on its device, if that comes later than its start."""
+        return
+
     def behind(self) -> Handle:
         """A handle for everything enqueued on the current stream so far. The stream has already waited for this
         collective."""
@@ -225,6 +229,9 @@ class Finishing(PendingHandle):
             except BaseException as failure:
                 return failure
         return error
+
+    def wait_for_launch(self) -> None:
+        self._inner.wait_for_launch()
 
     def wait(self, timeout: float | None = None) -> None:
         try:

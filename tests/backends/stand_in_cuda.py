@@ -66,6 +66,13 @@ class StandInCuda(Cuda):
         self.library = os.environ["RINGWAY_TEST_CUDA"]
         self._loaded = library()
         self._kernels: list[Any] = []
+        self.stream = 7
+        """The current one."""
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Has the current stream run a function."""
+        self._kernels.append(KERNEL(lambda _: work()))
+        self._loaded.stand_in_launch(self.stream, self._kernels[-1], 0)
 
     kind = _core.CPU
 
@@ -73,7 +80,7 @@ class StandInCuda(Cuda):
         return None
 
     def stream_of(self, index: int) -> int:
-        return 7
+        return self.stream
 
     def kernel_of(
         self, index: int, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
@@ -98,7 +105,7 @@ class StandInCuda(Cuda):
         return False
 
     def current(self, tensor: Tensor) -> int:
-        return 7
+        return self.stream
 
     def side(self, tensor: Tensor) -> int:
         return 8  # one for all groups: torch's pool of streams may give several groups the same one

@@ -16,7 +16,7 @@ from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
 from ringway.backends.compose import plan
 from ringway.backends.several import policy
-from ringway.backends.several.mixed import MixedBackend, _on_devices, mixed_on
+from ringway.backends.several.mixed import MixedBackend, _on_devices, agree
 from ringway.backends.several.policy import Rule
 from ringway.call import ALL_REDUCE, BROADCAST, Call
 from ringway.errors import BackendUnavailable, CollectiveMismatch, CommTimeout, ConfigError, RingwayError
@@ -413,7 +413,9 @@ def nccl_and_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, OnGpu, 
         {"backend": "shm", "op": "all_reduce", "up_to": 1024, "device": "cuda"},
         {"backend": "gloo", "op": "all_reduce", "up_to": 1 << 20},  # for the group's first device
     ]
-    mixed = mixed_on("cuda", policy.load({"world_size": 2, "rules": rules}), nccl, nccl.group)
+    agreement = agree(policy.load({"world_size": 2, "rules": rules}), nccl.group)
+    assert agreement is not None
+    mixed = agreement.mixed_on("cuda", nccl, nccl.group)
     assert asked == [registry.on_device("shm", "cuda")]
     yield mixed, nccl, shm
     mixed.close()
@@ -448,11 +450,27 @@ def test_a_block_of_calls_is_one_backends(nccl_and_shm: tuple[Any, OnGpu, OnGpu]
 
 def test_a_rule_for_all_devices_is_about_the_first(nccl_and_shm: tuple[Any, OnGpu, OnGpu]) -> None:
     _, nccl, _ = nccl_and_shm
-    for_all = policy.load({"world_size": 2, "rules": [{"backend": "gloo"}, {"backend": "shm"}]})
-    assert mixed_on("cuda", for_all, nccl, nccl.group) is nccl
-    of_itself = policy.load({"world_size": 2, "rules": [{"backend": "nccl"}]})
-    assert mixed_on("cuda", of_itself, nccl, nccl.group) is nccl
-    assert mixed_on("cuda", None, nccl, nccl.group) is nccl
+    for rules in ([{"backend": "gloo"}, {"backend": "shm"}], [{"backend": "nccl"}]):
+        agreement = agree(policy.load({"world_size": 2, "rules": rules}), nccl.group)
+        assert agreement is not None
+        assert agreement.mixed_on("cuda", nccl, nccl.group) is nccl
+    assert agree(None, nccl.group) is None
+
+
+def test_rules_for_cuda_need_a_gpu_on_every_rank(
+    nccl_and_shm: tuple[Any, OnGpu, OnGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks without one would make no backend for it, and the others would wait for them."""
+    _, nccl, _ = nccl_and_shm
+    rules = [{"backend": "shm", "device": "cuda"}]
+
+    def one_has_none(info: GroupInfo, what: str, mine: bytes) -> list[bytes]:
+        return [mine, mine.replace(b'"cuda": true', b'"cuda": false')]
+
+    monkeypatch.setattr("ringway.backends.several.mixed.exchange", one_has_none)
+    agreement = agree(policy.load({"world_size": 2, "rules": rules}), nccl.group)
+    assert agreement is not None
+    assert agreement.mixed_on("cuda", nccl, nccl.group) is nccl
 
 
 def test_sizes_become_one_sorted_list() -> None:
@@ -467,7 +485,7 @@ def test_sizes_become_one_sorted_list() -> None:
         Rule("shm", "all_reduce", up_to=2048),
         Rule("shm", "broadcast", dtype="float16"),
     ]
-    mixed = MixedBackend(info, own, rules)
+    mixed = MixedBackend(info, own, [one for rule in rules for one in _on_devices(rule, ["cpu"])])
     every = (1 << 63) - 1
     assert mixed._by_size(ALL_REDUCE) == [(64, "gloo"), (2048, "shm"), (every, "gloo")]
     assert mixed._by_size(BROADCAST) is None

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -426,6 +426,124 @@ def _messages(context: RankContext) -> list[Any]:
 def test_messages_by_value_and_by_reference(ranks: RankPool) -> None:
     for seen in ranks.run(_messages, world_size=2, timeout=100):
         assert seen == [[1.0], [2.0], *[True] * 6, [9.0]]
+
+
+class FastRank:
+    """A rank whose calls go through the fast path, on streams that the test chooses."""
+
+    def __init__(self, context: RankContext, name: str, direct: bool = True) -> None:
+        self.dist = context.start(BACKEND, group_name=name)
+        self.dist.all_reduce(torch.ones(3))
+        self.backend = _backend(self.dist)
+        if not direct:
+            self.backend._from = [1 << 40] * len(ops.OPS)
+            self.backend._attach_path()
+
+    def run(self, op: Any, tensor: torch.Tensor, peer: int = -1, tag: int = 0, stream: int = 7) -> bool:
+        self.backend.device.stream = stream
+        return bool(self.backend._path.run(op.code, tensor, tensor, peer, False, tag, 0))
+
+    def tensor(self, value: float, count: int = 100) -> torch.Tensor:
+        import stand_in_cuda
+
+        return stand_in_cuda.in_device_memory(count, torch.float32).fill_(value)
+
+    def busy(self, seconds: float, then: Callable[[], object] = lambda: None, stream: int = 7) -> None:
+        """Occupies a stream."""
+        self.backend.device.stream = stream
+        self.backend.device.enqueue(lambda: (time.sleep(seconds), then()))  # type: ignore[func-returns-value]
+
+
+def _message_between_calls(context: RankContext) -> list[list[float]]:
+    """A call on one stream, which is busy; a message and another call on the next one."""
+    import stand_in_cuda
+
+    stand_in_cuda.library().stand_in_mps(1)  # so that each rank reduces a share
+    rank = FastRank(context, "message between calls")
+    first, second, message = rank.tensor(0), rank.tensor(10 + context.rank), rank.tensor(0)
+    rank.busy(0.4 if context.rank == 0 else 0.0, lambda: first.fill_(1 + context.rank))
+    if context.rank == 1:
+        assert rank.run(ops.SEND, message.fill_(7), 0)
+    assert rank.run(ops.ALL_REDUCE, first)
+    if context.rank == 0:
+        assert rank.run(ops.RECV, message, 1, stream=9)
+    assert rank.run(ops.ALL_REDUCE, second, stream=9)
+    assert rank.backend._link.drain(60)
+    stand_in_cuda.library().stand_in_mps(0)
+    return [tensor.unique().tolist() for tensor in (first, second, message)]
+
+
+def test_a_message_does_not_break_the_order_of_calls(ranks: RankPool) -> None:
+    assert ranks.run(_message_between_calls, world_size=2) == [[[3.0], [21.0], [7.0]]] * 2
+
+
+def _through_bounce_memory(context: RankContext) -> list[float]:
+    """A small message that is still on its way to the device while the next small call runs."""
+    rank = FastRank(context, "bounce", direct=False)
+    small, message = rank.tensor(1), rank.tensor(7)
+    assert rank.run(ops.ALL_REDUCE, small)
+    if context.rank == 1:
+        assert rank.run(ops.SEND, message, 0)
+    else:
+        rank.busy(0.4, stream=9)
+        assert rank.run(ops.RECV, message.zero_(), 1, stream=9)
+    assert rank.run(ops.ALL_REDUCE, small.fill_(1))
+    rank.busy(0.0, stream=9)
+    for stream in (7, 9):
+        rank.backend.device.order(small, rank.backend.device.mark(stream))
+    return [float(small[0]), float(message[0])]
+
+
+def test_bounce_memory_is_not_written_before_its_upload(ranks: RankPool) -> None:
+    assert ranks.run(_through_bounce_memory, world_size=2) == [[2.0, 7.0]] * 2
+
+
+def _receives_in_threads(context: RankContext) -> list[float]:
+    rank = FastRank(context, "receives in threads", direct=False)
+    tensors = [rank.tensor(0), rank.tensor(0)]
+    if context.rank == 1:
+        context.store.wait(["both wait"])
+        for tag in (2, 1):
+            rank.dist.send(rank.tensor(tag), 0, tag=tag)
+        rank.dist.barrier()
+        return []
+
+    def receive(tag: int) -> None:
+        if not rank.run(ops.RECV, tensors[tag - 1], 1, tag):
+            rank.dist.recv(tensors[tag - 1], 1, tag=tag)
+
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in (1, 2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    context.store.set("both wait", "")
+    for thread in threads:
+        thread.join()
+    rank.dist.barrier()
+    rank.backend.device.order(tensors[0], rank.backend.device.mark(7))
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def test_threads_receive_into_memory_of_their_own(ranks: RankPool) -> None:
+    assert ranks.run(_receives_in_threads, world_size=2)[0] == [1.0, 2.0]
+
+
+def _third_rank_leaves(context: RankContext) -> list[Any]:
+    rank = FastRank(context, "third rank leaves")
+    message = rank.tensor(7 if context.rank == 0 else 0, 5000)
+    if context.rank == 0:
+        assert rank.run(ops.SEND, message, 1)
+    elif context.rank == 1:
+        rank.busy(0.8)
+        assert rank.run(ops.RECV, message, 0)
+        assert rank.backend._link.drain(60)
+        return [float(message[0]), rank.backend.fault()]
+    rank.dist.destroy_process_group()
+    return []
+
+
+def test_a_rank_that_leaves_does_not_end_a_message_of_two_others(ranks: RankPool) -> None:
+    assert ranks.run(_third_rank_leaves, world_size=3)[1] == [7.0, None]
 
 
 def _wrong_message(context: RankContext, how: str) -> str:

@@ -17,7 +17,7 @@ from ringway.backends.several.policy import Policy, Rule
 from ringway.bench.cases import CASES, Place
 from ringway.bench.runner import Candidate, Ranks, measure
 from ringway.call import OP_BY_NAME
-from ringway.errors import BackendUnavailable, UsageError
+from ringway.errors import BackendUnavailable, RingwayError, UsageError
 
 CANDIDATES = {
     "cpu": ("shm", "mpi", "ccl", "gloo", "hierarchical", "hierarchical_mpi"),
@@ -74,9 +74,14 @@ def _made(name: str, device: str, into: dict[str, Any]) -> str | None:
     try:
         served = registry.on_device(name, device) is registry.own(name)
         group = into[name] = ringway.new_group(backend=name if served else f"{device}:{name}")
+        actual = ringway.communicator(group).devices.of(device).name
+        if device != "cpu":  # NCCL connects at the first call, and may refuse ranks that share a GPU
+            ringway.all_reduce(torch.ones(1, device=device), group=group)
+            ringway.settled(group)
     except BackendUnavailable as error:
         return error.reason
-    actual = ringway.communicator(group).devices.of(device).name
+    except RingwayError as error:
+        return str(error).partition("\n")[0]
     return None if actual == name else f"on these hosts it resolves to {actual}"
 
 
@@ -172,7 +177,11 @@ def has_gpu() -> bool:
 
 def use_gpu() -> None:
     """Sets the rank's current device: GPUs are dealt out in turn among the ranks of a host."""
-    torch.cuda.set_device(ringway.get_local_rank() % torch.cuda.device_count())
+    try:
+        number = ringway.get_local_rank()
+    except UsageError:  # the launcher gives none
+        number = ringway.get_rank()
+    torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def check_ops(ops: Sequence[str]) -> None:

@@ -101,7 +101,7 @@ def _tune_here(wanted: _Wanted) -> None:
     obstacle = ringway.broadcast_object(_unwritable(wanted.output) if first else None)
     if obstacle is not None:
         raise UsageError(f"cannot write {wanted.output}: {obstacle}")
-    has_gpu = bench.has_gpu()
+    has_gpu = wanted.device != "cpu" and bench.has_gpu()
     if wanted.device in ("cuda", "all") and not has_gpu:
         raise UsageError(f"--device {wanted.device}: a rank has no GPU that torch can use")
     devices = {"": ["cpu", "cuda"] if has_gpu else ["cpu"], "all": ["cpu", "cuda"]}.get(wanted.device, [wanted.device])

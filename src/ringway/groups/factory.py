@@ -18,7 +18,7 @@ from ringway.backends.exchange import mark, mark_of
 from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import split_nccl
 from ringway.backends.select import obstacle
-from ringway.backends.several.mixed import mixed, mixed_on, mixes
+from ringway.backends.several.mixed import agree, mixes
 from ringway.backends.torch.gloo import GlooBackend, make_gloo
 from ringway.compare.across_hosts import join_comparison
 from ringway.compare.one_host import join_board, spans_hosts
@@ -187,10 +187,14 @@ def _behind(
     compared = not registration.one_host or bool(others) or mixes(world.policy, registration.name, info.size)
     board, created = join_board(info) if compared else (None, None)
     mark(info)
-    backend = mixed(world.policy, make(), info)
+    agreement = agree(world.policy, info)
+    backend = make() if agreement is None else agreement.mixed(make(), info)
     backends: dict[str, Any] = dict.fromkeys(registration.devices, backend)
     for device, make_other in others.items():
-        backends[device] = mixed_on(device, world.policy, make_other(), _apart(info, f"{device}/policy"))
+        other = make_other()
+        if agreement is not None:
+            other = agreement.mixed_on(device, other, _apart(info, f"{device}/policy"))
+        backends[device] = other
     torchs = {device: one.torch_group for device, one in backends.items() if one.torch_group is not None}
     if "cpu" in registration.devices:
         torchs["cpu"] = backend.torch_group or make_gloo(_apart(info, "inner"), loopback=registration.one_host)

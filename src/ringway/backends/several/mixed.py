@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as c10d
@@ -31,25 +31,64 @@ from ringway.work import Handle
 _EVERY_SIZE = (1 << 63) - 1
 
 
-def mixed(policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
-    """The group's backend, or several as one if the policy has rules for groups of this size."""
+@dataclass(frozen=True)
+class Agreement:
+    """The rules of a policy for one group, which all its ranks have."""
+
+    rules: Sequence[Rule]
+    source: str
+    lacking: Mapping[str, str]
+    """By backend: why a rank cannot use it."""
+    has_cuda: bool
+    """Whether every rank has a GPU. If not, rules for CUDA tensors apply to none of them."""
+
+    def mixed(self, backend: Backend, info: GroupInfo) -> Backend:
+        """The group's first backend, or several as one."""
+        devices = [device for device in backend.devices if device == "cpu" or self.has_cuda]
+        return self._mixed(backend, info, [one for rule in self.rules for one in _on_devices(rule, devices)])
+
+    def mixed_on(self, device: str, backend: Backend, info: GroupInfo) -> Backend:
+        """The same for a backend that serves a further device of the group. Rules must name that device, or a backend
+        that has no other: a rule for all devices is about the group's first backend."""
+        rules = [rule for rule in self.rules if device in (rule.device, *_only_device(rule.backend))]
+        if not self.has_cuda or all(rule.backend == backend.name for rule in rules):
+            return backend
+        return self._mixed(backend, info, [one for rule in rules for one in _on_devices(rule, [device])])
+
+    def _mixed(self, backend: Backend, info: GroupInfo, rules: Sequence[Rule]) -> Backend:
+        for name in sorted({rule.backend.rpartition(":")[2] for rule in rules}):
+            if name in self.lacking:
+                raise BackendUnavailable(
+                    name,
+                    self.lacking[name],
+                    remedy=f"The policy in {self.source} uses it; make one for this job with ringway tune",
+                )
+        return MixedBackend(info, backend, rules) if rules else backend
+
+
+def agree(policy: Policy | None, info: GroupInfo) -> Agreement | None:
+    """The rules for a group, or None if there are none. Every rank of the group calls this. Raises on all of them if
+    their tables differ."""
     rules = policy.rules_for(info.size) if policy is not None else []
     if policy is None or not rules:
-        return backend
-    rules = [rule for rule in rules if _on_devices(rule, backend.devices)]
-    _compare(policy, {rule.backend for rule in rules}, info)
-    return MixedBackend(info, backend, rules) if rules else backend
-
-
-def mixed_on(device: str, policy: Policy | None, backend: Backend, info: GroupInfo) -> Backend:
-    """The same for a backend that serves a further device of the group. Rules must name that device, or a backend that
-    has no other: a rule for all devices is about the group's first backend."""
-    rules = policy.rules_for(info.size) if policy is not None else []
-    rules = [rule for rule in rules if device in (rule.device, *_only_device(rule.backend))]
-    if policy is None or all(rule.backend == backend.name for rule in rules):
-        return backend
-    _compare(policy, {rule.backend for rule in rules}, info)
-    return MixedBackend(info, backend, rules)
+        return None
+    lacking = {rule.backend: what.reason for rule in rules if (what := obstacle(rule.backend)) is not None}
+    mine = json.dumps({"digest": policy.digest, "lacking": lacking, "cuda": torch.cuda.is_available()})
+    reports = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
+    different = [info.ranks[rank] for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
+    if different:
+        raise ConfigError(
+            f"rank {', '.join(map(str, different))} loaded another policy than rank {info.ranks[0]} "
+            f"(this rank has {policy.source}); all ranks must decide alike",
+            key="policy",
+            source=policy.source,
+        )
+    reasons = {
+        name: f"{reason} (rank {info.ranks[rank]})"
+        for rank, report in enumerate(reports)
+        for name, reason in report["lacking"].items()
+    }
+    return Agreement(rules, policy.source, reasons, all(report["cuda"] for report in reports))
 
 
 def _only_device(name: str) -> tuple[str, ...]:
@@ -62,31 +101,9 @@ def mixes(policy: Policy | None, own: str, size: int) -> bool:
     return policy is not None and any(rule.backend != own for rule in policy.rules_for(size))
 
 
-def _compare(policy: Policy, names: set[str], info: GroupInfo) -> None:
-    """Checks that all ranks have the same table and every backend that it needs here. All ranks raise if one does
-    not."""
-    lacking = {name: what.reason for name in sorted(names) if (what := obstacle(name)) is not None}
-    mine = json.dumps({"digest": policy.digest, "lacking": lacking})
-    reports = [json.loads(text) for text in exchange(info, "policy", mine.encode())]
-    different = [info.ranks[rank] for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
-    if different:
-        raise ConfigError(
-            f"rank {', '.join(map(str, different))} loaded another policy than rank {info.ranks[0]} "
-            f"(this rank has {policy.source}); all ranks must decide alike",
-            key="policy",
-            source=policy.source,
-        )
-    for rank, report in enumerate(reports):
-        for name, reason in report["lacking"].items():
-            raise BackendUnavailable(
-                name,
-                f"{reason} (rank {info.ranks[rank]})",
-                remedy=f"The policy in {policy.source} uses it; make one for this job with ringway tune",
-            )
-
-
 class MixedBackend(BackendOfParts):
-    """Several backends of one group, chosen call by call. Each converts what it does not accept by its own plan."""
+    """Several backends of one group, chosen call by call. Each converts what it does not accept by its own plan. The
+    rules are those for the group's devices."""
 
     def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
         super().__init__(info)
@@ -97,8 +114,7 @@ class MixedBackend(BackendOfParts):
         self._own = own
         self._in_block = False
         self._other_paths: list[_core.FastPath] = []
-        here = [device for device in own.devices if device == "cpu" or torch.cuda.is_available()]
-        self._rules = [applicable for rule in rules for applicable in _on_devices(rule, here)]
+        self._rules = list(rules)
         self._backends[own.name] = own
         with ExitStack() as unless_all_are_made:
             unless_all_are_made.callback(self.close)
@@ -150,7 +166,9 @@ class MixedBackend(BackendOfParts):
             return self._own_runners[call.op.name](call)
         if "cpu" in self.devices and all(t.device.type == "cpu" for t in (*call.inputs[:1], *call.outputs[:1])):
             return self._order.start(name, runner, call)
-        return runner(call)
+        handle = runner(call)
+        handle.wait_for_launch()  # another backend's call must not be enqueued before it
+        return handle
 
     def _about(self, op: Op) -> list[Rule]:
         return [rule for rule in self._rules if op.collective and rule.op in (ANY, op.name)]

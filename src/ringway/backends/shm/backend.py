@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 from torch.autograd import profiler
 
 import ringway._core as _core
@@ -66,8 +65,12 @@ class ShmBackend(Backend):
     def _message(self, call: Call) -> Handle:
         return profiled(call, self._start_message) if profiler._is_profiler_enabled else self._start_message(call)
 
-    def _start_message(self, call: Call, reference: bytes | None = None, room: Tensor | None = None) -> ShmHandle:
-        handle = ShmHandle(self._native.message(call, self._timeout(call), reference, room), call, self._faults)
+    def _start_message(self, call: Call) -> Handle:
+        return self._under_way(call, self._native.message(call, self._timeout(call)))
+
+    def _under_way(self, call: Call, task: _core.ShmTask) -> ShmHandle:
+        """The handle of a message; a synchronous one is done."""
+        handle = ShmHandle(task, call, self._faults)
         if not call.async_op:
             self._wait_for(handle)
         return handle

@@ -172,7 +172,7 @@ class ShmCudaBackend(ShmBackend):
 
     # Messages. The sender decides how one travels, so a receive takes both: the bytes, or where on the device they are.
 
-    def _start_message(self, call: Call, reference: bytes | None = None, room: Tensor | None = None) -> Any:
+    def _start_message(self, call: Call) -> Handle:
         near = (*call.inputs, *call.outputs)[0]
         if self.device.is_capturing():
             raise UsageError(f"{call.describe()} cannot be captured in a CUDA graph on shm: it needs the host")
@@ -181,14 +181,10 @@ class ShmCudaBackend(ShmBackend):
     def _send(self, call: Call, near: Tensor) -> Handle:
         link = self._link
         if link is not None and self._met and self._sends_directly(link, near):
-            stream = self.device.raw(self.device.current(near))
-            reference = link.stage(stream, (near.data_ptr(), near.nbytes), call.peer)
-            if reference is not None:
-                try:
-                    return super()._start_message(call, reference)
-                except BaseException:
-                    link.unstage(reference)
-                    raise
+            stream, memory = self.device.raw(self.device.current(near)), (near.data_ptr(), near.nbytes)
+            task = link.send(self._native, call, self._timeout(call), stream, memory, call.peer)
+            if task is not None:
+                return self._under_way(call, task)
         host = self.device.on_host(near)
         self.device.download([(host, near)], near)
         inner = replace(call, inputs=[host])
@@ -206,7 +202,7 @@ class ShmCudaBackend(ShmBackend):
         )
         if call.async_op:
             self.device.download([], near)  # the current stream may still use the memory that the message comes to
-        handle = super()._start_message(call, room=host)
+        handle = self._under_way(call, self._native.message(call, self._timeout(call), room=host))
 
         def deliver() -> None:
             reference, link = handle.task.reference(), self._link
@@ -217,8 +213,13 @@ class ShmCudaBackend(ShmBackend):
                 return
             if link is None:
                 raise RingwayError(f"{call.describe()}: the group was closed by another thread")
-            stream, to = self.device.raw(self.device.current(near)), (near.data_ptr(), near.nbytes)
+            target = near
+            if self.device.index(near) != link.device_index:
+                target = torch.empty_like(near, device=torch.device("cuda", link.device_index))
+            stream, to = self.device.raw(self.device.current(target)), (target.data_ptr(), target.nbytes)
             link.fetch(stream, handle.source, reference, to, call, near.numel(), self._timeout(call))
+            if target is not near:
+                near.copy_(target)
 
         if call.async_op:
             return HostHandle(self.device, near, handle, deliver)

@@ -69,6 +69,10 @@ class DirectHandle(Handle):
             self._open = False
         return self._steps
 
+    def wait_for_launch(self) -> None:
+        if self._launched is not None:
+            self._launched.wait(None, self._call.check)  # `wait` raises what went wrong
+
     def wait(self, timeout: float | None = None) -> None:
         if self._launched is not None:
             if not self._launched.wait(timeout, self._call.check):

@@ -357,10 +357,13 @@ def stacks_text() -> str:
     between: one such walk ended a rank with a segmentation fault in CPython 3.11.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with open(os.memfd_create("ringway-stacks"), "w+b") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        dumped = file.read().decode(errors="replace")
+    try:
+        with open(os.memfd_create("ringway-stacks"), "w+b") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            dumped = file.read().decode(errors="replace")
+    except OSError as error:  # this process may have no descriptor left
+        return f"Thread MainThread (most recent call first):\n  unknown: {error.strerror}"
 
     def named_thread(found: re.Match[str]) -> str:
         ident = int(found[1], 16)
