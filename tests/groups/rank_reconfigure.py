@@ -113,5 +113,7 @@ def survivors(context: RankContext, backend: str, device: str = "cpu") -> tuple[
         member.summed()
     with pytest.raises(PeerLost, match="ended while the group formed") as lost:
         dist._reconfigure(2, handles)
+    with pytest.raises((UsageError, PeerLost), match=r"call it again with a new uuid|rank 1"):
+        member.summed()
     dist._reconfigure(3, [handles[0], handles[2]]).wait()
     return str(lost.value.rank), member.summed()

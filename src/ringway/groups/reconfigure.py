@@ -88,6 +88,9 @@ class ReconfigurableBridge(Bridge):
             raise UsageError("the handles do not contain this process's own, which _get_reconfigure_handle() returns")
         self._used.add(opts.uuid)
         limit = seconds(getattr(opts, "timeout", None)) or self.communicator.info.timeout
+        self.communicator.health.poison(
+            UsageError("_reconfigure replaces this group's members; if it failed, call it again with a new uuid")
+        )
         self.communicator.close(wait=False)
         communicator, self._torchs = self._form(handles, handles.index(self._handle), opts.uuid, limit)
         self._connect(communicator)
