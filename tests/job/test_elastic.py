@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -410,12 +411,73 @@ def test_a_newcomer_waits_for_members_that_live() -> None:
     assert second.sources() == [0]
 
 
-def test_a_newcomer_to_a_job_that_all_have_left_has_nothing_to_do() -> None:
+def test_a_newcomer_to_a_job_that_all_leave_has_nothing_to_do() -> None:
+    job = TwoRosters()
+    seen: list[Generation | None] = []
+    waiting = job.come(seen)
+    assert Deadline(30).poll(lambda: job.old.someone_waits_after(job.formed) or None)
+    waiting.join(0.2)
+    job.old.leave(job.member)
+    job.old.lose(job.member)  # as a rank that has not seen it leave
+    waiting.join(30)
+    assert seen == [None]
+
+
+def test_a_newcomer_to_a_job_that_all_had_left_begins_again() -> None:
+    """As a run that is queued again, with the same witness."""
     job = TwoRosters()
     seen: list[Generation | None] = []
     job.old.leave(job.member)
     job.come(seen).join(30)
-    assert seen == [None]
+    assert [each and each.number for each in seen] == [2]
+
+
+def test_members_that_signed_up_and_died_leave_the_others_time() -> None:
+    """The first member's step takes longer than the grace; the second has signed up, and dies."""
+    store = c10d.HashStore()
+    first, second, new = (Roster(store, 2, 1, 0.2, 30.0) for _ in range(3))
+    members = [first.enroll(0), second.enroll(1)]
+    formed: list[Generation | None] = []
+
+    def sign_up(roster: Roster, arrival: Arrival) -> threading.Thread:
+        thread = threading.Thread(target=lambda: formed.append(roster.next(arrival, ())))
+        thread.start()
+        return thread
+
+    for thread in [sign_up(r, Arrival(m, 0, True, False)) for r, m in zip((first, second), members, strict=True)]:
+        thread.join(30)
+    one = formed.pop()
+    assert one is not None
+    store.append("ringway/elastic/2/arrivals", json.dumps(asdict(Arrival(members[1], 3, True, True))) + "\n")
+    store.append("ringway/elastic/departures", f"{members[1].number} died\n")
+    formed.clear()
+    waiting = sign_up(new, Arrival(new.enroll(1), 0, True, False))
+    waiting.join(0.8)
+    assert formed == []
+    two = first.next(Arrival(members[0], 3, True, True), ())
+    waiting.join(30)
+    assert two is not None
+    assert formed == [two]
+    assert two.sources() == [0]
+
+
+def test_an_error_of_an_earlier_generation_makes_nobody_lost() -> None:
+    """A rank was left out, and its error names a rank that lives."""
+    job = TwoRosters()
+    seen: list[Generation | None] = []
+
+    def come_back() -> None:
+        seen.append(job.new.next(Arrival(job.newcomer, 9, True, True), {job.member.number}))
+
+    waiting = threading.Thread(target=come_back)
+    waiting.start()
+    waiting.join(0.6)
+    assert seen == []
+    second = job.old.next(Arrival(job.member, 3, True, True), ())
+    waiting.join(30)
+    assert seen == [second]
+    assert second is not None
+    assert second.sources() == [0]
 
 
 def test_a_newcomer_to_a_job_whose_ranks_failed_begins_again() -> None:

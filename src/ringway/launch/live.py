@@ -29,7 +29,7 @@ class Standing:
     members: Collection[ProcessName]
     waiting: Collection[ProcessName]
     finished: bool = False
-    """Whether the last step is made."""
+    """Whether the last step is made, or all members have left the loop."""
 
 
 class LiveLine:

@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ from ringway.launch.identity import job_key
 from ringway.launch.invitation import Invitation
 from ringway.launch.live import Progress, Standing
 from ringway.launch.output import Output
+from ringway.launch.processes import pid_namespace
 from ringway.launch.rank_processes import RankProcesses, Signals
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret, given_key
@@ -287,14 +288,18 @@ def _supervise_elastic(
     progress: Progress,
     store: RunStore | None,
 ) -> tuple[list[int], list[int]]:
-    """Start ranks that fail again, until all have ended or too few are left. Once the job has made its last step, or
-    the last rank that runs has ended well, no rank is started again. Only failures after a rank has ended well count.
-    Returns the ranks that failed for good, and those that still run."""
+    """Start ranks that fail again, until all have ended or too few are left. Once the job is over, or the last rank
+    that runs has ended well, no rank is started again. Returns the ranks that failed for good, and those that still
+    run.
+
+    A job that is over failed if a rank that was in it to the end fails. Otherwise it failed if a rank does, and none
+    ends well after it.
+    """
     restarts = [0] * len(processes)
     due: dict[int, float] = {}
     failed: list[int] = []
     running, left = list(range(len(processes))), 0
-    finished = False
+    members: Collection[int] | None = None
 
     def again(rank: int, line: str) -> None:
         if restarts[rank] == elastic.restarts:
@@ -310,19 +315,25 @@ def _supervise_elastic(
         time.sleep(_POLL)
         signals.pass_on(processes.send)
         ended = {rank: code for rank in running if (code := processes.code(rank)) is not None}
-        finished = finished or (bool(ended) and _has_finished(elastic, store))
+        is_due = any(moment <= time.monotonic() for moment in due.values())
+        if members is None and (ended or is_due):
+            members = _members_at_the_end(elastic, store)
+            if members is not None:
+                failed.clear()
+                members = {processes.pid(rank) for rank in running} & set(members)
         for rank, code in sorted(ended.items(), key=lambda each: each[1] == 0):  # those that ended well come last
             running.remove(rank)
             line = f"{processes.name(rank)} {_how(code)}; {len(running)} of {len(processes)} run"
-            if not code:
-                left += 1
-                failed.clear()
-            elif finished:
-                failed.append(rank)
+            if members is not None and code:
+                failed += [rank] if not members or processes.pid(rank) in members else []
                 progress.say(line)
-            else:
+            elif code:
                 again(rank, line)
-        if finished or (not running and 0 in ended.values()):
+            else:
+                left += 1
+                if members is None:
+                    failed.clear()
+        if members is not None or (not running and 0 in ended.values()):
             due.clear()
         elif len(running) + len(due) + left < elastic.fewest:
             progress.say(f"{len(running)} ranks are left, and the job needs {elastic.fewest}: it ends")
@@ -341,15 +352,19 @@ def _supervise_elastic(
     return [*failed, *due], running
 
 
-def _has_finished(elastic: Elastic, store: RunStore | None) -> bool:
-    """Whether the job has made its last step, as its store says."""
+def _members_at_the_end(elastic: Elastic, store: RunStore | None) -> Collection[int] | None:
+    """The process ids of the ranks on this host that were in the job when it ended; None while it goes on. A command
+    that wraps the program has another process id than the rank."""
     if store is None or elastic.look is None:
-        return False
+        return None
     try:
         standing = elastic.look(store)
     except DistError:
-        return False
-    return standing is not None and standing.finished
+        return None
+    if standing is None or not standing.finished:
+        return None
+    here = pid_namespace()
+    return {member.pid for member in standing.members if member.namespace == here}
 
 
 def _out(rank: int, due: Mapping[int, float]) -> str:

@@ -106,6 +106,7 @@ class ElasticJob:
         self._generation: Generation | None = None
         self._state: State | None = None
         self._whole = True
+        self._veteran = False
         self._someone_waits = False
         self._saw_newcomers = False
         self._until: int | None = None
@@ -244,13 +245,13 @@ class ElasticJob:
         while True:
             lost = self._lost_by(fault)
             self._end_group()
-            arrival = Arrival(self._member, self._state.step, self._whole, before is not None)
+            arrival = Arrival(self._member, self._state.step, self._whole, self._veteran)
             if before is None and self._pulse is not None and (current := self._roster.current()) is not None:
                 self._pulse.follow(current)  # its members may be on hosts that are gone
             generation = self._roster.next(arrival, lost)
             if generation is None:
                 if before is None:
-                    say("the job had made its last step when this rank came: there is nothing left to do")
+                    say("the job had ended when this rank came: there is nothing left to do")
                 elif self._until is None or self._state.step < self._until:
                     raise RendezvousError(
                         f"the other ranks made the last step without this one, whose state is that of step "
@@ -304,7 +305,7 @@ class ElasticJob:
             )
         if len(sources) < self.size:
             self._state.copy_from(sources)
-        self._whole = True
+        self._whole = self._veteran = True
 
     def _lost_by(self, fault: BaseException | None) -> set[int]:
         """The numbers of the members that a fault says are gone."""

@@ -212,13 +212,15 @@ class Roster:
         Members that are late are left out `grace` seconds after the first member has signed up. While only newcomers
         have, the members may be in a long step: newcomers wait for them as long as they live.
         """
-        round_ = _Round(self._store, number, current, lost)
         newcomer = current is not None and current.rank_of(me) is None
+        # A newcomer's error was about members of another generation.
+        round_ = _Round(self._store, number, current, () if newcomer else lost)
         deadline, grace = Deadline(self._patience), Deadline(self._grace if current else _LATE_STARTERS)
         told = False
+        saw_members = False
 
         def look() -> list[Generation] | None:
-            nonlocal told, deadline, grace
+            nonlocal told, deadline, grace, saw_members
             closed = self._current()
             if closed is not None and closed.number >= number:
                 return [closed]
@@ -228,11 +230,15 @@ class Roster:
                 complete = len(here) >= self._expected or (enough and grace.left() == 0)
             else:
                 complete = round_.all_accounted_for()
-                if not complete and not round_.a_member_is_here():
-                    deadline, grace = Deadline(self._patience), Deadline(self._grace)
+                saw_members = saw_members or not complete
+                if not complete and not any(current.rank_of(arrival.member) is not None for arrival in here):
+                    if deadline.left() < 0.5 * self._patience:
+                        say("waiting for the ranks of the job to end their step")
+                        deadline = Deadline(self._patience)
+                    grace = Deadline(self._grace)
                 complete = complete or grace.left() == 0
             # Read last: a rank that is done says so before it leaves.
-            if read(self._store, _FINISHED) is not None or (newcomer and round_.all_left()):
+            if read(self._store, _FINISHED) is not None or (newcomer and saw_members and round_.all_left()):
                 return []
             if complete and enough:
                 return [self._close(Generation(number, tuple(here)), current)]
@@ -276,9 +282,10 @@ def standing(store: Store) -> Standing | None:
     if text is None:
         return None
     current = Generation.unpack(text)
-    here = _Round(part, current.number + 1, current, ()).here()
+    round_ = _Round(part, current.number + 1, current, ())
+    here = round_.here()
     waiting = [arrival.member.process for arrival in here if current.rank_of(arrival.member) is None]
-    finished = read(part, _FINISHED) is not None
+    finished = read(part, _FINISHED) is not None or round_.all_left()
     return Standing(current.number, [member.process for member in current.members], waiting, finished)
 
 
@@ -307,11 +314,6 @@ class _Round:
         member = arrival.member
         rank = None if self._current is None else self._current.rank_of(member)
         return (rank is None, member.started_as if rank is None else rank, member.number)
-
-    def a_member_is_here(self) -> bool:
-        """Whether a member of the current generation has signed up, as far as `here` saw."""
-        assert self._current is not None
-        return any(self._current.rank_of(arrival.member) is not None for arrival in self._arrivals)
 
     def all_left(self) -> bool:
         """Whether every member of the current generation has left of its own accord: the job has ended early."""
@@ -369,7 +371,9 @@ def _departures(store: Store) -> Mapping[int, str]:
     with _readable():
         lines = [line.split() for line in (read(store, _DEPARTURES) or b"").decode().splitlines()]
         known = {int(number): how for number, how in lines}
-        return known | {int(number): how for number, how in lines if how == _SILENT}
+        # A member that was given up may come back, and one that has left does not, whatever others saw of it later.
+        known |= {int(number): how for number, how in lines if how == _SILENT}
+        return known | {int(number): how for number, how in lines if how in (_LEFT, _FAILED)}
 
 
 def _is_gone(member: Member, departures: Mapping[int, str]) -> bool:

@@ -109,7 +109,9 @@ class State:
             for module, name, buffer, before in self._kept:
                 module._buffers[name] = buffer  # a forward pass may assign another tensor
                 if buffer is not None and before is not None:
-                    buffer.resize_(before.shape).copy_(before)
+                    if buffer.shape != before.shape:
+                        buffer.resize_(before.shape)
+                    buffer.copy_(before)
         for restore in self._random:
             restore()
 
