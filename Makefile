@@ -50,7 +50,7 @@ types: build
 	@$(VENV)/bin/mypy
 
 PYTEST := $(PY) -m pytest -q
-# More tests at a time than two cores: about half of the time, tests wait for a timeout, a death or a late rank.
+# More tests at a time than two cores: about a third of the time, tests wait for a timeout, a death or a late rank.
 SPREAD := -n 4 --dist worksteal
 # Tests with their own target and their own page in docs/proofs.
 APART  := not sanitizers and not browser
