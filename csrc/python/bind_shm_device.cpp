@@ -132,7 +132,7 @@ void bind_shm_device(nb::module_& m) {
              nb::arg("kind"), nb::arg("profiler"), nb::arg("stream_of"), nb::arg("kernel_of"), nb::keep_alive<1, 2>(),
              nb::keep_alive<1, 3>())
         .def("attach", [](DeviceFastPath& self, nb::object link, std::vector<int64_t> direct_from, bool reduces,
-                          bool takes_turns, bool spreads) {
-            self.attach(std::move(link), {std::move(direct_from), reduces, takes_turns, spreads});
-        }, nb::arg("link").none(), nb::arg("direct_from"), nb::arg("reduces"), nb::arg("takes_turns"), nb::arg("spreads"));
+                          bool takes_turns, bool one_gpu) {
+            self.attach(std::move(link), {std::move(direct_from), reduces, takes_turns, one_gpu});
+        }, nb::arg("link").none(), nb::arg("direct_from"), nb::arg("reduces"), nb::arg("takes_turns"), nb::arg("one_gpu"));
 }

@@ -22,6 +22,7 @@ constexpr uint32_t kTaken = uint32_t{1} << static_cast<int>(Op::AllReduce) | uin
                           uint32_t{1} << static_cast<int>(Op::Send) | uint32_t{1} << static_cast<int>(Op::Recv);
 constexpr int64_t kLargeCount = (int64_t{1} << 31) - 1;  // a kernel gets a larger count in 64 bits
 constexpr int64_t kAlignment = 64;  // elements to which a rank's share of a reduction is rounded up
+constexpr int64_t kPulledByKernel = 1 << 20;  // bytes of a copy: up to here, one kernel is quicker than several copies
 
 // The use of a link's bounce memory, if no other thread, or call that this one interrupts, has it.
 class Bounce {
@@ -43,6 +44,19 @@ uint64_t summed_dtypes() {
     for (int dtype = 0; dtype < 64; ++dtype)
         if (find_reducer(static_cast<DType>(dtype), Reduce::Sum) != nullptr) bits |= uint64_t{1} << dtype;
     return bits;
+}
+
+uint64_t bits_of(const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs) {
+    uint64_t bits = 0;
+    for (const uint64_t each : ins) bits |= each;
+    for (const uint64_t each : outs) bits |= each;
+    return bits;
+}
+
+// The widest numbers as which a kernel can move so many bytes between these addresses.
+DType unit_of(const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs, int64_t bytes) {
+    const uint64_t bits = bits_of(ins, outs) | static_cast<uint64_t>(bytes);
+    return bits % 8 == 0 ? DType::I64 : bits % 4 == 0 ? DType::I32 : bits % 2 == 0 ? DType::I16 : DType::U8;
 }
 
 }  // namespace
@@ -210,7 +224,7 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
     if (call.count == 0 || link.is_capturing(stream) || !plan(call, manner, part)) return false;
     const auto ranks = static_cast<size_t>(size());
     const size_t results = call.op == Op::AllReduce ? ranks : 1;
-    if (reduces(call.op) && (!manner.reduces || kernel(link, call.dtype, ranks, results, true, false).function == nullptr))
+    if (reduces(call.op) && (!manner.reduces || kernel(link, Task::Sum, call.dtype, ranks, results, true, false).function == nullptr))
         return false;
     if (link.order().others_pending(&link)) return false;  // the general path waits for them
     int refused = -1;
@@ -239,7 +253,7 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
         }
         link.follow(stream);
         link.arrive(stream, part.worker);
-        enqueue(link, stream, call.dtype, part, spans);
+        enqueue(link, manner, stream, call.dtype, part, spans);
         link.depart(stream, part.worker, facts_of(compared(call)), call.timeout_s, {}, begun.token);
     } catch (...) {
         end();
@@ -288,11 +302,11 @@ bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Par
             return true;
         }
         case Op::Broadcast:
-            if (manner.spreads) part.worker = call.root;
+            if (manner.one_gpu) part.worker = call.root;
             if (rank() == call.root) {
-                if (!manner.spreads) part.offered = {{from, share}};
+                if (!manner.one_gpu) part.offered = {{from, share}};
                 else want(0), part.kind = Part::Kind::Spreads;
-            } else if (manner.spreads) {
+            } else if (manner.one_gpu) {
                 part.offered = {{to, share}};
             } else {
                 part.kind = Part::Kind::Pulls;
@@ -396,7 +410,7 @@ std::vector<std::byte> DeviceFastPath::show(const PlainCall& call, const std::ve
     return offers;
 }
 
-void DeviceFastPath::enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
+void DeviceFastPath::enqueue(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, DType dtype, const Part& part,
                              const std::vector<Span>& spans) {
     std::vector<uint64_t> addresses;  // of every rank, in order
     size_t next = 0;
@@ -407,41 +421,48 @@ void DeviceFastPath::enqueue(DeviceLink& link, uintptr_t stream, DType dtype, co
             std::vector<DeviceLink::Copy> copies;
             if (part.to != 0) copies.push_back({{part.own, part.bytes}, part.to});
             for (const uint64_t target : part.targets) copies.push_back({{spans[next++].address, part.bytes}, target});
-            link.copy(stream, copies);
-            return;
+            return pull(link, manner.one_gpu, stream, copies, part.bytes);
         }
         case Part::Kind::Reduces:
             for (int peer = 0; peer < size(); ++peer)
                 addresses.push_back((peer == rank() ? part.own : spans[next++].address) + static_cast<uint64_t>(part.skipped));
-            reduce(link, stream, dtype, addresses, part.to != 0 ? std::vector<uint64_t>{part.to} : addresses, part.count);
-            return;
+            return launch(link, stream, Task::Sum, dtype, addresses,
+                          part.to != 0 ? std::vector<uint64_t>{part.to} : addresses, part.count);
         case Part::Kind::Spreads:
             for (const Span& span : spans) addresses.push_back(span.address);
-            uint64_t bits = part.own | static_cast<uint64_t>(part.bytes);
-            for (const uint64_t each : addresses) bits |= each;
-            const DType unit = bits % 8 == 0 ? DType::I64 : bits % 4 == 0 ? DType::I32 : bits % 2 == 0 ? DType::I16 : DType::U8;
-            reduce(link, stream, unit, {part.own}, addresses, part.bytes / element_bytes(unit));
-            return;
+            const DType unit = unit_of({part.own}, addresses, part.bytes);
+            return launch(link, stream, Task::Sum, unit, {part.own}, addresses, part.bytes / element_bytes(unit));
     }
 }
 
-void DeviceFastPath::reduce(DeviceLink& link, uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins,
+void DeviceFastPath::pull(DeviceLink& link, bool with_kernel, uintptr_t stream, const std::vector<DeviceLink::Copy>& copies,
+                          int64_t bytes) {
+    if (!with_kernel || copies.size() < 2 || bytes > kPulledByKernel) return link.copy(stream, copies);
+    std::vector<uint64_t> ins, outs;
+    for (const auto& [from, to] : copies) {
+        ins.push_back(from.address);
+        outs.push_back(to);
+    }
+    const DType unit = unit_of(ins, outs, bytes);
+    launch(link, stream, Task::Copy, unit, ins, outs, bytes / element_bytes(unit));
+}
+
+void DeviceFastPath::launch(DeviceLink& link, uintptr_t stream, Task task, DType dtype, const std::vector<uint64_t>& ins,
                             const std::vector<uint64_t>& outs, int64_t count) {
     if (count == 0) return;
-    uint64_t bits = 0;
-    for (const uint64_t each : ins) bits |= each;
-    for (const uint64_t each : outs) bits |= each;
-    const auto& found = kernel(link, dtype, ins.size(), outs.size(), bits % 16 == 0, count > kLargeCount);
+    const bool aligned = bits_of(ins, outs) % 16 == 0;
+    const auto& found = kernel(link, task, dtype, ins.size(), outs.size(), aligned, count > kLargeCount);
     link.launch(stream, found, ins, outs, count);
 }
 
 // Compiled at its first use.
-const DeviceLink::Kernel& DeviceFastPath::kernel(const DeviceLink& link, DType dtype, size_t ins, size_t outs, bool aligned,
-                                                 bool large) {
-    const auto key = std::make_tuple(dtype, ins, outs, aligned, large);
+const DeviceLink::Kernel& DeviceFastPath::kernel(const DeviceLink& link, Task task, DType dtype, size_t ins, size_t outs,
+                                                 bool aligned, bool large) {
+    const auto key = std::make_tuple(task, dtype, ins, outs, aligned, large);
     const auto known = kernels_.find(key);
     if (known != kernels_.end()) return known->second;
-    const nb::object made = kernel_of_(link.device_index(), static_cast<int>(dtype), ins, outs, aligned, large);
+    const bool copies = task == Task::Copy;
+    const nb::object made = kernel_of_(link.device_index(), static_cast<int>(dtype), copies, ins, outs, aligned, large);
     DeviceLink::Kernel found{};
     if (!made.is_none()) {
         const auto [function, threads, shared, block] = nb::cast<std::tuple<uintptr_t, unsigned, unsigned, int64_t>>(made);

@@ -16,13 +16,14 @@ struct DeviceManner {
     std::vector<int64_t> direct_from;  // by op: the bytes of a call from which it is direct
     bool reduces = false;              // there are kernels
     bool takes_turns = false;          // one rank does a whole all_reduce
-    bool spreads = false;              // a broadcast's root writes to all others
+    bool one_gpu = false;              // all memory is in one GPU, and there are kernels
 };
 
 class DeviceFastPath final : public FastPath {
   public:
     // `kind` is the kind of device. `profiler` holds the names of torch.autograd.profiler, `stream_of` returns the current
-    // stream of a device, and `kernel_of` its kernel for a dtype, numbers of inputs and outputs, alignment and large counts.
+    // stream of a device, and `kernel_of` its kernel for a dtype, copies or a sum, numbers of inputs and outputs, alignment and large
+    // counts.
     DeviceFastPath(PyGroup& group, GroupRecord& record, int kind, nb::dict profiler, nb::object stream_of,
                    nb::object kernel_of);
 
@@ -56,12 +57,16 @@ class DeviceFastPath final : public FastPath {
     Request compared(const PlainCall& call) const;
     // Shows the other ranks the offer and what this rank expects, and returns their offers.
     std::vector<std::byte> show(const PlainCall& call, const std::vector<std::byte>& offer);
-    void enqueue(DeviceLink& link, uintptr_t stream, DType dtype, const Part& part,
+    // What a kernel does: sums its inputs into every output, or copies each to its own output.
+    enum class Task { Sum, Copy };
+    void enqueue(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, DType dtype, const Part& part,
                  const std::vector<Span>& spans);
-    void reduce(DeviceLink& link, uintptr_t stream, DType dtype, const std::vector<uint64_t>& ins, const std::vector<uint64_t>& outs,
-                int64_t count);
+    void pull(DeviceLink& link, bool with_kernel, uintptr_t stream, const std::vector<DeviceLink::Copy>& copies, int64_t bytes);
+    void launch(DeviceLink& link, uintptr_t stream, Task task, DType dtype, const std::vector<uint64_t>& ins,
+                const std::vector<uint64_t>& outs, int64_t count);
     // Without a function if there is no such kernel.
-    const DeviceLink::Kernel& kernel(const DeviceLink& link, DType dtype, size_t ins, size_t outs, bool aligned, bool large);
+    const DeviceLink::Kernel& kernel(const DeviceLink& link, Task task, DType dtype, size_t ins, size_t outs, bool aligned,
+                                     bool large);
 
     PyGroup& group_;
     const nb::dict profiler_;
@@ -69,7 +74,7 @@ class DeviceFastPath final : public FastPath {
     nb::object link_;
     DeviceLink* native_ = nullptr;
     DeviceManner manner_;
-    std::map<std::tuple<DType, size_t, size_t, bool, bool>, DeviceLink::Kernel> kernels_;
+    std::map<std::tuple<Task, DType, size_t, size_t, bool, bool>, DeviceLink::Kernel> kernels_;
 };
 
 }  // namespace ringway::shm

@@ -73,7 +73,7 @@ class DeviceLink {
     // The call ends with `copies`. If it has a record, that ends when the device has passed the call.
     void depart(uintptr_t stream, int worker, const CallFacts& facts, double timeout_s, const std::vector<Copy>& copies,
               std::optional<uint64_t> record = {});
-    // Reduces arrays of `count` numbers into every output; see src/ringway/backends/shm/cuda_kernels.py.
+    // Reduces or copies arrays of `count` numbers; see src/ringway/backends/shm/cuda_kernels.py.
     struct Kernel {
         void* function;
         unsigned threads;

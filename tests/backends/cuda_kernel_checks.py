@@ -20,18 +20,18 @@ INTERPRETED = tuple(dtype for dtype in cuda_kernels._TYPES if dtype is not torch
 def check_values() -> list[str]:
     wrong = []
     for dtype in INTERPRETED:
-        for kind in Reduce:
-            if not reduces(dtype, kind) or reduces_as(dtype, kind) is None:
+        for kind in (None, *Reduce):
+            if kind is not None and (not reduces(dtype, kind) or reduces_as(dtype, kind) is None):
                 continue
             for ranks, count, skipped in ((2, cuda_kernels.BLOCK + 7, 0), (3, 37, 1)):
                 whole = [(torch.randn(count + skipped) * 50).to(dtype) for _ in range(ranks)]
                 ins = [tensor[skipped:] for tensor in whole]
                 outs = [torch.zeros(count + 1, dtype=dtype) for _ in range(ranks)]
                 addresses = [tensor.data_ptr() for tensor in ins], [tensor.data_ptr() for tensor in outs]
-                cuda_kernels.reduce(*addresses, count, dtype, kind)
-                expected = reduce_rows(ins, kind)
-                if not all(torch.equal(out[:-1], expected) and not out[-1] for out in outs):
-                    wrong.append(f"{kind.name} of {dtype}, {ranks} ranks, {count} elements")
+                cuda_kernels.launch(*addresses, count, dtype, kind)
+                expected = ins if kind is None else [reduce_rows(ins, kind)] * ranks
+                if not all(torch.equal(out[:-1], one) and not out[-1] for out, one in zip(outs, expected, strict=True)):
+                    wrong.append(f"{'copies' if kind is None else kind.name} of {dtype}, {ranks} ranks, {count} elements")
     return wrong
 
 
@@ -42,17 +42,18 @@ def check_code() -> list[str]:
     from triton.compiler import ASTSource
 
     wrong = []
-    names: list[str] = list(cuda_kernels._reduce.arg_names)
-    for dtype, kind, ranks in ((torch.float32, Reduce.SUM, 2), (torch.bfloat16, Reduce.AVG, 8)):
+    names: list[str] = list(cuda_kernels._kernel.arg_names)
+    for dtype, kind, ranks in ((torch.float32, Reduce.SUM, 2), (torch.bfloat16, Reduce.AVG, 8), (torch.int64, None, 4)):
         stored, wide = cuda_kernels._TYPES[dtype]
-        fixed: dict[str, Any] = {"INS": ranks, "OUTS": ranks, "REDUCE": int(kind), "TYPE": stored, "WIDE": wide}
-        fixed |= {"ALIGNED": True, "BLOCK": cuda_kernels.BLOCK}
+        fixed: dict[str, Any] = {"INS": ranks, "OUTS": ranks, "TYPE": stored, "WIDE": wide}
+        fixed |= {"REDUCE": -1 if kind is None else int(kind), "ALIGNED": True, "BLOCK": cuda_kernels.BLOCK}
         signature = {name: "constexpr" if name in fixed else "i64" for name in names}
-        source = ASTSource(cuda_kernels._reduce, signature, {(names.index(name),): fixed[name] for name in fixed})
+        source = ASTSource(cuda_kernels._kernel, signature, {(names.index(name),): fixed[name] for name in fixed})
         options = {"num_warps": cuda_kernels.WARPS, "enable_fp_fusion": False}
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-        if "ld.global.v4" not in code or "fma.rn.f32" in code:
-            wrong.append(f"{kind.name} of {dtype}")
+        vectors = f"ld.global.v{16 // max(dtype.itemsize, 4)}"
+        if vectors not in code or "fma.rn.f32" in code:
+            wrong.append(f"{'copies' if kind is None else kind.name} of {dtype}")
     return wrong
 
 

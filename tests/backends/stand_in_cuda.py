@@ -83,7 +83,7 @@ class StandInCuda(Cuda):
         return self.stream
 
     def kernel_of(
-        self, index: int, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
+        self, index: int, dtype_code: int, copies: bool, ins: int, outs: int, aligned: bool, large: bool
     ) -> tuple[int, int, int, int] | None:
         dtype = DTYPES[dtype_code]
         if reduces_as(dtype, Reduce.SUM) is None:
@@ -91,6 +91,10 @@ class StandInCuda(Cuda):
 
         def kernel(arguments: Any) -> None:
             count = arguments[16]
+            if copies:
+                for i in range(ins):
+                    _at(arguments[8 + i], count, dtype).copy_(_at(arguments[i], count, dtype))
+                return
             total = reduce_rows([_at(arguments[i], count, dtype) for i in range(ins)], Reduce.SUM)
             for i in range(outs):
                 _at(arguments[8 + i], count, dtype).copy_(total)

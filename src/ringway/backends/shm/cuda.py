@@ -69,7 +69,7 @@ class ShmCudaBackend(ShmBackend):
         self._met = group.size == 1 or group.size > _core.SHM_DEVICE_RANKS
         self._from: list[int] = []
         self._reduces = False
-        self._switches = self.takes_turns = self.spreads = False
+        self._switches = self.takes_turns = self.one_gpu = False
         self._staging: Span = (0, 0)
         self._ending = threading.Lock()
         self._record: _core.GroupRecord | None = None
@@ -89,7 +89,7 @@ class ShmCudaBackend(ShmBackend):
     def _attach_path(self) -> None:
         if self._path is not None:
             link = self._link if self._met else None
-            self._path.attach(link, self._from, self._reduces, self.takes_turns, self.spreads)
+            self._path.attach(link, self._from, self._reduces, self.takes_turns, self.one_gpu)
 
     def fault(self) -> BaseException | None:
         """What ended the group, if anything did."""
@@ -132,6 +132,8 @@ class ShmCudaBackend(ShmBackend):
             return (1 << 20) if self._switches else (8 << 10)
         if self._switches:
             return 0 if self.takes_turns and op in _BY_ONE_RANK else (256 << 10) * self.size
+        if op is ops.GATHER or op is ops.SCATTER:
+            return 0  # their lists have no quick way through the host
         return ((16 if op is ops.BROADCAST else 8) << 10) * self.size
 
     def _alone(self, call: Call) -> Handle:
@@ -278,7 +280,7 @@ class ShmCudaBackend(ShmBackend):
         gpus, at_once = len({what["uuid"] for what in said}), all(what["mps"] for what in said)
         self._switches = gpus < self.size and not at_once
         self.takes_turns = gpus == 1 and self._switches
-        self.spreads = gpus == 1 and self._reduces
+        self.one_gpu = gpus == 1 and self._reduces
         self._from = [self.direct_from(op) for op in OPS]
 
     def _all_say(self, call: Call, near: Tensor, facts: dict[str, Any], more: bytes) -> tuple[list[Any], bytes]:

@@ -53,17 +53,17 @@ class Cuda:
         return torch._C._cuda_getCurrentRawStream(index)
 
     def kernel_of(
-        self, index: int, dtype_code: int, ins: int, outs: int, aligned: bool, large: bool
+        self, index: int, dtype_code: int, copies: bool, ins: int, outs: int, aligned: bool, large: bool
     ) -> tuple[int, int, int, int] | None:
-        """The kernel that sums, as the fast path launches it: function, threads, bytes of shared memory, and numbers
-        for each program. None if there is none for the dtype."""
+        """The kernel that sums or copies, as the fast path launches it: function, threads, bytes of shared memory, and
+        numbers for each program. None if there is none for the dtype."""
         from ringway.backends.shm.cuda_kernels import BLOCK, compiled
 
         dtype = DTYPES[dtype_code]
         if reduces_as(dtype, Reduce.SUM) != (dtype, 1):
             return None
         with torch.cuda.device(index):
-            kernel = compiled((dtype, Reduce.SUM), ins, outs, aligned, large)
+            kernel = compiled((dtype, None if copies else Reduce.SUM), ins, outs, aligned, large)
             kernel._init_handles()
         return kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, BLOCK
 
@@ -107,10 +107,10 @@ class Cuda:
 
     def reduce(self, stream: Any, ins: list[int], outs: list[int], count: int, how: Reduction) -> None:
         """Enqueues the reduction of arrays of `count` elements, in order, into every output."""
-        from ringway.backends.shm.cuda_kernels import reduce
+        from ringway.backends.shm.cuda_kernels import launch
 
         with torch.cuda.device(stream.device):
-            reduce(ins, outs, count, *how, stream)
+            launch(ins, outs, count, *how, stream)
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Host memory for a tensor."""

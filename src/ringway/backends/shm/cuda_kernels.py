@@ -1,4 +1,5 @@
-"""The device code that reduces CUDA tensors of several ranks. A rank's kernel reads its share of every rank's tensor.
+"""The device code that reduces and copies CUDA tensors of several ranks. A rank's kernel reads its share of every rank's
+tensor.
 
 Addresses come as integers: the memory is mapped from other processes, so torch has no tensor for it. They and the count
 must not be specialized, or every alignment and size would be compiled again.
@@ -24,6 +25,11 @@ MAX = tl.constexpr(int(Reduce.MAX))
 BAND = tl.constexpr(int(Reduce.BAND))
 BOR = tl.constexpr(int(Reduce.BOR))
 BXOR = tl.constexpr(int(Reduce.BXOR))
+_COPY = -1
+COPY = tl.constexpr(_COPY)
+
+How = tuple[torch.dtype, Reduce | None]
+"""What a kernel does with numbers of a dtype. Without a reduction it copies."""
 
 _TYPES = {
     torch.float32: (tl.float32, tl.float32),
@@ -65,7 +71,7 @@ def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _reduce_block(
+def _block(
     ins,
     outs,
     offsets,
@@ -77,20 +83,25 @@ def _reduce_block(
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    total = tl.load(_pointer(ins[0], TYPE, ALIGNED) + offsets, mask=mask).to(WIDE)
-    for i in tl.static_range(1, INS):
-        value = tl.load(_pointer(ins[i], TYPE, ALIGNED) + offsets, mask=mask).to(WIDE)
-        total = _combined(total, value, REDUCE)
-    if REDUCE == AVG:
-        if tl.float32 == WIDE:
-            total = tl.div_rn(total, tl.full(total.shape, INS, tl.float32))
-        elif tl.float64 == WIDE:
-            total = total / tl.full(total.shape, INS, tl.float64)
-        else:
-            total = tl.where(total < 0, -((-total) // INS), total // INS)  # towards zero
-    result = total.to(TYPE)
-    for i in tl.static_range(OUTS):
-        tl.store(_pointer(outs[i], TYPE, ALIGNED) + offsets, result, mask=mask)
+    if REDUCE == COPY:
+        for i in tl.static_range(INS):
+            value = tl.load(_pointer(ins[i], TYPE, ALIGNED) + offsets, mask=mask)
+            tl.store(_pointer(outs[i], TYPE, ALIGNED) + offsets, value, mask=mask)
+    else:
+        total = tl.load(_pointer(ins[0], TYPE, ALIGNED) + offsets, mask=mask).to(WIDE)
+        for i in tl.static_range(1, INS):
+            value = tl.load(_pointer(ins[i], TYPE, ALIGNED) + offsets, mask=mask).to(WIDE)
+            total = _combined(total, value, REDUCE)
+        if REDUCE == AVG:
+            if tl.float32 == WIDE:
+                total = tl.div_rn(total, tl.full(total.shape, INS, tl.float32))
+            elif tl.float64 == WIDE:
+                total = total / tl.full(total.shape, INS, tl.float64)
+            else:
+                total = tl.where(total < 0, -((-total) // INS), total // INS)  # towards zero
+        result = total.to(TYPE)
+        for i in tl.static_range(OUTS):
+            tl.store(_pointer(outs[i], TYPE, ALIGNED) + offsets, result, mask=mask)
 
 
 @triton.jit(
@@ -100,7 +111,7 @@ def _reduce_block(
         "count",
     ]
 )
-def _reduce(
+def _kernel(
     in0,
     in1,
     in2,
@@ -126,7 +137,7 @@ def _reduce(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduces INS arrays in order and writes the result to OUTS arrays. Halves accumulate in fp32 and are rounded once,
+    """Reduces INS arrays in order and writes the result to OUTS arrays, or copies each array to its own output. Halves accumulate in fp32 and are rounded once,
     and nothing is fused: the bits are those of the CPU's reduction (csrc/reduce/kernels.h)."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
@@ -134,16 +145,16 @@ def _reduce(
     outs = (out0, out1, out2, out3, out4, out5, out6, out7)
     # A mask keeps the compiler from moving 16 bytes at a time, so only the last block has one.
     if start + BLOCK <= count:
-        _reduce_block(ins, outs, offsets, None, INS, OUTS, REDUCE, TYPE, WIDE, ALIGNED)
+        _block(ins, outs, offsets, None, INS, OUTS, REDUCE, TYPE, WIDE, ALIGNED)
     else:
-        _reduce_block(ins, outs, offsets, offsets < count, INS, OUTS, REDUCE, TYPE, WIDE, ALIGNED)
+        _block(ins, outs, offsets, offsets < count, INS, OUTS, REDUCE, TYPE, WIDE, ALIGNED)
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
 """The kernels by what they were compiled for. Triton's own way to find them takes 40 µs a launch."""
 
 
-def compiled(how: tuple[torch.dtype, Reduce], ins: int, outs: int, aligned: bool, large: bool) -> Any:
+def compiled(how: How, ins: int, outs: int, aligned: bool, large: bool) -> Any:
     """The kernel for the current device. `large` counts have 64 bits."""
     key = (torch.cuda.current_device(), how, ins, outs, aligned, large)
     kernel = _compiled.get(key)
@@ -151,21 +162,23 @@ def compiled(how: tuple[torch.dtype, Reduce], ins: int, outs: int, aligned: bool
         # Triton takes the width of an argument from an example: addresses have 64 bits.
         example = [1 << 40] * 16 + [1 << 40 if large else 1]
         fixed = _fixed(how, ins, outs, aligned)
-        kernel = _reduce.warmup(*example, *fixed, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+        kernel = _kernel.warmup(*example, *fixed, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
         _compiled[key] = kernel
     return kernel
 
 
-def _fixed(how: tuple[torch.dtype, Reduce], ins: int, outs: int, aligned: bool) -> tuple[Any, ...]:
+def _fixed(how: How, ins: int, outs: int, aligned: bool) -> tuple[Any, ...]:
     dtype, kind = how
     stored, wide = _TYPES[dtype]
     if kind is Reduce.AVG and not dtype.is_floating_point:
         wide = tl.int64  # a sum of small integers may not fit into their type
-    return ins, outs, int(kind), stored, wide, aligned, BLOCK
+    return ins, outs, _COPY if kind is None else int(kind), stored, wide, aligned, BLOCK
 
 
-def reduce(ins: list[int], outs: list[int], count: int, dtype: torch.dtype, kind: Reduce, stream: Any = None) -> None:
-    """Enqueues the reduction on a stream of the current device. Triton's interpreter needs none."""
+def launch(
+    ins: list[int], outs: list[int], count: int, dtype: torch.dtype, kind: Reduce | None, stream: Any = None
+) -> None:
+    """Enqueues the kernel on a stream of the current device. Triton's interpreter needs none."""
     if count == 0:
         return
     aligned = not any(address % 16 for address in (*ins, *outs))
@@ -173,6 +186,6 @@ def reduce(ins: list[int], outs: list[int], count: int, dtype: torch.dtype, kind
     arguments = [*ins, *[ins[0]] * (8 - len(ins)), *outs, *[outs[0]] * (8 - len(outs)), count, *_fixed(*shape)]
     blocks = (-(-count // BLOCK), 1, 1)
     if stream is None:
-        _reduce[blocks](*arguments)
+        _kernel[blocks](*arguments)
     else:
         compiled(*shape, large=count >> 31 != 0)[blocks](*arguments, stream=stream.cuda_stream)

@@ -55,7 +55,7 @@ class Place(Protocol):
     size: int
     takes_turns: bool
     """Whether all ranks are on one GPU, and their processes take turns on it."""
-    spreads: bool
+    one_gpu: bool
     """Whether all ranks are on one GPU, and have the kernels."""
 
     def enqueue_copies(self, stream: Any, copies: list[tuple[int, int, int]]) -> None:
@@ -105,7 +105,7 @@ def _reduce_part(me: Place, call: Call) -> Part:
 def _broadcast_part(me: Place, call: Call) -> Part:
     tensor = call.outputs[0]
     root = me.rank == call.peer
-    if not me.spreads:
+    if not me.one_gpu:
         return Part([_span(tensor)], [], _nothing) if root else _pulls(me, [], [(call.peer, 0, tensor)])
     if not root:
         return Part([_span(tensor)], [], _nothing, written=True, worker=call.peer)
