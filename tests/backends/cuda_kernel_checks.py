@@ -31,7 +31,9 @@ def check_values() -> list[str]:
                 cuda_kernels.launch(*addresses, count, dtype, kind)
                 expected = ins if kind is None else [reduce_rows(ins, kind)] * ranks
                 if not all(torch.equal(out[:-1], one) and not out[-1] for out, one in zip(outs, expected, strict=True)):
-                    wrong.append(f"{'copies' if kind is None else kind.name} of {dtype}, {ranks} ranks, {count} elements")
+                    wrong.append(
+                        f"{'copies' if kind is None else kind.name} of {dtype}, {ranks} ranks, {count} elements"
+                    )
     return wrong
 
 

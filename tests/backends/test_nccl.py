@@ -261,6 +261,17 @@ def test_teardown_waits_for_a_limited_time_and_then_aborts(monkeypatch: pytest.M
     assert group.aborted == 0
 
 
+def test_a_shutdown_that_waits_for_a_graph_is_explained(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl, "_LEAVE_SECONDS", 0.2)
+    group = ScriptedGroup(ScriptedWork())
+    explained = threading.Event()
+    monkeypatch.setattr(group, "shutdown", lambda: until(lambda: "CUDA graphs" in caplog.text) or explained.set())
+    nccl.NcclBackend(scripted_info(), group).close()
+    assert explained.is_set()
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_ringways_groups_are_shut_down_and_torchs_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, ours: bool

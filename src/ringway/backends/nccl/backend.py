@@ -9,6 +9,8 @@ raises.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,6 +49,10 @@ _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
 _LEAVE_SECONDS = 10.0
 _SETTLE_SECONDS = 0.00005
+_SLOW_SHUTDOWN = (
+    "group %s: NCCL does not close its communicator. It waits for the CUDA graphs that captured the group's calls: "
+    "delete them before you destroy the group"
+)
 
 
 class NcclBackend(TorchBackend):
@@ -264,8 +270,15 @@ class NcclBackend(TorchBackend):
         if not self._all_ended():
             self._abort_group()
         elif self._ours:  # without a shutdown its destructor would complain
-            with suppress(RuntimeError):
-                self._group.shutdown()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        slow = threading.Timer(_LEAVE_SECONDS, logging.getLogger("ringway").error, [_SLOW_SHUTDOWN, self.group.name])
+        slow.daemon = True
+        slow.start()
+        with suppress(RuntimeError):
+            self._group.shutdown()
+        slow.cancel()
 
     def abort(self) -> None:
         if not self._closed:

@@ -1,5 +1,4 @@
-"""The device code that reduces and copies CUDA tensors of several ranks. A rank's kernel reads its share of every rank's
-tensor.
+"""The device code that reduces and copies CUDA tensors of several ranks. A kernel reads a share of every rank's tensor.
 
 Addresses come as integers: the memory is mapped from other processes, so torch has no tensor for it. They and the count
 must not be specialized, or every alignment and size would be compiled again.
@@ -137,8 +136,8 @@ def _kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduces INS arrays in order and writes the result to OUTS arrays, or copies each array to its own output. Halves accumulate in fp32 and are rounded once,
-    and nothing is fused: the bits are those of the CPU's reduction (csrc/reduce/kernels.h)."""
+    """Reduces INS arrays in order and writes the result to OUTS arrays, or copies each array to its own output.
+    Halves accumulate in fp32 and are rounded once, and nothing is fused: the bits are those of the CPU's reduction (csrc/reduce/kernels.h)."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     ins = (in0, in1, in2, in3, in4, in5, in6, in7)
