@@ -365,7 +365,7 @@ class ShmDeviceFastPath(FastPath):
         kind: int,
         profiler: dict[str, Any],
         stream_of: Callable[[int], int],
-        kernel_of: Callable[[int, int, int, int, bool, bool], tuple[int, int, int, int] | None],
+        kernel_of: Callable[[int, int, bool, int, int, bool, bool], tuple[int, int, int, int] | None],
     ) -> None: ...
     def attach(
         self, link: ShmDevice | None, direct_from: Sequence[int], reduces: bool, takes_turns: bool, one_gpu: bool

@@ -136,8 +136,9 @@ def _kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduces INS arrays in order and writes the result to OUTS arrays, or copies each array to its own output.
-    Halves accumulate in fp32 and are rounded once, and nothing is fused: the bits are those of the CPU's reduction (csrc/reduce/kernels.h)."""
+    """Reduces INS arrays in order and writes the result to OUTS arrays, or copies each array to its own output. Halves
+    accumulate in fp32 and are rounded once, and nothing is fused: the bits are those of the CPU's reduction
+    (csrc/reduce/kernels.h)."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     ins = (in0, in1, in2, in3, in4, in5, in6, in7)
