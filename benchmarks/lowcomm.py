@@ -127,7 +127,11 @@ def main() -> int:
     parser.add_argument("--backend", default="shm", help="for loss: of its ranks")
     parser.add_argument("--pairs", type=int, default=1, help="for loss: how many seeds train at the same time")
     parser.add_argument(
-        "--only", default="", help="for loss: methods with this in their name, and what they are held to"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="for loss: methods with one of these in their name, and what they are held to",
     )
     parser.add_argument("--mbit", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--site", type=int, help=argparse.SUPPRESS)

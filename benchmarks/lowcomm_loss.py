@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,14 +28,18 @@ EVALUATIONS = 20
 SITES = 2
 LIMITS = {
     "ZeroOneAdam": ("DDP, AdamW", 0.005),
+    "ZeroOneAdam, clipper 4": ("DDP, AdamW", 0.005),
     "DiLoCo, int8, every 20": ("DDP, AdamW", 0.01),
     "DiLoCo, int8, every 10": ("DDP, AdamW", 0.01),
     "DiLoCo, int8, every 20, momentum 0.5": ("DDP, AdamW", 0.01),
     "SparseLoCo, 1 %, every 15": ("DDP, AdamW", 0.01),
     "SparseLoCo, 3 %, every 10": ("DDP, AdamW", 0.01),
+    "SparseLoCo, 10 %, every 5": ("DDP, AdamW", 0.01),
     "Streaming DiLoCo, int4, every 20": ("DDP, AdamW", 0.01),
+    "Streaming DiLoCo, int4, every 20, momentum 0.5": ("DDP, AdamW", 0.01),
     "OneBitLamb": ("LAMB", 0.005),
 }
+"""By method: what it is held to, and how far it may end above it. `_settings` reads the names."""
 
 
 class Task(Protocol):
@@ -105,34 +110,41 @@ def standard_library() -> tuple[Tensor, Tensor]:
     return read, held_out
 
 
+def _settings(method: str) -> tuple[str, dict[str, str]]:
+    """A method's name and settings: "every 20" sets `every`, "3 %" the share of entries, and "int8" the codec."""
+    name, *words = method.split(", ")
+    pairs = [word.split() if " " in word else ["codec", word] for word in words]
+    return name, {("share" if pair[1] == "%" else pair[0]): pair[0 if pair[1] == "%" else 1] for pair in pairs}
+
+
 def optimizer_of(method: str, task: Task, steps: int, pair: Any) -> torch.optim.Optimizer:
     from ringway.compress import OneBitLamb, ZeroOneAdam
     from ringway.lowcomm import DiLoCo, SparseLoCo
 
     options: dict[str, Any] = {"lr": task.rate, "betas": (0.9, 0.98)}
     parameters = task.model.parameters()
-    if method == "ZeroOneAdam":
-        local: dict[str, Any] = {"local_step_scaler": steps // 8, "local_step_clipper": 16, "group": pair}
+    name, settings = _settings(method)
+    every = int(settings.get("every", 1))
+    if name == "ZeroOneAdam":
+        clipper = int(settings.get("clipper", 16))
+        local: dict[str, Any] = {"local_step_scaler": steps // 8, "local_step_clipper": clipper, "group": pair}
         return ZeroOneAdam(parameters, var_freeze_step=steps // 4, **local, **options)
-    if method in ("LAMB", "OneBitLamb"):
+    if name in ("LAMB", "OneBitLamb"):
         options["lr"] = 3 * task.rate
-        frozen = steps // 4 if method == "OneBitLamb" else steps
+        frozen = steps // 4 if name == "OneBitLamb" else steps
         return OneBitLamb(parameters, freeze_step=frozen, group=pair, **options)
     inner = torch.optim.AdamW(parameters, weight_decay=0.0, **options)
-    if method.startswith("DiLoCo"):
-        settings = dict(part.split() for part in method.split(", ")[2:])
+    if name.endswith("DiLoCo"):
         momentum = float(settings.get("momentum", 0.9))
 
         def outer(anchors: list[Tensor]) -> torch.optim.Optimizer:
             return torch.optim.SGD(anchors, lr=0.7, momentum=momentum, nesterov=True)
 
-        return DiLoCo(task.model, inner, outer, every=int(settings["every"]), codec="int8", group=pair)
-    if method.startswith("Streaming"):
-        return DiLoCo(task.model, inner, every=20, codec="int4", fragments=4, delay=2, group=pair)
-    if method.startswith("SparseLoCo"):
-        share = float(method.split()[1]) / 100
-        every = int(method.split()[-1])
-        return SparseLoCo(task.model, inner, every=every, codec=f"topk:{share}:2", group=pair)
+        streams = {"fragments": 4, "delay": 2} if name.startswith("Streaming") else {}
+        return DiLoCo(task.model, inner, outer, every=every, codec=settings["codec"], group=pair, **streams)
+    if name == "SparseLoCo":
+        codec = f"topk:{float(settings['share']) / 100}:2"
+        return SparseLoCo(task.model, inner, every=every, codec=codec, group=pair)
     return inner
 
 
@@ -186,12 +198,20 @@ def train_seeds(
 
 
 def show_loss(
-    task: str, *, device: str, backend: str, pairs: int, seeds: int, steps: int | None, path: Path | None, only: str
+    task: str,
+    *,
+    device: str,
+    backend: str,
+    pairs: int,
+    seeds: int,
+    steps: int | None,
+    path: Path | None,
+    only: Sequence[str],
 ) -> bool:
     from ringway.testing import RankPool
 
     steps = steps or TASKS[task].steps
-    chosen = [method for method in LIMITS if only in method]
+    chosen = [method for method in LIMITS if any(word in method for word in only or [""])]
     methods = list(dict.fromkeys(one for method in chosen for one in (LIMITS[method][0], method)))
     trained: dict[str, list[list[float]]] = {}
     fine = True
@@ -201,7 +221,7 @@ def show_loss(
             found = pool.run(train_seeds, *arguments, world_size=SITES * pairs, timeout=3600)[::SITES]
             trained[method] = curves = [curve for curves in found for curve in curves]
             ends = " ".join(f"{statistics.mean(curve[-3:]):.4f}" for curve in curves)
-            line = f"{method:34} {final(curves):.4f}   seeds {ends}"
+            line = f"{method:46} {final(curves):.4f}   seeds {ends}"
             if method in LIMITS:
                 baseline, most = LIMITS[method]
                 apart = final(curves) / final(trained[baseline]) - 1
