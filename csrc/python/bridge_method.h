@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "python/stream_fast_path.h"
+
 namespace ringway::device {
 
 namespace nb = nanobind;
@@ -21,7 +23,10 @@ class BridgeMethod {
     PyObject* operator()(PyObject* arguments, PyObject* named) const;
 
   private:
-    nb::object issue(PyObject* arguments) const;
+    nb::object run(PyObject* arguments) const;
+    nb::object run_with_options(nb::handle outputs, nb::handle inputs, nb::handle options) const;
+    nb::object run_message(nb::handle tensor, int peer, int tag) const;
+    StreamFastPath& path() const { return *nb::inst_ptr<StreamFastPath>(path_); }
 
     const int op_;
     const nb::object path_, otherwise_, failure_;

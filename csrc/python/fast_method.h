@@ -33,15 +33,17 @@ PyObject* or_raise(const Work& work) {
     return nullptr;
 }
 
-// The arguments of a path's `run`, as _core.pyi names them.
+// The arguments of a path's `run`, as _core.pyi names them, and what a BridgeMethod adds.
 struct FastCall {
     static constexpr Py_ssize_t kArguments = 7;
     int op;
     nanobind::handle outputs, inputs;
-    int peer;
-    bool async;
-    int tag;
-    Reduce reduce;
+    int peer = -1;
+    bool async = false;
+    int tag = 0;
+    Reduce reduce = Reduce::Sum;
+    nanobind::handle options = {};  // the caller's own options of torch, which torch gets as they are; or null
+    bool by_torch = false;          // torch gets the Work first
 };
 
 // Reads the arguments, and returns what `run` makes of them.

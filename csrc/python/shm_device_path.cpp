@@ -221,7 +221,7 @@ bool DeviceFastPath::receive(DeviceLink& link, uintptr_t stream, PlainCall& call
 
 bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call) {
     Part part;
-    if (call.count == 0 || link.is_capturing(stream) || !plan(call, manner, part)) return false;
+    if (call.count == 0 || link.is_capturing(stream) || !find_part(call, manner, part)) return false;
     const auto ranks = static_cast<size_t>(size());
     const size_t results = call.op == Op::AllReduce ? ranks : 1;
     if (reduces(call.op) && (!manner.reduces || kernel(link, Task::Sum, call.dtype, ranks, results, true, false).function == nullptr))
@@ -273,7 +273,7 @@ Request DeviceFastPath::compared(const PlainCall& call) const {
     return r;
 }
 
-bool DeviceFastPath::plan(const PlainCall& call, const DeviceManner& manner, Part& part) const {
+bool DeviceFastPath::find_part(const PlainCall& call, const DeviceManner& manner, Part& part) const {
     const auto address = [](const std::byte* memory) { return reinterpret_cast<uint64_t>(memory); };
     const uint64_t from = address(call.in.at(0)), to = address(call.out.at(0));
     const int64_t share = call.count * call.element, whole = share * size();

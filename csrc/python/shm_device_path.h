@@ -53,7 +53,7 @@ class DeviceFastPath final : public FastPath {
     bool receive(DeviceLink& link, uintptr_t stream, PlainCall& call, int tag);
     bool run_direct(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call);
     // False if the general path has to copy the tensors first.
-    bool plan(const PlainCall& call, const DeviceManner& manner, Part& part) const;
+    bool find_part(const PlainCall& call, const DeviceManner& manner, Part& part) const;
     Request compared(const PlainCall& call) const;
     // Shows the other ranks the offer and what this rank expects, and returns their offers.
     std::vector<std::byte> show(const PlainCall& call, const std::vector<std::byte>& offer);

@@ -11,8 +11,7 @@ constexpr uint64_t kNoteKinds = 1 << 16;  // a note is a call's number times thi
 // Interned once: a lookup by a C string would make a Python string each time. Never destroyed: the interpreter may have
 // ended by then.
 struct Names {
-    PyObject *async_op = text("asyncOp"), *reduce = text("reduceOp"),
-             *root = text("rootRank"), *wait = text("wait"), *at = text("_at"), *is_completed = text("is_completed");
+    PyObject *wait = text("wait"), *at = text("_at"), *is_completed = text("is_completed");
     static PyObject* text(const char* name) { return PyUnicode_InternFromString(name); }
 };
 const Names& names() {
@@ -23,13 +22,6 @@ const Names& names() {
 nb::object checked(PyObject* result) {
     if (result == nullptr) throw nb::python_error();
     return nb::steal(result);
-}
-
-// An attribute that may be missing.
-nb::object attribute(nb::handle object, PyObject* name) {
-    PyObject* const found = PyObject_GetAttr(object.ptr(), name);
-    if (found == nullptr) PyErr_Clear();
-    return nb::steal(found);
 }
 
 template <class... Arguments>
@@ -43,12 +35,6 @@ nb::object list_of(nb::handle tensor) {
     if (list == nullptr) throw nb::python_error();
     PyList_SET_ITEM(list, 0, tensor.inc_ref().ptr());
     return nb::steal(list);
-}
-
-// torch passes some single tensors in lists.
-nb::handle only_tensor(nb::handle given) {
-    if (PyList_CheckExact(given.ptr()) && PyList_GET_SIZE(given.ptr()) == 1) return PyList_GET_ITEM(given.ptr(), 0);
-    return given;
 }
 
 bool takes_list(Op op) { return op == Op::AllReduce || op == Op::Broadcast; }
@@ -68,11 +54,10 @@ StreamFastPath::StreamFastPath(GroupRecord& record, int rank, int size, int devi
       set_stream_(streams[2]),
       reductions_(std::move(reductions)) {}
 
-bool StreamFastPath::read_call(int op, nb::handle outputs, nb::handle inputs, int peer, Reduce reduce,
-                               PlainCall& call) const {
-    if (!read(static_cast<Op>(op), outputs, inputs, peer, call)) return false;
-    call.reduce = reduce;
-    if (is_point_to_point(call.op)) return peer >= 0 && peer != rank();
+bool StreamFastPath::read_call(const FastCall& given, PlainCall& call) const {
+    if (!read(static_cast<Op>(given.op), given.outputs, given.inputs, given.peer, call)) return false;
+    const Reduce reduce = call.reduce = given.reduce;
+    if (is_point_to_point(call.op)) return given.peer >= 0 && given.peer != rank();
     if (!shm::reduces(call.op)) return true;
     if (reduce == Reduce::Avg) return (averaged_ >> static_cast<int>(call.dtype) & 1) != 0;
     return reduce == Reduce::Sum || reduce == Reduce::Product || reduce == Reduce::Min || reduce == Reduce::Max;
@@ -94,44 +79,18 @@ uintptr_t StreamFastPath::current_stream(int device) const {
 
 nb::object StreamFastPath::run(const FastCall& given) {
     PlainCall call;
-    if (!read_call(given.op, given.outputs, given.inputs, given.peer, given.reduce, call)) return nb::bool_(false);
-    return begin_and_start(call, {given.outputs, given.inputs, nb::handle(), given.tag, given.async});
-}
-
-nb::object StreamFastPath::issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options) {
-    const nb::bool_ not_done(false);
-    const nb::object async = attribute(options, names().async_op);
-    if (!async.is_valid()) return not_done;
-    int root = -1;
-    Reduce reduce = Reduce::Sum;
-    if (static_cast<Op>(op) == Op::Broadcast) {
-        root = nb::cast<int>(checked(PyObject_GetAttr(options.ptr(), names().root)));
-    } else if (shm::reduces(static_cast<Op>(op))) {
-        const nb::object which = checked(PyObject_GetAttr(options.ptr(), names().reduce));
-        const auto known = reductions_.find(PyObject_Hash(which.ptr()));
-        if (known == reductions_.end()) {
-            PyErr_Clear();
-            return not_done;
-        }
-        reduce = static_cast<Reduce>(known->second);
-    }
-    PlainCall call;
-    const nb::handle output = only_tensor(outputs), input = only_tensor(inputs);
-    if (!read_call(op, output, input, root, reduce, call)) return not_done;
-    return begin_and_start(call, {output, input, options, 0, async.ptr() == Py_True, true});
-}
-
-nb::object StreamFastPath::issue_message(int op, nb::handle tensor, int peer, int tag) {
-    PlainCall call;
-    const nb::tuple nothing;
-    const bool sends = static_cast<Op>(op) == Op::Send;
-    const nb::handle message = only_tensor(tensor);
-    const Given given{sends ? nb::handle(nothing) : message, sends ? message : nb::handle(nothing), nb::handle(), tag, true, true};
-    if (!read_call(op, given.outputs, given.inputs, peer, Reduce::Sum, call)) return nb::bool_(false);
+    if (!read_call(given, call)) return nb::bool_(false);
     return begin_and_start(call, given);
 }
 
-nb::object StreamFastPath::call_torch(const PlainCall& call, const Kind& kind, const Given& given) const {
+std::optional<Reduce> StreamFastPath::reduction(nb::handle torchs) const {
+    const auto known = reductions_.find(PyObject_Hash(torchs.ptr()));
+    PyErr_Clear();  // what has no hash is no reduction
+    if (known == reductions_.end()) return {};
+    return static_cast<Reduce>(known->second);
+}
+
+nb::object StreamFastPath::call_torch(const PlainCall& call, const Kind& kind, const FastCall& given) const {
     const nb::handle options = given.options.is_valid() ? given.options : nb::handle(kind.options);
     if (call.op == Op::Send || call.op == Op::Recv)
         return call_with(kind.method, list_of(call.op == Op::Send ? given.inputs : given.outputs), nb::int_(call.root),
@@ -142,7 +101,7 @@ nb::object StreamFastPath::call_torch(const PlainCall& call, const Kind& kind, c
     return call_with(kind.method, given.outputs, given.inputs, options);
 }
 
-nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) {
+nb::object StreamFastPath::begin_and_start(PlainCall& call, const FastCall& given) {
     const Kind& kind = kind_of(call, given.async);
     const uintptr_t stream = current_stream(call.device_index);
     // A captured call never ends. The default stream cannot be captured.
@@ -177,7 +136,7 @@ nb::object StreamFastPath::begin_and_start(PlainCall& call, const Given& given) 
     return nb::bool_(true);
 }
 
-nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const Given& given,
+nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const FastCall& given,
                                   const GroupRecord::Begun& begun, nb::object torchs, int64_t began_ns, Mark started) {
     const bool timed = started.event != nullptr;
     end_passed();

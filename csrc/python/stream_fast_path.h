@@ -2,6 +2,7 @@
 // follows it on the device. torch's methods are called through Python objects, because the core has no torch headers.
 #pragma once
 
+#include <optional>
 #include <unordered_map>
 
 #include "python/fast_path.h"
@@ -33,13 +34,11 @@ class StreamFastPath : public FastPath {
                    uint32_t ops, Calls& calls, nb::dict open, nb::object work, nb::tuple streams,
                    std::unordered_map<int64_t, int> reductions);
 
+    // If torch's C++ made the call, the Work is torch's own: nobody can ask it for what ringway's has besides, and DDP's
+    // calls need no Python object.
     nb::object run(const FastCall& given);
-    // The same for a call with torch's options, which torch gets as they are. If they have a timeout, torch keeps it. If
-    // C++ made the call, the Work is torch's own: nobody can ask it for what ringway's has besides, and DDP's calls need
-    // no Python object.
-    nb::object issue(int op, nb::handle outputs, nb::handle inputs, nb::handle options);
-    // A message, likewise.
-    nb::object issue_message(int op, nb::handle tensor, int peer, int tag);
+    // The code of a reduction of torch's, if torch does it as it is.
+    std::optional<Reduce> reduction(nb::handle torchs) const;
 
     // Orders the current stream behind an asynchronous call. False if the group has failed: then nothing has happened.
     bool wait(StreamWork& work);
@@ -56,20 +55,13 @@ class StreamFastPath : public FastPath {
         nb::object method;   // torch's
         nb::object options;  // None for messages
     };
-    struct Given {
-        nb::handle outputs, inputs;
-        nb::handle options;  // the caller's own; null for the kind's
-        int tag = 0;
-        bool async = false;
-        bool by_torch = false;  // torch gets the Work first
-    };
 
-    bool read_call(int op, nb::handle outputs, nb::handle inputs, int peer, Reduce reduce, PlainCall& call) const;
+    bool read_call(const FastCall& given, PlainCall& call) const;
     const Kind& kind_of(const PlainCall& call, bool async);
     uintptr_t current_stream(int device) const;
-    nb::object call_torch(const PlainCall& call, const Kind& kind, const Given& given) const;
-    nb::object begin_and_start(PlainCall& call, const Given& given);
-    nb::object opened(const Kind& kind, const PlainCall& call, const Given& given, const GroupRecord::Begun& begun,
+    nb::object call_torch(const PlainCall& call, const Kind& kind, const FastCall& given) const;
+    nb::object begin_and_start(PlainCall& call, const FastCall& given);
+    nb::object opened(const Kind& kind, const PlainCall& call, const FastCall& given, const GroupRecord::Begun& begun,
                       nb::object torchs, int64_t began_ns, Mark started);
     void end_passed();
     void follow_aside(StreamWork& work, Mark started);

@@ -14,7 +14,7 @@ import torch.distributed as c10d
 
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.compose import plan
+from ringway.backends.compose import routes_of
 from ringway.backends.several import policy
 from ringway.backends.several.mixed import MixedBackend, _on_devices, agree
 from ringway.backends.several.policy import Rule
@@ -424,7 +424,7 @@ def nccl_and_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, OnGpu, 
 def _summed(backend: Backend, nbytes: int, async_op: bool = False) -> Handle:
     tensor = torch.ones(nbytes // 4)
     call = Call(ALL_REDUCE, inputs=[tensor], outputs=[tensor], async_op=async_op, size=2, ranks=[0, 1])
-    return plan(backend).runners["all_reduce"](call)
+    return routes_of(backend).runners["all_reduce"](call)
 
 
 def test_calls_on_cuda_tensors_go_straight_to_their_backend(nccl_and_shm: tuple[Any, OnGpu, OnGpu]) -> None:

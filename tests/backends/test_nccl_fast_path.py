@@ -588,7 +588,7 @@ def test_each_device_has_its_own_fast_path(monkeypatch: pytest.MonkeyPatch, sett
     monkeypatch.setattr(first, "fast_paths", lambda record, health: [Path(record, "first", takes=False)])
     monkeypatch.setattr(second, "fast_paths", lambda record, health: [Path(record, "second", takes=True)])
     dist = Communicator(info, {"cpu": first, "xpu": first, "meta": lambda: second}, _core.Recorder(64), [])
-    dist.devices.plan("meta")  # made by the first call on that device
+    dist.devices.routes_on("meta")  # made by the first call on that device
     dist.calls.refresh()
     dist.all_reduce(torch.zeros(3))
     dist.barrier()

@@ -105,8 +105,8 @@ class Backend(metaclass=_LikeTorch):
     """Describes ops that have a method here but are not native to the library, by name."""
     torch_group: Any = None
     """torch's backend object for the same group, if there is one."""
-    own_plan: Any = None
-    """How each op runs (a `compose.Plan`), if the backend decides that itself instead of by its methods."""
+    own_routes: Any = None
+    """How each op runs (a `compose.Routes`), if the backend decides that itself instead of by its methods."""
     coalesces: ClassVar[bool] = False
     """Whether calls between `start_coalescing` and `end_coalescing` start together, at the end."""
     notices_deaths: ClassVar[bool] = True

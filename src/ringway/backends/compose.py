@@ -26,17 +26,17 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
-class Plan:
+class Routes:
     """How each op runs on one backend: its runner, and where it comes from, in words."""
 
     runners: dict[str, Runner]
     origins: dict[str, str]
 
 
-def plan(backend: Backend) -> Plan:
+def routes_of(backend: Backend) -> Routes:
     """Decides for every op: native, composed, or refused by name when the communicator is built."""
-    if backend.own_plan is not None:
-        return backend.own_plan
+    if backend.own_routes is not None:
+        return backend.own_routes
     runners: dict[str, Runner] = {}
     origins: dict[str, str] = {}
     for op in ops.OPS:
@@ -58,7 +58,7 @@ def plan(backend: Backend) -> Plan:
     exchange = runners[ops.ALL_TO_ALL.name]
     runners[ops.ALL_GATHER.name] = _even_or(runners[ops.ALL_GATHER.name], _uneven_all_gather(exchange))
     runners[ops.REDUCE_SCATTER.name] = _even_or(runners[ops.REDUCE_SCATTER.name], _uneven_reduce_scatter(exchange))
-    return Plan(runners, origins)
+    return Routes(runners, origins)
 
 
 # Reducing locally

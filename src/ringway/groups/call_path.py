@@ -11,7 +11,7 @@ from typing import Any
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
-from ringway.backends.compose import Plan
+from ringway.backends.compose import Routes
 from ringway.call import ANY_SOURCE, RECV, Call, Op, Reduce
 from ringway.compare.across_hosts import HostComparison
 from ringway.errors import CollectiveMismatch, UsageError
@@ -113,10 +113,10 @@ class CallPath:
         call.ranks = self._info.ranks
         call.timeout = call.timeout or self._timeout
         device = admit(call) or self._devices.default
-        plan = self._devices.plans.get(device) or self._first_call_on(device)
+        routes = self._devices.routes.get(device) or self._first_call_on(device)
         check(call, self._info.rank)
         call.check = self._health.check
-        handle, token, watched = self._start(call, plan)
+        handle, token, watched = self._start(call, routes)
         if not call.async_op:
             try:
                 handle.wait()
@@ -135,7 +135,7 @@ class CallPath:
             call.peer = handle.source if call.peer == ANY_SOURCE else call.peer
         return None
 
-    def _start(self, call: Call, plan: Plan) -> tuple[Handle, int, Call | None]:
+    def _start(self, call: Call, routes: Routes) -> tuple[Handle, int, Call | None]:
         """Numbers and starts a call. Returns its handle, its token (0 if its end is recorded), and the call if
         listeners see it."""
         call.record, call.sequence = self._record, -1
@@ -148,7 +148,7 @@ class CallPath:
                     call.issued = _core.monotonic_ns()
                     for listener in self._watchers:
                         listener.issued(call)
-                handle = plan.runners[call.op.name](call)
+                handle = routes.runners[call.op.name](call)
             except BaseException as error:
                 raise self._ended(token, error, watched) or error from None
             if handle is DONE:
@@ -170,10 +170,10 @@ class CallPath:
         """A block that is recorded as one call although no backend runs it."""
         return Recorded(self, Call(op, label=label, size=self._info.size, group=self._info.name))
 
-    def _first_call_on(self, device: str) -> Plan:
-        plan = self._devices.plan(device)
+    def _first_call_on(self, device: str) -> Routes:
+        routes = self._devices.routes_on(device)
         self.refresh()  # the new backend may have fast paths
-        return plan
+        return routes
 
     def _begin(self, call: Call) -> int:
         """Numbers and records a call, and compares it with the other ranks' calls."""

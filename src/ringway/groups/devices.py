@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ringway.backends.base import Backend
-from ringway.backends.compose import Plan, plan
+from ringway.backends.compose import Routes, routes_of
 from ringway.errors import UsageError
 
 
@@ -21,13 +21,13 @@ class Devices:
     def __init__(self, group: str, backends: Mapping[str, Backend | Callable[[], Backend]]) -> None:
         self._group = group
         self._backends = dict(backends)
-        self.plans: dict[str, Plan] = {}
+        self.routes: dict[str, Routes] = {}
         self._timeout: float | None = None
         self.default = next(iter(self._backends))
         """The device of calls without tensors."""
         for device, backend in self._backends.items():
             if isinstance(backend, Backend):
-                self.plans[device] = plan(backend)
+                self.routes[device] = routes_of(backend)
 
     def made(self) -> list[Backend]:
         """The backends that exist so far, each once, the default device's first."""
@@ -45,7 +45,7 @@ class Devices:
 
     def of(self, device: str) -> Backend:
         """The backend for tensors on a device."""
-        self.plan(device)
+        self.routes_on(device)
         backend = self._backends[device]
         assert isinstance(backend, Backend)
         return backend
@@ -54,9 +54,9 @@ class Devices:
     def first_is_made(self) -> bool:
         return isinstance(self._backends[self.default], Backend)
 
-    def plan(self, device: str) -> Plan:
+    def routes_on(self, device: str) -> Routes:
         """How each op runs on a device; makes the device's backend if this is its first call."""
-        made = self.plans.get(device)
+        made = self.routes.get(device)
         if made is None:
             backend = self._backends.get(device)
             if backend is None:
@@ -68,12 +68,12 @@ class Devices:
                 backend = self._backends[device] = backend()
                 if self._timeout is not None:
                     backend.set_timeout(self._timeout)
-            made = self.plans[device] = plan(backend)
+            made = self.routes[device] = routes_of(backend)
         return made
 
     def origins(self) -> dict[str, dict[str, str]]:
         """Where each op comes from, by device: native, or composed of another op."""
-        return {device: dict(made.origins) for device, made in self.plans.items()}
+        return {device: dict(made.origins) for device, made in self.routes.items()}
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout = seconds
@@ -101,4 +101,4 @@ class Devices:
                 backend.close()
             else:
                 backend.abort()
-        self.plans.clear()
+        self.routes.clear()

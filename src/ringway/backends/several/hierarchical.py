@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringway import call as ops
 from ringway.backends.base import Backend, GroupInfo
-from ringway.backends.compose import Plan, in_parts, padded, plan
+from ringway.backends.compose import Routes, in_parts, padded, routes_of
 from ringway.backends.exchange import exchange
 from ringway.backends.queue import CallQueue, queued
 from ringway.backends.several.hosts import HostGrid, host_identity
@@ -95,7 +95,7 @@ class HierarchicalBackend(BackendOfParts):
         local = ShmBackend(_part(info, f"host{grid.host}", grid.neighbours))
         between = across(_part(info, f"slice{grid.place}", grid.counterparts))
         self._backends.update(local=local, between=between, flat=flat)
-        self._local_plan, self._across_plan, self._flat_plan = map(plan, (local, between, flat))
+        self._local_routes, self._across_routes, self._flat_routes = map(routes_of, (local, between, flat))
         self._by_hosts = CallQueue(f"hierarchical-{info.name}", info.timeout)
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
@@ -108,19 +108,19 @@ class HierarchicalBackend(BackendOfParts):
         return self._order.start(_BY_HOSTS, lambda c: self._by_hosts.submit(c, partial(_in_steps, body, c)), call)
 
     def _flatly(self, call: Call) -> Handle:
-        return self._order.start(_FLAT, self._flat_plan.runners[call.op.name], call)
+        return self._order.start(_FLAT, self._flat_routes.runners[call.op.name], call)
 
     def _inside(self, call: Call, **changes: object) -> Handle:
-        return self._step(self._local_plan, self._backends["local"], call, **changes)
+        return self._step(self._local_routes, self._backends["local"], call, **changes)
 
     def _between(self, call: Call, **changes: object) -> Handle:
-        return self._step(self._across_plan, self._backends["between"], call, **changes)
+        return self._step(self._across_routes, self._backends["between"], call, **changes)
 
     @staticmethod
-    def _step(made: Plan, part: Backend, call: Call, **changes: object) -> Handle:
+    def _step(routes: Routes, part: Backend, call: Call, **changes: object) -> Handle:
         size, ranks = part.group.size, part.group.ranks
         step = replace(call, size=size, ranks=ranks, async_op=True, input_splits=None, output_splits=None, **changes)  # type: ignore[arg-type]
-        return made.runners[step.op.name](step)
+        return routes.runners[step.op.name](step)
 
     def _chunks(self, tensor: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """Flat pieces that divide by the ranks of a host. The last may be padded; it then comes with the original."""
@@ -198,10 +198,10 @@ class HierarchicalBackend(BackendOfParts):
     reduce = gather = scatter = all_to_all_single = barrier = _flatly
 
     def send(self, call: Call) -> Handle:
-        return self._flat_plan.runners["send"](call)
+        return self._flat_routes.runners["send"](call)
 
     def recv(self, call: Call) -> Handle:
-        return self._flat_plan.runners["recv"](call)
+        return self._flat_routes.runners["recv"](call)
 
     def _stop(self, error: BaseException) -> None:
         super()._stop(error)

@@ -19,7 +19,7 @@ import torch.distributed as c10d
 import ringway._core as _core
 from ringway.backends import registry
 from ringway.backends.base import Backend, GroupInfo, Health
-from ringway.backends.compose import Plan, plan
+from ringway.backends.compose import Routes, routes_of
 from ringway.backends.exchange import exchange
 from ringway.backends.select import obstacle
 from ringway.backends.several.parts import BackendOfParts
@@ -102,7 +102,7 @@ def mixes(policy: Policy | None, own: str, size: int) -> bool:
 
 
 class MixedBackend(BackendOfParts):
-    """Several backends of one group, chosen call by call. Each converts what it does not accept by its own plan. The
+    """Several backends of one group, chosen call by call. Each converts what it does not accept by its own routes. The
     rules are those for the group's devices."""
 
     def __init__(self, info: GroupInfo, own: Backend, rules: Sequence[Rule]) -> None:
@@ -123,11 +123,11 @@ class MixedBackend(BackendOfParts):
                 corner = replace(info, store=c10d.PrefixStore(f"ringway/policy/{name}", info.store))
                 self._backends[name] = registry.make(registration, corner)
             self.notices_deaths = all(part.notices_deaths for part in self._backends.values())  # type: ignore[misc]
-            plans = {name: plan(backend) for name, backend in self._backends.items()}
+            routes = {name: routes_of(backend) for name, backend in self._backends.items()}
             unless_all_are_made.pop_all()
-        self._own_runners = plans[own.name].runners
-        self.own_plan = Plan(
-            {op.name: self._runner(op, plans) for op in OPS}, {op.name: self._in_words(op) for op in OPS}
+        self._own_runners = routes[own.name].runners
+        self.own_routes = Routes(
+            {op.name: self._runner(op, routes) for op in OPS}, {op.name: self._in_words(op) for op in OPS}
         )
 
     def choose(self, op: Op, nbytes: int, dtype: torch.dtype | None, device: str) -> str:
@@ -136,10 +136,10 @@ class MixedBackend(BackendOfParts):
             return self._own.name
         return next((rule.backend for rule in self._rules if rule.fits(op, nbytes, dtype, device)), self._own.name)
 
-    def _runner(self, op: Op, plans: Mapping[str, Plan]) -> Callable[[Call], Handle]:
+    def _runner(self, op: Op, routes: Mapping[str, Routes]) -> Callable[[Call], Handle]:
         if not op.collective:  # messages have their own order
-            return plans[self._own.name].runners[op.name]
-        runners = {name: made.runners[op.name] for name, made in plans.items()}
+            return routes[self._own.name].runners[op.name]
+        runners = {name: made.runners[op.name] for name, made in routes.items()}
         start = self._order.start if self.devices == ("cpu",) else self._start
         by_size = self._by_size(op)
         if by_size is None:
