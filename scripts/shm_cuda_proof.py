@@ -37,7 +37,7 @@ from ringway.testing.conformance import Report, Setting, all_cases, run_setting
 PROVES = (
     *("src/ringway/backends/shm", "csrc/shm/device_link.h", "csrc/shm/device_link.cpp", "csrc/shm/device_memory.cpp"),
     *("csrc/shm/message_blocks.cpp", "csrc/shm/launch_order.h"),
-    *("csrc/python/shm_device_path.cpp", "csrc/device/driver.cpp"),
+    *("csrc/python/shm_device_path.cpp", "csrc/python/shm_device_messages.cpp", "csrc/device/driver.cpp"),
 )
 sys.path.insert(0, str(proofs.ROOT / "tests" / "backends"))
 import shm_programs  # noqa: E402 - a module of the tests

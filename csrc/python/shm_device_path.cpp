@@ -24,21 +24,6 @@ constexpr int64_t kLargeCount = (int64_t{1} << 31) - 1;  // a kernel gets a larg
 constexpr int64_t kAlignment = 64;  // elements to which a rank's share of a reduction is rounded up
 constexpr int64_t kPulledByKernel = 1 << 20;  // bytes of a copy: up to here, one kernel is quicker than several copies
 
-// The use of a link's bounce memory, if no other thread, or call that this one interrupts, has it.
-class Bounce {
-  public:
-    explicit Bounce(DeviceLink& link) : is_ours(link.take_bounce()), link_(link) {}
-    ~Bounce() {
-        if (is_ours) link_.give_back_bounce();
-    }
-    Bounce(const Bounce&) = delete;
-    Bounce& operator=(const Bounce&) = delete;
-    const bool is_ours;
-
-  private:
-    DeviceLink& link_;
-};
-
 uint64_t summed_dtypes() {
     uint64_t bits = 0;
     for (int dtype = 0; dtype < 64; ++dtype)
@@ -82,6 +67,11 @@ bool DeviceFastPath::profiled() const {
     return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
 }
 
+void DeviceFastPath::locate(PlainCall& call) {
+    call.site = current_site();
+    call.place = text_of_site(call.site);
+}
+
 bool DeviceFastPath::run(const FastCall& given) {
     PlainCall call;
     const auto op = static_cast<Op>(given.op);
@@ -105,8 +95,7 @@ bool DeviceFastPath::run(const FastCall& given) {
     if (direct) return call.device_index == link.device_index() && run_direct(link, manner, stream, call);
     const Bounce bounce(link);
     if (!bounce.is_ours || !link.can_bounce(stream)) return false;
-    call.site = current_site();
-    call.place = text_of_site(call.site);
+    locate(call);
     const GroupRecord::Begun begun = begin(call, call.site);
     call.number = begun.sequence;
     try {
@@ -141,82 +130,6 @@ void DeviceFastPath::run_on(DeviceLink& native, uintptr_t stream, PlainCall& cal
     native.upload(stream, to, written);
 }
 
-// --- messages ---------------------------------------------------------------------------------------------
-
-bool DeviceFastPath::send(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call, int tag) {
-    const auto from = reinterpret_cast<uint64_t>(call.in.at(0));
-    auto message = std::make_shared<PythonMessage>();
-    {
-        GilRelease gil;
-        if (call.bytes >= manner.direct_from.at(static_cast<size_t>(call.op)))
-            message->by_reference = link.stage(stream, {from, call.bytes}, call.root, message->reference);
-    }
-    std::optional<Bounce> bounce;
-    if (!message->by_reference) {
-        bounce.emplace(link);
-        if (!bounce->is_ours || call.bytes > DeviceLink::kBounceBytes) return false;
-    }
-    message->attachment.keep(link_);  // its memory
-    call.site = current_site();
-    call.place = text_of_site(call.site);
-    call.number = record().messages();
-    call.in.base = link.bounce_in();
-    describe(*message, call, call.bytes, tag);
-    const uint64_t token = begin(call, call.site).token;
-    try {
-        bool sent = false;
-        {
-            GilRelease gil;
-            if (!message->by_reference) link.download(stream, from, call.bytes);
-            sent = group_.engine().messages.send_now(*message);
-        }
-        if (!sent) group_.run(message);
-    } catch (...) {
-        const bool sent = message->done() && message->outcome() == Outcome::Done;
-        if (message->by_reference && !sent) link.unstage(message->reference);
-        record().end(token, State::Failed);
-        throw;
-    }
-    record().end(token, State::Completed);
-    return true;
-}
-
-bool DeviceFastPath::receive(DeviceLink& link, uintptr_t stream, PlainCall& call, int tag) {
-    const auto to = reinterpret_cast<uint64_t>(call.out.at(0));
-    const Bounce bounce(link);
-    if (!bounce.is_ours) return false;
-    auto message = std::make_shared<PythonMessage>();
-    message->attachment.keep(link_);  // its memory
-    call.site = current_site();
-    call.place = text_of_site(call.site);
-    call.number = record().messages();
-    call.in.base = link.bounce_out();
-    describe(*message, call, call.bytes, tag);
-    message->room = DeviceLink::kBounceBytes;
-    const uint64_t token = begin(call, call.site).token;
-    try {
-        {
-            GilRelease gil;
-            link.wait_for_upload();
-        }
-        group_.run(message);
-        GilRelease gil;
-        if (message->by_reference) {
-            link.fetch(stream, message->source, message->reference, {to, call.bytes}, message->facts, call.timeout_s, token);
-            return true;
-        }
-        if (message->owned != nullptr)
-            link.upload_from(stream, to, message->owned.get(), call.bytes);
-        else
-            link.upload(stream, to, call.bytes);
-    } catch (...) {
-        record().end(token, State::Failed);
-        throw;
-    }
-    record().end(token, State::Completed);
-    return true;
-}
-
 // --- direct calls -----------------------------------------------------------------------------------------
 
 bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call) {
@@ -230,8 +143,7 @@ bool DeviceFastPath::run_direct(DeviceLink& link, const DeviceManner& manner, ui
     int refused = -1;
     const std::vector<std::byte> offer = link.memory().offer(part.offered, false, refused);
     if (refused >= 0) return false;  // the general path copies the tensor to memory that can be shared
-    call.site = current_site();
-    call.place = text_of_site(call.site);
+    locate(call);
     const GroupRecord::Begun begun = begin(call, call.site);
     call.number = begun.sequence;
     // Until this rank's part is enqueued, a signal handler must make no call of the group: it would come first here, and

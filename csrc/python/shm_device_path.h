@@ -19,6 +19,21 @@ struct DeviceManner {
     bool one_gpu = false;              // all memory is in one GPU, and there are kernels
 };
 
+// The use of a link's bounce memory, if no other thread, or call that this one interrupts, has it.
+class Bounce {
+  public:
+    explicit Bounce(DeviceLink& link) : is_ours(link.take_bounce()), link_(link) {}
+    ~Bounce() {
+        if (is_ours) link_.give_back_bounce();
+    }
+    Bounce(const Bounce&) = delete;
+    Bounce& operator=(const Bounce&) = delete;
+    const bool is_ours;
+
+  private:
+    DeviceLink& link_;
+};
+
 class DeviceFastPath final : public FastPath {
   public:
     // `kind` is the kind of device. `profiler` holds the names of torch.autograd.profiler, `stream_of` returns the current
@@ -48,6 +63,8 @@ class DeviceFastPath final : public FastPath {
     };
 
     bool profiled() const;
+    // Notes where the program made the call.
+    static void locate(PlainCall& call);
     void run_on(DeviceLink& link, uintptr_t stream, PlainCall& call);
     bool send(DeviceLink& link, const DeviceManner& manner, uintptr_t stream, PlainCall& call, int tag);
     bool receive(DeviceLink& link, uintptr_t stream, PlainCall& call, int tag);
