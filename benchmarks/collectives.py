@@ -4,13 +4,14 @@
         [--json FILE]
 
 Each peer has its own ranks (collectives_rank.py): ours; torch's gloo; MPICH and Open MPI through mpi4py, in
-environments that scripts/mpi_env.py makes from PyPI wheels; DeepSpeed's shared-memory op, from a folder filled by `pip
-install --target .cache/deepspeed --no-build-isolation deepspeed`; oneCCL through ringway's ccl backend, if
+environments that scripts/mpi_env.py makes from PyPI wheels; DeepSpeed's shared-memory op, from a folder filled by
+`pip install --target .cache/deepspeed --no-build-isolation deepspeed`; oneCCL through ringway's ccl backend, if
 `libccl.so.2` is found. They take turns, sample by sample, and the others sleep; oneCCL's threads, which never sleep,
 are stopped by a signal. fp32; the recorder and the mismatch check are on, as always. A sample's time is that of its
-slowest rank. The table shows medians in microseconds, how many times longer than ours the best peer takes, and our rate
-next to that of one core's `copy_`, measured in the same rounds. `send_recv` is an exchange: every rank sends to its
-right and receives from its left at the same time. `round_trip` is a message to a neighbor and one back.
+slowest rank, and the root changes from call to call. The table shows medians in microseconds, how many times longer
+than ours the best peer takes, and our rate next to that of one core's `copy_`, measured in the same rounds.
+`send_recv` is an exchange: every rank sends to its right and receives from its left at the same time. `round_trip` is
+a message to a neighbor and one back.
 
 Exits with 0 if the goals hold: all_reduce ahead of every peer at every size and, with two ranks, at least 0.45 of the
 copy rate at 64 MiB; every other op ahead of gloo. Exits with 1 if one does not hold, with 2 if a peer that was named

@@ -6,6 +6,7 @@ An order is {"op", "bytes", "calls"}; the answer is the seconds that one call to
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -72,7 +73,9 @@ def _torch_calls(dist: Any, size: int) -> Prepare:
             return lambda: dist.barrier()
         if op in ("all_reduce", "broadcast"):
             whole = torch.zeros(count)
-            return (lambda: dist.all_reduce(whole)) if op == "all_reduce" else (lambda: dist.broadcast(whole, 0))
+            if op == "all_reduce":
+                return lambda: dist.all_reduce(whole)
+            return _rotating(size, lambda root: lambda: dist.broadcast(whole, root))
         if op in ("all_reduce_max", "all_reduce_async"):
             return _general_path(dist, op, torch.zeros(count))
         if op in ("reduce", "send_recv", "round_trip"):
@@ -85,9 +88,15 @@ def _torch_calls(dist: Any, size: int) -> Prepare:
         if op == "all_to_all_single":
             other = torch.zeros(part * size)
             return lambda: dist.all_to_all_single(fitting, other)
-        return _with_lists(dist, op, own, list(fitting.chunk(size)))
+        return _with_lists(dist, op, own, list(fitting.chunk(size)), size)
 
     return prepare
+
+
+def _rotating(size: int, action_of: Callable[[int], Action]) -> Action:
+    """Another root in each call. With one root for all, calls would be timed that a root leaves before they end."""
+    actions = itertools.cycle([action_of(root) for root in range(size)])
+    return lambda: next(actions)()
 
 
 def _general_path(dist: Any, op: str, whole: Any) -> Action:
@@ -99,7 +108,7 @@ def _general_path(dist: Any, op: str, whole: Any) -> Action:
 
 def _reduce_or_send(dist: Any, op: str, whole: Any, other: Any, size: int) -> Action:
     if op == "reduce":
-        return lambda: dist.reduce(whole, 0)
+        return _rotating(size, lambda root: lambda: dist.reduce(whole, root))
     rank = dist.get_rank()
     left, right = (rank - 1) % size, (rank + 1) % size
     if op == "round_trip":
@@ -127,11 +136,11 @@ def _round_trip(rank: int, size: int, send: Callable[[int], object], recv: Calla
     return there_and_back
 
 
-def _with_lists(dist: Any, op: str, own: Any, parts: list[Any]) -> Action:
-    at_root = parts if dist.get_rank() == 0 else None
+def _with_lists(dist: Any, op: str, own: Any, parts: list[Any], size: int) -> Action:
+    at = [parts if dist.get_rank() == root else None for root in range(size)]
     return {
-        "gather": lambda: dist.gather(own, at_root, 0),
-        "scatter": lambda: dist.scatter(own, at_root, 0),
+        "gather": _rotating(size, lambda root: lambda: dist.gather(own, at[root], root)),
+        "scatter": _rotating(size, lambda root: lambda: dist.scatter(own, at[root], root)),
         "all_gather": lambda: dist.all_gather(parts, own),
         "reduce_scatter": lambda: dist.reduce_scatter(own, parts),
     }[op]
@@ -182,25 +191,25 @@ def _mpi(rank: int, size: int, ends: ExitStack) -> tuple[Prepare, Action]:
             return lambda: world.Barrier()
         if op in ("all_reduce", "broadcast"):
             whole = zeros(count)
-            return (
-                (lambda: world.Allreduce(MPI.IN_PLACE, whole))
-                if op == "all_reduce"
-                else (lambda: world.Bcast(whole, 0))
-            )
+            if op == "all_reduce":
+                return lambda: world.Allreduce(MPI.IN_PLACE, whole)
+            return _rotating(size, lambda root: lambda: world.Bcast(whole, root))
         own, fitting = zeros(part), zeros(part * size)
         if op == "all_gather_into_tensor":
             return lambda: world.Allgather(own, fitting)
         if op == "reduce_scatter_tensor":
             return lambda: world.Reduce_scatter_block(fitting, own)
-        at_root = fitting if rank == 0 else None
+        at = [fitting if rank == root else None for root in range(size)]
         other, sent, received = zeros(part * size), zeros(count), zeros(count)
         return {
             "all_to_all_single": lambda: world.Alltoall(other, fitting),
             "all_gather": lambda: world.Allgather(own, fitting),
             "reduce_scatter": lambda: world.Reduce_scatter_block(fitting, own),
-            "gather": lambda: world.Gather(own, at_root, 0),
-            "scatter": lambda: world.Scatter(at_root, own, 0),
-            "reduce": lambda: world.Reduce(sent, received if rank == 0 else None, MPI.SUM, 0),
+            "gather": _rotating(size, lambda root: lambda: world.Gather(own, at[root], root)),
+            "scatter": _rotating(size, lambda root: lambda: world.Scatter(at[root], own, root)),
+            "reduce": _rotating(
+                size, lambda root: lambda: world.Reduce(sent, received if rank == root else None, MPI.SUM, root)
+            ),
             "round_trip": _round_trip(rank, size, lambda to: world.Send(sent, to), lambda of: world.Recv(received, of)),
             "send_recv": lambda: world.Sendrecv(sent, (rank + 1) % size, 0, received, (rank - 1) % size, 0),
         }[op]
