@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -23,8 +25,9 @@ import ringway.backends.ccl.backend  # here once, rather than in every process t
 import ringway.backends.shm.backend
 from elastic_model import SECONDS, Sum, contents_of, optimizer_of, simulated, values_of
 from ringway.errors import PeerLost, RendezvousError, UsageError
+from ringway.groups.world import world
 from ringway.job.elastic.job import Attempt, Change, ElasticJob
-from ringway.job.elastic.roster import Arrival, Generation, Member, Roster
+from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, standing
 from ringway.job.elastic.state import _LARGE, State, _joined, _separated, _Slot
 from ringway.launch.processes import ProcessName
 from ringway.launch.run import store_of_a_run
@@ -159,6 +162,12 @@ def _misuse(context: RankContext) -> list[str]:
         raise AssertionError("accepted")
 
     refused(lambda: ElasticJob(min_ranks=0))
+    refused(lambda: ElasticJob(min_ranks=1.5))  # type: ignore[arg-type]
+    refused(lambda: ElasticJob(grace=0))
+    refused(lambda: ElasticJob(patience="long"))  # type: ignore[arg-type]
+    os.environ["RINGWAY_MIN_RANKS"] = "x"
+    refused(ElasticJob)
+    del os.environ["RINGWAY_MIN_RANKS"]
     refused(ElasticJob(backend="mpi").__enter__)
     refused(lambda: next(ElasticJob().steps({})))
     with store_of_a_run() as variables:
@@ -182,6 +191,10 @@ def test_misuse_is_refused(pool: RankPool) -> None:
     (said,) = pool.run(_misuse, world_size=1, timeout=SECONDS)
     expected = (
         "min_ranks=0",
+        "min_ranks=1.5",
+        "grace=0",
+        "patience='long'",
+        "RINGWAY_MIN_RANKS is 'x'",
         "MPI fixes its processes",
         "in a with statement",
         "in no generation",
@@ -254,7 +267,7 @@ def _survives(context: RankContext) -> tuple[list[float], int, int]:
     _enter(context)
     model = Sum()
     optimizer = optimizer_of(model)
-    hooked = []
+    hooked, passes = [], []
 
     def hook(state, bucket):  # torch refuses annotations that are strings
         hooked.append(c10d.get_world_size())
@@ -270,6 +283,7 @@ def _survives(context: RankContext) -> tuple[list[float], int, int]:
         with pytest.raises(UsageError, match="cannot take process_group="):
             job.ddp(model, process_group=1)
         wrapped.eval()
+        wrapped.register_forward_hook(lambda *_: passes.append(job.size))
         for attempt in job.steps({"model": model, "optimizer": optimizer}, until=4):
             if attempt.step == 0 and not wrapped._comm_hooks:
                 wrapped.register_comm_hook(None, hook)
@@ -281,7 +295,56 @@ def _survives(context: RankContext) -> tuple[list[float], int, int]:
                 attempt.commit()
                 optimizer.step()
         assert not wrapped.training
+        assert passes == [3, 3, 3, 2, 2]  # one step was repeated
     return contents_of(model, optimizer), min(hooked), max(hooked)
+
+
+def _two_jobs(context: RankContext) -> list[int]:
+    """One after the other, as in pretraining and fine-tuning. The first one's end tells nothing about the second."""
+    _enter(context)
+    made = []
+    for last in (3, 2):
+        made.append(0)
+        with ElasticJob() as job:
+            for attempt in job.steps({}, until=last):
+                with attempt:
+                    attempt.commit()
+                    made[-1] += 1
+    return made
+
+
+def test_a_program_may_have_one_job_after_the_other(pool: RankPool) -> None:
+    assert _in_a_run(pool, _two_jobs, 2) == [[3, 2], [3, 2]]
+
+
+def _leaves(context: RankContext, code: int | None) -> bool | None:
+    """Whether the launcher takes the job for finished."""
+    _enter(context)
+    job = ElasticJob()
+    with suppress(SystemExit), job:
+        for _ in job.steps({}):
+            sys.exit(code)
+    found = standing(job._store.store)
+    return None if found is None else found.finished
+
+
+@pytest.mark.parametrize(("code", "finished"), [(0, True), (None, True), (3, False)])
+def test_sys_exit_with_0_is_no_failure(pool: RankPool, code: int | None, finished: bool) -> None:
+    assert _in_a_run(pool, _leaves, 1, code) == [finished]
+
+
+def test_a_job_whose_last_steps_were_made_needs_no_store() -> None:
+    """The rank that hosts it may be the first to end."""
+
+    def out_of_reach(self: Roster) -> None:
+        raise RendezvousError("the job's store is out of reach")
+
+    job = ElasticJob()
+    job._roster = Roster(c10d.HashStore(), 1, 1, 1.0, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Roster, "finish", out_of_reach)
+        patch.setattr(world, "communicator", lambda group: SimpleNamespace(barrier=lambda: None))
+        assert job._end_together() is None
 
 
 def test_ddp_of_the_job_survives_a_change(pool: RankPool) -> None:
@@ -379,9 +442,9 @@ def test_sources_have_the_newest_whole_state() -> None:
 class TwoRosters:
     """A job of one member, which this process has made, and a newcomer to it."""
 
-    def __init__(self, patience: float = 30.0) -> None:
+    def __init__(self, patience: float = 30.0, lasting: bool = False) -> None:
         store = c10d.HashStore()
-        self.old, self.new = (Roster(store, 1, 1, 0.2, patience) for _ in range(2))
+        self.old, self.new = (Roster(store, 1, 1, 0.2, patience, lasting=lasting) for _ in range(2))
         self.member, self.newcomer = self.old.enroll(0), self.new.enroll(0)
         formed = self.old.next(Arrival(self.member, 0, whole=True, veteran=False), ())
         assert formed is not None
@@ -425,7 +488,7 @@ def test_a_newcomer_to_a_job_that_all_leave_has_nothing_to_do() -> None:
 
 def test_a_newcomer_to_a_job_that_all_had_left_begins_again() -> None:
     """As a run that is queued again, with the same witness."""
-    job = TwoRosters()
+    job = TwoRosters(lasting=True)
     seen: list[Generation | None] = []
     job.old.leave(job.member)
     job.come(seen).join(30)

@@ -354,7 +354,7 @@ def test_what_an_earlier_start_sealed_proves_nothing_in_this_one() -> None:
     again.set("ringway/elastic/finished", stranger.get("ringway/elastic/finished"))  # type: ignore[arg-type]
     with pytest.raises(Tampered):
         read(second.store, "ringway/elastic/finished")
-    stores = first.part(1, "a", _nothing), second.part(1, "a", _nothing), second.part(1, "b", _nothing)
+    stores = first.part("1", "a", _nothing), second.part("1", "a", _nothing), second.part("1", "b", _nothing)
     assert len({key_of(store).tag("x") for store in stores}) == 3, "the keys of a generation are its own"
 
 

@@ -78,6 +78,8 @@ class LastingStore:
         # torchrun on one host restarts all ranks, with a new secret. On several hosts, ranks that it restarts may find
         # others that live, so all attempts share one list of ranks.
         self._inner = of_this_attempt(self._inner)
+        self.opened = opened
+        """Tells this start of the job from others."""
         # A secret may be used again: what was sealed in another start of the job proves nothing here.
         self._key = job.key.derive("opened", opened)
         self.store = self._sealed(self._inner, self._key.derive("elastic"))
@@ -85,10 +87,10 @@ class LastingStore:
     def _sealed(self, store: Store, key: Key) -> Store:
         return store if self._key.open or isinstance(self._inner, RunStore) else KeyedStore(store, key)
 
-    def part(self, generation: int, members: str, watch: Callable[[], None]) -> WatchedStore:
+    def part(self, generation: str, members: str, watch: Callable[[], None]) -> WatchedStore:
         """The part of one generation of ranks. `members` tells this set of processes from any other, so its keys are
         new. `watch` raises if one of them is gone."""
-        key = self._key.derive("generation", str(generation), members)
+        key = self._key.derive("generation", generation, members)
         return WatchedStore(self._sealed(PrefixStore(f"generation {generation}", self._inner), key), key, watch)
 
 

@@ -21,6 +21,10 @@ _REFUSED = {
 }
 
 
+_HOOKS = [name for name in vars(nn.Module()) if "_hook" in name]
+"""Where a module keeps the hooks that a program registers on it."""
+
+
 class _Unconnected(DistributedDataParallel):
     """Before the first generation."""
 
@@ -46,9 +50,11 @@ class ElasticDdp:
         wrapper = self.wrapper
         comm_hooks = list(getattr(wrapper, "_comm_hooks", ()))
         training = wrapper.training
+        hooks = {name: vars(wrapper)[name] for name in _HOOKS if name in vars(wrapper)}
         equal = shared.issuperset(self._model.parameters()) and shared.issuperset(self._model.buffers())
         wrapper.__class__ = DistributedDataParallel
         DistributedDataParallel.__init__(wrapper, self._model, **({"init_sync": not equal} | self._options))
         wrapper.training = training  # not of its modules: some may be frozen in eval mode
+        vars(wrapper).update(hooks)
         for hook, state in comm_hooks:
             wrapper.register_comm_hook(state, hook)

@@ -56,6 +56,29 @@ class StepRejected(RingwayError):
     """A rank voted against the step in `commit`. The attempt ends on every rank, and the step is repeated."""
 
 
+class JobsBehind:
+    """How many elastic jobs this process has behind it, in each start of a program."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def of(self, start: str) -> int:
+        return self._counts.get(start, 0)
+
+    def add(self, start: str) -> None:
+        self._counts[start] = self.of(start) + 1
+
+
+def _fewest_ranks(given: int | None) -> int:
+    named = os.environ.get("RINGWAY_MIN_RANKS", "1")
+    if given is None and not (named.isascii() and named.isdigit()):
+        raise UsageError(f"RINGWAY_MIN_RANKS is '{named}'; it is a number of ranks from 1 on")
+    fewest = int(named) if given is None else given
+    if not isinstance(fewest, int) or isinstance(fewest, bool) or fewest < 1:
+        raise UsageError(f"min_ranks={fewest!r} must be a number of ranks from 1 on")
+    return fewest
+
+
 class ElasticJob:
     """A job whose ranks come and go.
 
@@ -88,9 +111,10 @@ class ElasticJob:
         patience: float = 600.0,
         witness: str | None = None,
     ) -> None:
-        if min_ranks is not None and min_ranks < 1:
-            raise UsageError(f"min_ranks={min_ranks} must be at least 1")
-        self._fewest = min_ranks
+        for name, seconds in (("grace", grace), ("patience", patience)):
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+                raise UsageError(f"{name}={seconds!r} must be a number of seconds above 0")
+        self._fewest = _fewest_ranks(min_ranks)
         self._backend = backend
         self._settings = resolve(config)
         self._limit = limit_of(timeout, self._settings)
@@ -131,8 +155,17 @@ class ElasticJob:
             require_secret=self._settings.require_secret,
             witness=self._witness,
         )
-        fewest = self._fewest or int(os.environ.get("RINGWAY_MIN_RANKS", "1"))
-        self._roster = Roster(self._store.store, self._info.size, fewest, self._grace, self._patience)
+        # A program may have one job after the other. Those that this process has behind it are not the current one.
+        self._number = world.process.part(JobsBehind).of(self._store.opened)
+        self._roster = Roster(
+            self._store.store,
+            self._info.size,
+            self._fewest,
+            self._grace,
+            self._patience,
+            job=self._number,
+            lasting=self._witness is not None,
+        )
         self._member = self._roster.enroll(self._info.rank)
         server = unwrapped(self._store.store)
         if getattr(server, "port", None) is not None:  # other hosts may reach it
@@ -142,11 +175,14 @@ class ElasticJob:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         assert self._roster is not None
+        failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not failed:
+            world.process.part(JobsBehind).add(self._store.opened)
         self._left.set()
         if self._pulse is not None:
             self._pulse.stop()
         with suppress(c10d.DistError):  # a store that is gone needs no farewell
-            self._roster.leave(self._member, failed=error is not None)
+            self._roster.leave(self._member, failed=failed)
         self._end_group()
 
     @property
@@ -223,7 +259,8 @@ class ElasticJob:
             world.communicator(None).barrier()
         except _FAULTS as fault:
             return fault
-        self._roster.finish()
+        with suppress(RendezvousError):  # the rank that hosts the store may have ended: the job is done
+            self._roster.finish()
         return None
 
     # Generations
@@ -252,7 +289,7 @@ class ElasticJob:
             if generation is None:
                 if before is None:
                     say("the job had ended when this rank came: there is nothing left to do")
-                elif self._until is None or self._state.step < self._until:
+                elif self._until is None or self._state.step < self._until or not self._whole:
                     raise RendezvousError(
                         f"the other ranks made the last step without this one, whose state is that of step "
                         f"{self._state.step}: the process stood still, or was cut off. Do not use its state"
@@ -284,7 +321,8 @@ class ElasticJob:
 
     def _form(self, generation: Generation) -> None:
         assert self._roster is not None
-        store = self._store.part(generation.number, generation.pack(), self._roster.watch(generation))
+        part = f"{self._number}.{generation.number}" if self._number else f"{generation.number}"
+        store = self._store.part(part, generation.pack(), self._roster.watch(generation))
         # Under an MPI launcher, ringway would choose mpi, whose processes cannot change.
         source = f"ElasticJob, started by {self._info.source}"
         info = replace(self._info, rank=self.rank, size=self.size, local_size=None, source=source)

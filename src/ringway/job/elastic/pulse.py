@@ -75,14 +75,18 @@ class Pulse:
 
     def _beat(self) -> None:
         seen: dict[int, tuple[int, int]] = {}  # of each member: its last sign, and the ticks since
+        reported: set[int] = set()
         while not self._ended.wait(self._tick):
             with suppress(DistError):  # the store is watched by the other thread
                 self._roster.beat(self._member)
                 for member in self._followed:
                     sign, (last, ticks) = self._roster.beats_of(member), seen.get(member.number, (-1, 0))
                     seen[member.number] = (sign, 0 if sign != last else ticks + 1)
-                    if seen[member.number][1] == _TICKS:
+                    if seen[member.number][1] < _TICKS:
+                        reported.discard(member.number)
+                    elif member.number not in reported:
                         self._silent(member)
+                        reported.add(member.number)  # unless the store failed: then again at the next tick
                 self._answers += 1
 
     def _watch_the_store(self) -> None:

@@ -127,10 +127,25 @@ def _readable() -> Iterator[None]:
 
 
 class Roster:
-    """This process's view of the members and generations in the job's store."""
+    """This process's view of the members and generations in the job's store.
 
-    def __init__(self, store: Store, expected: int, fewest: int, grace: float, patience: float) -> None:
-        self._store = PrefixStore(_PREFIX, store)
+    A program may have one job after the other; `job` counts them. If the store is `lasting`, as a witness is, a job
+    that all ranks have left may be started again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        expected: int,
+        fewest: int,
+        grace: float,
+        patience: float,
+        *,
+        job: int = 0,
+        lasting: bool = False,
+    ) -> None:
+        self._store = PrefixStore(_prefix(job), store)
+        self._lasting = lasting
         self._expected = expected
         self._fewest = fewest
         self._grace = grace
@@ -217,10 +232,10 @@ class Roster:
         round_ = _Round(self._store, number, current, () if newcomer else lost)
         deadline, grace = Deadline(self._patience), Deadline(self._grace if current else _LATE_STARTERS)
         told = False
-        saw_members = False
+        ended_early = not self._lasting  # what all_left means: maybe they left before this process came
 
         def look() -> list[Generation] | None:
-            nonlocal told, deadline, grace, saw_members
+            nonlocal told, deadline, grace, ended_early
             closed = self._current()
             if closed is not None and closed.number >= number:
                 return [closed]
@@ -230,7 +245,7 @@ class Roster:
                 complete = len(here) >= self._expected or (enough and grace.left() == 0)
             else:
                 complete = round_.all_accounted_for()
-                saw_members = saw_members or not complete
+                ended_early = ended_early or not complete
                 if not complete and not any(current.rank_of(arrival.member) is not None for arrival in here):
                     if deadline.left() < 0.5 * self._patience:
                         say("waiting for the ranks of the job to end their step")
@@ -238,7 +253,7 @@ class Roster:
                     grace = Deadline(self._grace)
                 complete = complete or grace.left() == 0
             # Read last: a rank that is done says so before it leaves.
-            if read(self._store, _FINISHED) is not None or (newcomer and saw_members and round_.all_left()):
+            if read(self._store, _FINISHED) is not None or (newcomer and ended_early and round_.all_left()):
                 return []
             if complete and enough:
                 return [self._close(Generation(number, tuple(here)), current)]
@@ -275,9 +290,17 @@ def _require_one_version(me: Member, generation: Generation | None) -> None:
             )
 
 
+def _prefix(job: int) -> str:
+    return f"{_PREFIX}/job {job}" if job else _PREFIX
+
+
 def standing(store: Store) -> Standing | None:
-    """The current generation of the job at a launcher's store, and who waits to be let in; None before the first."""
-    part = PrefixStore(_PREFIX, store)
+    """The current generation of the job at a launcher's store, and who waits to be let in; None before the first. If a
+    program has several jobs, it is the last one that has begun."""
+    number = 0
+    while read(PrefixStore(_prefix(number + 1), store), _GENERATION) is not None:
+        number += 1
+    part = PrefixStore(_prefix(number), store)
     text = read(part, _GENERATION)
     if text is None:
         return None
@@ -302,12 +325,10 @@ class _Round:
 
     def here(self) -> list[Arrival]:
         """Those who have signed up and live, in rank order: members keep theirs, and newcomers follow."""
-        lines = (read(self._store, f"{self._number}/arrivals") or b"").splitlines()
-        with _readable():
-            self._arrivals += [_arrival(json.loads(line)) for line in lines[len(self._arrivals) :]]
+        self._arrivals += _arrivals_of(self._store, self._number, len(self._arrivals))
         self._departures = _departures(self._store)
         # One that has signed up lives, whatever an error said about it before, unless its process is gone.
-        alive = [arrival for arrival in self._arrivals if not _is_gone(arrival.member, self._departures)]
+        alive = [arrival for arrival in self._arrivals if not self._is_out(arrival.member)]
         return sorted(alive, key=self._order)
 
     def _order(self, arrival: Arrival) -> tuple[bool, int, int]:
@@ -324,8 +345,9 @@ class _Round:
         """Whether every member of the current generation has signed up or is gone, as far as `here` saw."""
         assert self._current is not None
         signed_up = {arrival.member.number for arrival in self._arrivals}
-        missing = [member for member in self._current.members if member.number not in signed_up | self._lost]
-        out = [self._is_out(member) for member in missing]  # all of them: other hosts wait for what is seen here
+        missing = [member for member in self._current.members if member.number not in signed_up]
+        # All of them: other hosts wait for what is seen here.
+        out = [self._is_out(member) or member.number in self._lost for member in missing]
         return all(out)
 
     def _is_out(self, member: Member) -> bool:
@@ -346,20 +368,33 @@ class _Watch:
     def __call__(self) -> None:
         if time.monotonic() < self._next:
             return
+        generation = self._generation
         departures = _departures(self._store)
-        for rank, member in enumerate(self._generation.members):
-            if _is_gone(member, departures):
+        for rank, member in enumerate(generation.members):
+            if member.number in departures or member.process.seems_gone():
                 raise PeerLost(
-                    f"rank {rank} ({member}) ended while generation {self._generation.number} formed",
+                    f"rank {rank} ({member}) ended while generation {generation.number} formed",
                     rank=rank,
                     host=member.process.host,
                     pid=member.process.pid,
                 )
+        # A member that has given up this generation knows why, maybe of a rank that only its own host can see.
+        for arrival in _arrivals_of(self._store, generation.number + 1):
+            rank_here = generation.rank_of(arrival.member)
+            if rank_here is not None:
+                raise PeerLost(f"rank {rank_here} gave up generation {generation.number} while it formed", rank=None)
         self._next = time.monotonic() + _WATCH_SECONDS
 
 
 def _append(store: Store, key: str, line: str) -> None:
     store.append(key, f"{line}\n")  # type: ignore[attr-defined] # torch's stubs lack it
+
+
+def _arrivals_of(store: Store, number: int, known: int = 0) -> list[Arrival]:
+    """Who has signed up for a generation, without the first ones, which are `known`."""
+    lines = (read(store, f"{number}/arrivals") or b"").splitlines()
+    with _readable():
+        return [_arrival(json.loads(line)) for line in lines[known:]]
 
 
 def _note_departure(store: Store, member: Member, how: str) -> None:
@@ -374,10 +409,6 @@ def _departures(store: Store) -> Mapping[int, str]:
         # A member that was given up may come back, and one that has left does not, whatever others saw of it later.
         known |= {int(number): how for number, how in lines if how == _SILENT}
         return known | {int(number): how for number, how in lines if how in (_LEFT, _FAILED)}
-
-
-def _is_gone(member: Member, departures: Mapping[int, str]) -> bool:
-    return member.number in departures or member.process.seems_gone()
 
 
 @contextmanager

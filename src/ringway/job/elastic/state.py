@@ -114,6 +114,9 @@ class State:
                     buffer.copy_(before)
         for restore in self._random:
             restore()
+        for part in self._parts.values():
+            if isinstance(part, torch.amp.GradScaler):
+                part._per_optimizer_states.clear()  # it unscales each optimizer's gradients once per step
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
         for part in self._parts.values():
@@ -147,25 +150,62 @@ class State:
             self._load(dicts)
 
     def _dicts(self) -> dict[str, Any]:
-        return {name: part.state_dict() if _has_state(part) else part for name, part in self._parts.items()}
+        return {name: _contents(part) for name, part in self._parts.items()}
 
     def _load(self, dicts: dict[str, Any]) -> None:
         if dicts.keys() != self._parts.keys():
             differing = ", ".join(sorted(dicts.keys() ^ self._parts.keys()))
             raise UsageError(f"the ranks' states differ: only some of them have {differing}")
         for name, value in dicts.items():
-            part = self._parts[name]
-            if _has_state(part):
-                part.load_state_dict(value)
-            elif isinstance(part, Tensor):
-                with torch.no_grad():
-                    part.copy_(value)
-            else:
+            if not _load_into(self._parts[name], value):
                 self._parts[name] = value
 
 
 def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _contents(part: Any) -> Any:
+    if isinstance(part, nn.Module):
+        return part.state_dict(), {name: buffer for name, (_, buffer) in _unsaved_buffers(part).items()}
+    return part.state_dict() if _has_state(part) else part
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
+    """The buffers that are in no state dict, with the modules that have them."""
+    return {
+        f"{path}.{name}": (module, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    }
+
+
+def _load_into(part: Any, value: Any) -> bool:
+    """Gives an object new contents; whether it can have them. The program may hold the object under another name."""
+    if isinstance(part, nn.Module):
+        saved, unsaved = value
+        part.load_state_dict(saved)
+        for name, (module, buffer) in _unsaved_buffers(part).items():
+            if name in unsaved and not _load_into(buffer, unsaved[name]):
+                module._buffers[name.rpartition(".")[2]] = unsaved[name]
+    elif _has_state(part):
+        part.load_state_dict(value)
+    elif type(part) is not type(value):
+        return False
+    elif isinstance(part, Tensor):
+        if part.shape != value.shape or part.dtype != value.dtype:
+            return False
+        with torch.no_grad():
+            part.copy_(value)
+    elif isinstance(part, list):
+        part[:] = value
+    elif isinstance(part, (dict, set)):
+        part.clear()
+        part.update(value)
+    else:
+        return False
+    return True
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
