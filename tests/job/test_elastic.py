@@ -543,6 +543,15 @@ def test_an_error_of_an_earlier_generation_makes_nobody_lost() -> None:
     assert second.sources() == [0]
 
 
+def test_a_rank_of_a_job_whose_data_are_lost_stops() -> None:
+    """It is no first rank of a new job: the others may go on."""
+    empty = Roster(c10d.HashStore(), 1, 1, 0.2, 30.0)
+    member = empty.enroll(0)
+    with pytest.raises(RendezvousError, match="has lost the job's data"):
+        empty.next(Arrival(member, 3, whole=True, veteran=True), ())
+    assert empty.next(Arrival(member, 0, whole=True, veteran=False), ()) is not None
+
+
 def test_a_newcomer_to_a_job_whose_ranks_failed_begins_again() -> None:
     job = TwoRosters()
     seen: list[Generation | None] = []

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import slow_link
 from ringway.errors import UsageError
 from ringway.keys import Key
+from ringway.launch import hosts
 from ringway.launch import run as launcher
 from ringway.launch.invitation import Invitation
 from ringway.launch.store_protocol import CLIENT, HEAD_BYTES, SERVER, Session, unpack
@@ -159,6 +161,46 @@ def test_listening_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RINGWAY_JOB_SECRET_FILE", raising=False)
     with pytest.raises(UsageError, match="the job needs a secret"):
         launcher.run(_shell("true"), 1, listen=launcher.Listen("127.0.0.1", 2))
+
+
+def _witness_of_a_joiner(theirs: str, ours: str, place: str = "127.0.0.1") -> str:
+    """What a second launcher takes for the run's witness, or why it does not join."""
+    here = patch.dict(os.environ, {"RINGWAY_JOB_SECRET": SECRET, "RINGWAY_WITNESS": theirs})
+    with here, hosts.hosted(place, 1, 2, 1) as (_, address, _):
+        os.environ["RINGWAY_WITNESS"] = ours
+        try:
+            variables, _ = hosts.joined(address, 1)
+        except UsageError as error:
+            return str(error)
+        return variables["RINGWAY_WITNESS"]
+
+
+def test_a_second_host_gets_the_witness_of_the_run_unless_the_network_must_not_see_it() -> None:
+    server, closed = "redis://10.0.0.9:6379/0", "redis://:word@10.0.0.9:6379/0"
+    assert _witness_of_a_joiner("", "") == ""
+    assert _witness_of_a_joiner(server, "") == _witness_of_a_joiner(server, server) == server
+    assert _witness_of_a_joiner(closed, closed) == closed
+    for secret in (closed, f"{server}?password=word"):
+        assert "Set RINGWAY_WITNESS here too" in _witness_of_a_joiner(secret, "")
+    other = _witness_of_a_joiner(server, "redis://:word@10.0.0.8:6379/0")
+    assert "is 'redis://10.0.0.8:6379/0' here, and 'redis://10.0.0.9:6379/0' there" in other
+    assert "not set there" in _witness_of_a_joiner("", server)
+
+
+def test_a_witness_that_is_another_one_on_each_host_is_not_handed_over() -> None:
+    for local in ("unix:///run/redis.sock", "redis://localhost:6379/0"):
+        assert _witness_of_a_joiner(local, "") == local  # both launchers are on this host
+        assert "Set RINGWAY_WITNESS here too" in _witness_of_a_joiner(local, "", "0.0.0.0")
+        assert _witness_of_a_joiner(local, "redis://10.0.0.9:6379/0", "0.0.0.0") == "redis://10.0.0.9:6379/0"
+
+
+def test_a_second_host_with_another_token_is_told() -> None:
+    here = patch.dict(os.environ, {"RINGWAY_JOB_SECRET": SECRET, "RINGWAY_JOB_TOKEN": "ours"})
+    with here, hosts.hosted("127.0.0.1", 1, 2, 1) as (_, address, _):
+        for token, said in (("other", "here 'other'"), ("", "not set here")):
+            os.environ["RINGWAY_JOB_TOKEN"] = token
+            with pytest.raises(UsageError, match=rf"the same RINGWAY_JOB_TOKEN \({said}\)"):
+                hosts.joined(address, 1)
 
 
 # Two network namespaces, and a stranger who reaches the store

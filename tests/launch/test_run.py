@@ -15,11 +15,13 @@ from unittest.mock import patch
 
 import pytest
 
-from ringway.errors import UsageError
+from ringway.errors import RendezvousError, UsageError
 from ringway.launch import run as launcher
+from ringway.launch.info import LaunchInfo
 from ringway.launch.invitation import Invitation
 from ringway.launch.live import Progress
 from ringway.launch.rank_processes import RankProcesses
+from ringway.launch.rendezvous import LastingStore
 from ringway.launch.run import run
 from ringway.testing import RankContext, RankPool
 
@@ -229,6 +231,37 @@ def test_an_elastic_run_ends_with_too_few_ranks(pool: RankPool) -> None:
     assert "1 ranks are left, and the job needs 2: it ends" in output
 
 
+def _run_with_long_polls(context: RankContext, command: list[str]) -> Ended:
+    with patch.object(launcher, "_POLL", 1.0):
+        return _run_elastic(context, command, 3, 3, 0)
+
+
+def test_too_few_ranks_are_a_failure_though_one_ended_well_at_the_same_time(pool: RankPool) -> None:
+    command = _shell("test $RANK = 0 && exit 4; test $RANK = 1 && exit 0; sleep 100")
+    (ended,) = pool.try_run(_run_with_long_polls, command, world_size=1, timeout=120)
+    assert ended.ok, ended
+    code, summary = ended.value
+    assert "1 ranks are left, and the job needs 3: it ends" in ended.output
+    assert code == 4, summary
+    assert summary.endswith("stopped: 2; finished: 1")
+
+
+class Ranks(RankProcesses):
+    """Two ranks, whose ends do not matter."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_run_whose_ranks_were_stopped_did_not_finish() -> None:
+    outcome = launcher._outcome(Ranks(), [], [1], time.monotonic())
+    assert outcome.code == 1
+    assert outcome.summary.endswith("stopped: 1")
+
+
 def _run_and_lose_one(context: RankContext, command: list[str], told: str) -> Ended:
     """The file `told` appears once the launcher has said that a rank is lost."""
     say = Progress.say
@@ -311,6 +344,66 @@ def test_ranks_join_the_run_of_another_launcher(pool: RankPool) -> None:
     assert f"[rank 1] {expected}" in ended.output
     assert "is not the launcher of a 'ringway run --elastic'" in ended.value[1][0]
     assert "there is no process" in ended.value[1][1]
+
+
+def _join_with(variables: dict[str, str], command: list[str]) -> int:
+    """A child joins the run of this process, with only these of the user's variables."""
+    child = os.fork()
+    if child == 0:
+        for name in ("RINGWAY_WITNESS", "RINGWAY_JOB_TOKEN"):
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        code = 99
+        try:
+            for _ in range(1000):
+                try:
+                    Invitation.of(os.getppid())
+                    break
+                except UsageError:  # not yet
+                    time.sleep(0.02)
+            code = launcher.join(command, 1, str(os.getppid())).code
+        except UsageError as error:
+            print(f"refused: {error}", flush=True)
+            code = 98
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return child
+
+
+def _run_with_variables(context: RankContext, told: str) -> tuple[list[int], int]:
+    says = _shell(f'echo "told $RINGWAY_WITNESS $RINGWAY_JOB_TOKEN"; touch {told}')
+    others = {"RINGWAY_JOB_TOKEN": "other"}, {"RINGWAY_WITNESS": "redis://127.0.0.1:2/0"}, {}
+    children = [_join_with(variables, says) for variables in others]
+    os.environ.update(RINGWAY_WITNESS="redis://127.0.0.1:1/0", RINGWAY_JOB_TOKEN="ours")
+    waits = _shell(f"while ! test -e {told}; do sleep 0.05; done")
+    outcome = run(waits, 1, elastic=launcher.Elastic(1, 0, lambda store: None))
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], outcome.code
+
+
+def test_ranks_that_join_get_the_witness_and_the_token_of_the_run(pool: RankPool, tmp_path: Path) -> None:
+    (ended,) = pool.try_run(_run_with_variables, str(tmp_path / "told"), world_size=1, timeout=120)
+    assert ended.ok, ended
+    assert ended.value == ([98, 98, 0], 0), ended.output
+    assert "told redis://127.0.0.1:1/0 ours" in ended.output
+    assert "RINGWAY_JOB_TOKEN is not the same here and where the run was started" in ended.output
+    assert "RINGWAY_WITNESS is not the same here and where the run was started" in ended.output
+
+
+def test_a_rank_with_another_token_than_its_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launcher.store_of_a_run() as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        info = LaunchInfo(
+            rank=0,
+            size=1,
+            source="ringway run",
+            job=variables["RINGWAY_RUN_ID"],
+            socket=variables["RINGWAY_RUN_STORE"],
+        )
+        LastingStore(info, 5.0)
+        with pytest.raises(RendezvousError, match="another RINGWAY_JOB_TOKEN than the launcher"):
+            LastingStore(info, 5.0, token="another")
 
 
 _USES_STORE_AFTER_DEATH = """

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -27,9 +27,12 @@ from elastic_model import SECONDS, Sum, contents_of, optimizer_of, simulated, va
 from free_ports import free_port
 from ringway.errors import RendezvousError, UsageError
 from ringway.job.elastic.job import ElasticJob
+from ringway.job.elastic.roster import standing
+from ringway.launch import run as launcher
+from ringway.launch import witness as witness_module
 from ringway.launch.info import LaunchInfo
 from ringway.launch.rendezvous import LastingStore
-from ringway.launch.witness import RedisStore
+from ringway.launch.witness import DataLost, RedisStore
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
 
@@ -52,6 +55,7 @@ def _server() -> str:
 def _redis(folder: Path, port: int | None = None) -> Iterator[str]:
     port = port or free_port()
     command = [_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    command += ["--unixsocket", str(folder / "socket")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
@@ -67,6 +71,12 @@ def _redis(folder: Path, port: int | None = None) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def _client(url: str) -> Any:
+    import redis
+
+    return redis.Redis.from_url(url)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +133,44 @@ def test_a_server_that_was_restarted_is_refused(tmp_path: Path) -> None:
         store.set("key", "value")
     with _redis(tmp_path, port), pytest.raises(c10d.DistNetworkError, match="was restarted, or another server took"):
         store.set("key", "value")
+
+
+def test_every_change_renews_the_expiry(witness: str) -> None:
+    store, client = RedisStore(witness, "expiry", 30.0), _client(witness)
+    changes: list[Callable[[], object]] = [
+        lambda: store.set("a", "1"),
+        lambda: store.add("a", 1),
+        lambda: store.append("b", "1"),
+        lambda: store.compare_set("c", "", "1"),
+        store.renew,
+        lambda: RedisStore(witness, "expiry", 30.0),
+    ]
+    for change in changes:
+        client.expire("ringway:expiry", 60)
+        change()
+        assert client.ttl("ringway:expiry") > 3000
+    client.expire("ringway:expiry", 60)
+    store.renew()  # it was renewed just now
+    store.check(["a"])
+    assert client.ttl("ringway:expiry") <= 60
+
+
+def test_a_job_whose_data_the_witness_lost_is_not_begun_again_beside_another(witness: str) -> None:
+    store, client = RedisStore(witness, "lost", 30.0), _client(witness)
+    store.set("key", "value")
+    client.delete("ringway:lost")
+    changes: list[Callable[[], object]] = [
+        lambda: store.set("a", "1"),
+        lambda: store.add("a", 1),
+        lambda: store.append("b", "1"),
+        lambda: store.compare_set("c", "", "1"),
+        store.renew,
+    ]
+    for second in (None, RedisStore(witness, "lost", 30.0)):
+        for change in changes:
+            with pytest.raises(DataLost, match="has lost the job's data"):
+                change()
+        assert second is None or second.num_keys() == 0
 
 
 def test_mistakes_are_named(witness: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +254,118 @@ def test_without_a_witness_losing_rank_0_ends_the_job_and_says_so(pool: RankPool
         assert outcome.ok, "\n".join(map(str, ended))
         assert "the job's store is out of reach" in outcome.value["error"]
         assert "ElasticJob(witness=...)" in outcome.value["error"]
+
+
+def _by_hand(context: RankContext, secret: str) -> None:
+    """As a process that the user starts, with no other rank in its variables."""
+    leave(ringway)
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", RINGWAY_JOB_SECRET=secret, RINGWAY_JOB_TOKEN="by hand")
+    if not secret:
+        del os.environ["RINGWAY_JOB_SECRET"]
+
+
+def _outlive_the_expiry(context: RankContext, url: str, secret: str) -> tuple[int, int]:
+    """Rank 1 comes long after the last change, when the data of a job without ranks would have expired."""
+    _by_hand(context, secret)
+    witness_module._EXPIRES = 4
+    state: dict[str, Any] = {"x": torch.zeros(1)}
+    if context.rank == 1:
+        context.store.wait(["the job runs"])
+        time.sleep(2.5 * witness_module._EXPIRES)
+    with ElasticJob(witness=url, timeout=60) as job:
+        for attempt in job.steps(state):
+            with attempt:
+                attempt.commit()
+            context.store.set("the job runs", "")
+            if job.size == 2:
+                return job.generation, attempt.step
+            assert context.rank == 0, "a second job"
+            time.sleep(0.02)
+    raise AssertionError("the loop ended")
+
+
+@pytest.mark.parametrize(("kind", "secret"), [("redis", ""), ("unix", SECRET)], ids=["redis", "unix"])
+def test_a_rank_that_runs_keeps_the_data_of_its_job(pool: RankPool, tmp_path: Path, kind: str, secret: str) -> None:
+    with _redis(tmp_path) as url:
+        url = url if kind == "redis" else f"unix://{tmp_path / 'socket'}"
+        ended = pool.try_run(_outlive_the_expiry, url, secret, world_size=2, timeout=SECONDS, grace=60)
+        pool.replace()
+    assert all(outcome.ok for outcome in ended), "\n".join(map(str, ended))
+    first, second = (outcome.value for outcome in ended)
+    assert first == second
+    assert first[0] == 2
+    assert first[1] > 1
+
+
+def _lose_the_data(context: RankContext, url: str, secret: str) -> str:
+    _by_hand(context, secret)
+    with ElasticJob(witness=url, timeout=60) as job:
+        try:
+            for attempt in job.steps({"x": torch.zeros(1)}):
+                with attempt:
+                    attempt.commit()
+                if attempt.step == 3:
+                    _client(url).flushall()
+                assert attempt.step < 3000, "it goes on"
+                time.sleep(0.02)
+        except RendezvousError as error:
+            return str(error)
+    raise AssertionError("the loop ended")
+
+
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["open", "sealed"])
+def test_a_rank_that_runs_stops_when_the_witness_loses_the_data(pool: RankPool, tmp_path: Path, secret: str) -> None:
+    with _redis(tmp_path):
+        (ended,) = pool.try_run(
+            _lose_the_data, f"unix://{tmp_path / 'socket'}", secret, world_size=1, timeout=SECONDS, grace=60
+        )
+        pool.replace()
+    assert ended.ok, ended
+    assert ended.value.startswith("the witness on this host has lost the job's data")
+
+
+_MEETS_ANOTHER = """
+import pathlib, sys
+import torch
+import ringway
+
+with ringway.ElasticJob(timeout=60) as job:
+    for attempt in job.steps({"x": torch.zeros(1)}):
+        with attempt:
+            attempt.commit()
+        pathlib.Path(sys.argv[1]).touch()
+        if job.size == 2:
+            print("met in generation", job.generation, flush=True)
+            break
+"""
+
+
+def _join_from_a_terminal_without_a_witness(context: RankContext, url: str, mark: str) -> list[int]:
+    command = [sys.executable, "-c", _MEETS_ANOTHER, mark]
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            while not os.path.exists(mark):  # until the first job runs
+                time.sleep(0.05)
+            code = launcher.join(command, 1, str(os.getppid())).code
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    os.environ.update(RINGWAY_WITNESS=url, RINGWAY_JOB_TOKEN="a launcher's")
+    terms = launcher.Elastic(1, 0, standing)
+    outcome = launcher.run(command, 1, elastic=terms)
+    return [outcome.code, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+
+
+def test_ranks_of_another_terminal_join_at_the_witness_and_the_launcher_sees_them(
+    pool: RankPool, witness: str, tmp_path: Path
+) -> None:
+    mark = str(tmp_path / "mark")
+    (ended,) = pool.try_run(_join_from_a_terminal_without_a_witness, witness, mark, world_size=1, timeout=SECONDS)
+    pool.replace()
+    assert ended.ok, ended
+    assert ended.value == [0, 0], ended.output
+    assert ended.output.count("met in generation 2") == 2
+    assert "ringway run: generation 1; in: 0; joining: none; out: none" in ended.output

@@ -19,10 +19,12 @@ from torch.distributed import DistError
 
 from ringway.errors import UsageError
 from ringway.launch import ports
-from ringway.launch.identity import job_key
+from ringway.launch.identity import TOKEN, job_key
 from ringway.launch.run_store import RunStore, address_of, name_of_run
 from ringway.launch.secret import REMEDY, given_key
 from ringway.launch.store_server import StoreServer
+from ringway.launch.witness import VARIABLE as WITNESS
+from ringway.launch.witness import is_local, public
 from ringway.store import Deadline
 
 _FACTS = "ringway/run"
@@ -45,6 +47,10 @@ class Facts:
     """For programs of plain torch: their rank 0 opens a store there."""
     fewest: int | None
     """Of an elastic run: any number of hosts may join."""
+    witness: str = ""
+    """The URL of the witness, without a password: the network sees it."""
+    names_witness: bool = False
+    """Whether each host names the witness itself: its URL has a password, or means another server elsewhere."""
 
 
 class Launchers:
@@ -105,7 +111,9 @@ def hosted(place: str, ranks: int, hosts: int, fewest: int | None) -> Iterator[t
         server = StoreServer(listener, name, run_key)
         try:
             store = RunStore(address, run_key, _STORE_SECONDS)
-            facts = Facts(ranks, hosts, reserved.getsockname()[1], fewest)
+            witness = os.environ.get(WITNESS, "")
+            named = witness != public(witness) or (bool(witness) and is_local(witness) and not ports.is_loopback(host))
+            facts = Facts(ranks, hosts, reserved.getsockname()[1], fewest, public(witness), named)
             store.set(_FACTS, json.dumps(asdict(facts)))
             store.add(_JOINED, 1)
             yield _variables(name, address, facts), address, Launchers(store, facts, 0)
@@ -116,25 +124,46 @@ def hosted(place: str, ranks: int, hosts: int, fewest: int | None) -> Iterator[t
 def joined(place: str, ranks: int) -> tuple[dict[str, str], Launchers]:
     """Join the run whose store is at `place`, HOST:PORT. Returns the environment variables of its ranks, and the
     launchers."""
-    key = given_key()
+    key, token = given_key(), os.environ.get(TOKEN, "")
     if key.open:
         raise UsageError(f"--join {place}: the run has a secret, and this host does not have it: {REMEDY}")
     try:
         name = name_of_run(place)
-        store = RunStore(place, job_key(key, name, os.environ.get("RINGWAY_JOB_TOKEN", "")), _STORE_SECONDS)
+        store = RunStore(place, job_key(key, name, token), _STORE_SECONDS)
         said = json.loads(store.get(_FACTS))
     except (OSError, DistError) as error:
+        here = f"here '{token}'" if token else "not set here"
         raise UsageError(
-            f"--join {place}: no 'ringway run --listen' answers there that has the secret of this host ({error})"
+            f"--join {place}: no 'ringway run --listen' answers there that has the secret of this host, and the same "
+            f"{TOKEN} ({here}). Set both as where the run was started: {error}"
         ) from None
     facts = Facts(**said)
+    witness = _witness_of(place, facts)
     if facts.fewest is None and facts.ranks != ranks:
         raise UsageError(f"--join {place}: the run has {facts.ranks} ranks on each host, and -n is {ranks}")
     number = store.add(_JOINED, 1) - 1
     if facts.fewest is None and number >= facts.hosts:
         store.add(_JOINED, -1)
         raise UsageError(f"--join {place}: the run has {facts.hosts} hosts, and all of them are there")
-    return _variables(name, place, facts), Launchers(store, facts, number)
+    return {**_variables(name, place, facts), WITNESS: witness}, Launchers(store, facts, number)
+
+
+def _witness_of(place: str, facts: Facts) -> str:
+    """The URL of the run's witness, from the run or from this host. Ranks with another one would be a second job."""
+    ours = os.environ.get(WITNESS, "")
+    if not ours and facts.names_witness:
+        raise UsageError(
+            f"--join {place}: the run has a witness, and its URL is not handed over: it has a password, or means "
+            f"another server on each host. Set {WITNESS} here too"
+        )
+    is_other = public(ours) != facts.witness and not (facts.names_witness and is_local(facts.witness))
+    if ours and is_other:
+        there = f"'{facts.witness}' there" if facts.witness else "not set there"
+        raise UsageError(
+            f"--join {place}: {WITNESS} is '{public(ours)}' here, and {there}. Unset it here, or set it to the same "
+            "URL on all hosts"
+        )
+    return ours or facts.witness
 
 
 def _is_ipv6(host: str) -> bool:

@@ -24,6 +24,9 @@ from ringway.store import Deadline, read
 IDENTITY = "ringway/job"
 """The key under which a store names its job."""
 
+TOKEN = "RINGWAY_JOB_TOKEN"
+"""The variable with which the user tells jobs apart."""
+
 _LONGEST_IDENTITY = 1024
 
 

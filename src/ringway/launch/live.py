@@ -15,6 +15,7 @@ from typing import TextIO
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from ringway.errors import RingwayError
 from ringway.launch.processes import ProcessName, pid_namespace
 
 _LOOK_SECONDS = 0.5
@@ -108,7 +109,7 @@ class Progress:
             return
         self._next = time.monotonic() + _LOOK_SECONDS
         if self._store is not None and self._look is not None:
-            with suppress(DistError):  # the ranks report it
+            with suppress(DistError, RingwayError):  # the ranks report it
                 self._standing = self._look(self._store)
         if self._standing is None:
             return

@@ -28,7 +28,7 @@ from ringway.keys import Key
 from ringway.launch import ports
 from ringway.launch.attempts import Attempt, must_agree, of_agreed_attempt, of_this_attempt
 from ringway.launch.discover import discover
-from ringway.launch.identity import IDENTITY, Job, recognize, signature
+from ringway.launch.identity import IDENTITY, TOKEN, Job, identity, job_key, recognize, signature
 from ringway.launch.info import LaunchInfo
 from ringway.launch.roll_call import Place, roll_call
 from ringway.launch.run_store import RunStore
@@ -68,13 +68,21 @@ class LastingStore:
         token: str = "",
         require_secret: bool = False,
         witness: str | None = None,
+        key: Key | None = None,
     ) -> None:
-        job, info = Job.of(info, token, require_secret), replace(info, size=0)
+        """`key` is that of the job's secret, if this process is no rank and does not find it where ranks do."""
+        if key is None:
+            job = Job.of(info, token, require_secret)
+        else:
+            job = Job(identity(info.job, token), job_key(key, info.job, token))
+        info = replace(info, size=0)
+        self._witness: RedisStore | None = None
         with shortage_named("the rendezvous"):
             if witness is None:
                 self._inner, _, opened, job = _meet(info, job, Deadline(timeout))
             else:
-                self._inner, opened = _at_witness(witness, info, job, timeout)
+                self._witness, opened = _at_witness(witness, info, job, timeout)
+                self._inner = self._witness
         # torchrun on one host restarts all ranks, with a new secret. On several hosts, ranks that it restarts may find
         # others that live, so all attempts share one list of ranks.
         self._inner = of_this_attempt(self._inner)
@@ -87,6 +95,11 @@ class LastingStore:
     def _sealed(self, store: Store, key: Key) -> Store:
         return store if self._key.open or isinstance(self._inner, RunStore) else KeyedStore(store, key)
 
+    def keep(self) -> None:
+        """Each rank that runs calls this often, so that the store outlives a long time without a change."""
+        if self._witness is not None:
+            self._witness.renew()
+
     def part(self, generation: str, members: str, watch: Callable[[], None]) -> WatchedStore:
         """The part of one generation of ranks. `members` tells this set of processes from any other, so its keys are
         new. `watch` raises if one of them is gone."""
@@ -94,7 +107,7 @@ class LastingStore:
         return WatchedStore(self._sealed(PrefixStore(f"generation {generation}", self._inner), key), key, watch)
 
 
-def _at_witness(url: str, info: LaunchInfo, job: Job, timeout: float) -> tuple[Store, str]:
+def _at_witness(url: str, info: LaunchInfo, job: Job, timeout: float) -> tuple[RedisStore, str]:
     if not job.name:
         raise UsageError(
             "a witness may serve several jobs, and nothing tells this one from others: set RINGWAY_JOB_TOKEN to a name "
@@ -226,7 +239,12 @@ _Met = tuple[Store, Place, str]
 def _join_run(info: LaunchInfo, path: str, job: Job, deadline: Deadline) -> _Met:
     """The private store of `ringway run`."""
     place = Place(path)
-    store = RunStore(path, job.key, deadline.seconds)
+    try:
+        store = RunStore(path, job.key, deadline.seconds)
+    except DistError as error:
+        raise RendezvousError(
+            f"{error}. The launcher has ended, or this rank has another secret or another {TOKEN} than the launcher"
+        ) from error
     _hosted[:] = [store]
     return store, place, recognize(store, info, job, place, _patience(deadline))
 

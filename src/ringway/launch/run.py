@@ -19,25 +19,29 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from ringway.descriptors import shortage_named
-from ringway.errors import UsageError
+from ringway.errors import RingwayError, UsageError
 from ringway.launch import hosts, ports
 from ringway.launch.binding import Binding
 from ringway.launch.cpus import usable_cpus
 from ringway.launch.guard import MARK
-from ringway.launch.identity import job_key
+from ringway.launch.identity import TOKEN, job_key
+from ringway.launch.info import LaunchInfo
 from ringway.launch.invitation import Invitation
 from ringway.launch.live import Progress, Standing
 from ringway.launch.output import Output
 from ringway.launch.processes import pid_namespace
 from ringway.launch.rank_processes import RankProcesses, Signals
+from ringway.launch.rendezvous import LastingStore
 from ringway.launch.run_store import RunStore
 from ringway.launch.secret import SECRET, SECRET_FILE, PrivateSecret, given_key
 from ringway.launch.sources import LOOPBACK
 from ringway.launch.store_server import PrivateSocket, StoreServer
+from ringway.launch.witness import VARIABLE as WITNESS
 
 ON_DEATH = ("stop", "keep")
 _POLL = 0.05
 _STORE_SECONDS = 30.0
+_WITNESS_SECONDS = 2.0  # a look at a witness that is gone holds up the launcher for as long
 _LONGEST_PAUSE = 30.0  # before a rank is started again
 
 
@@ -94,15 +98,16 @@ def run(
             with hosts.hosted(listen.place, ranks, listen.hosts, fewest) as (variables, address, launchers):
                 _say(f"on each other host: ringway run --join {address} -n {ranks} ...")
                 local = LocalRanks(ranks, ranks * listen.hosts, bindings=bindings)
-                return _run(command, local, variables, on_death, grace, elastic, launchers, launchers.store)
+                store = launchers.store if elastic is None else _store_of_the_job(variables, launchers.store)
+                return _run(command, local, variables, on_death, grace, elastic, launchers, store)
         local = LocalRanks(ranks, ranks, bindings=bindings)
         with store_of_a_run() as variables:
             if elastic is None:
                 return _run(command, local, variables, on_death, grace, ended=ended)
             environment = {**variables, "RINGWAY_MIN_RANKS": str(elastic.fewest)}
-            with Invitation(environment, ranks):
+            with Invitation({**environment, **_chosen(os.environ)}, ranks):
                 _say(f"more ranks can join with: ringway run --join {os.getpid()} -n 1 ...")
-                store = _client(variables)
+                store = _store_of_the_job(variables, _client(variables))
                 return _run(command, local, environment, on_death, grace, elastic, store=store)
 
 
@@ -119,6 +124,13 @@ def join(
     user on this host, or by the HOST:PORT at which it listens."""
     if where.isascii() and where.isdigit():
         variables, size = Invitation.of(int(where))
+        theirs = _chosen(variables)
+        for name, ours in _chosen(os.environ).items():
+            if ours not in ("", theirs[name]):
+                raise UsageError(
+                    f"--join {where}: {name} is not the same here and where the run was started. Unset it here: the "
+                    "ranks get it from the run"
+                )
         return _run(command, LocalRanks(ranks, size, later=True, bindings=bindings), variables, "keep", grace)
     variables, launchers = hosts.joined(where, ranks)
     facts, number = launchers.facts, launchers.number
@@ -178,6 +190,26 @@ def store_of_a_run() -> Iterator[dict[str, str]]:
             store.close()
 
 
+def _chosen(environ: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables that say which job it is, and where its ranks meet."""
+    return {name: environ.get(name, "") for name in (WITNESS, TOKEN)}
+
+
+def _store_of_the_job(variables: Mapping[str, str], ours: RunStore) -> Store | None:
+    """Where the ranks of an elastic job sign up: at the witness, if there is one. None if it cannot be reached: the
+    ranks report that."""
+    witness, token = os.environ.get(WITNESS, ""), os.environ.get(TOKEN, "")
+    if not witness:
+        return ours
+    info = LaunchInfo(rank=0, size=1, source="ringway run", job=variables["RINGWAY_RUN_ID"], hosted_by_launcher=True)
+    key = given_key({**os.environ, **variables})
+    try:
+        return LastingStore(info, _WITNESS_SECONDS, token=token, witness=witness, key=key).store
+    except RingwayError as error:
+        _say(f"the launcher cannot see which ranks are in the job: {error}")
+        return None
+
+
 def _client(variables: Mapping[str, str]) -> RunStore:
     """The launcher's own connection to the store of its run."""
     key = job_key(given_key(variables), variables["RINGWAY_RUN_ID"], os.environ.get("RINGWAY_JOB_TOKEN", ""))
@@ -192,7 +224,7 @@ def _run(
     grace: int,
     elastic: Elastic | None = None,
     launchers: hosts.Launchers | None = None,
-    store: RunStore | None = None,
+    store: Store | None = None,
     ended: Callable[[int, str], None] | None = None,
 ) -> Outcome:
     started = time.monotonic()
@@ -286,7 +318,7 @@ def _supervise_elastic(
     command: Sequence[str],
     environments: Sequence[dict[str, str]],
     progress: Progress,
-    store: RunStore | None,
+    store: Store | None,
 ) -> tuple[list[int], list[int]]:
     """Start ranks that fail again, until all have ended or too few are left. Once the job is over, or the last rank
     that runs has ended well, no rank is started again. Returns the ranks that failed for good, and those that still
@@ -337,7 +369,10 @@ def _supervise_elastic(
             due.clear()
         elif len(running) + len(due) + left < elastic.fewest:
             progress.say(f"{len(running)} ranks are left, and the job needs {elastic.fewest}: it ends")
-            return [*failed, *due], running
+            known = [*failed, *due]
+            ended_before = [rank for rank in range(len(processes)) if rank not in [*known, *running]]
+            # A rank that ended well may have cleared the others that failed.
+            return [*known, *(rank for rank in ended_before if processes.code(rank))], running
         for rank in [rank for rank, moment in due.items() if moment <= time.monotonic()]:
             del due[rank]
             try:
@@ -352,14 +387,14 @@ def _supervise_elastic(
     return [*failed, *due], running
 
 
-def _members_at_the_end(elastic: Elastic, store: RunStore | None) -> Collection[int] | None:
+def _members_at_the_end(elastic: Elastic, store: Store | None) -> Collection[int] | None:
     """The process ids of the ranks on this host that were in the job when it ended; None while it goes on. A command
     that wraps the program has another process id than the rank."""
     if store is None or elastic.look is None:
         return None
     try:
         standing = elastic.look(store)
-    except DistError:
+    except (DistError, RingwayError):  # the ranks report it
         return None
     if standing is None or not standing.finished:
         return None
@@ -374,6 +409,8 @@ def _out(rank: int, due: Mapping[int, float]) -> str:
 def _outcome(processes: RankProcesses, failed: list[int], stopped: list[int], started: float) -> Outcome:
     ranks = len(processes)
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
+    if stopped and not failed:
+        return Outcome(1, f"too few ranks were left after {_seconds(started)}; stopped: {processes.names(stopped)}")
     if not failed:
         return Outcome(0, f"{many} finished in {_seconds(started)}")
     first = failed[0]

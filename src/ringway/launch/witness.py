@@ -1,8 +1,11 @@
 """A store outside the job: it survives the loss of any of the job's hosts, and needs no launcher.
 
 A witness is a Redis or Valkey server (`redis://`, `rediss://`, `unix://`). A job is one hash in it, whose fields are
-the keys of the store. A compare-and-set is a script, which the server runs undivided. The hash expires an hour after
-the last rank wrote to it.
+the keys of the store. A change is a script, which the server runs undivided. The hash expires an hour after the last
+change; the ranks that run renew it.
+
+The hash has a mark, which its first user makes. A client that finds another mark, or none, raises `DataLost`: the hash
+has expired, or was deleted, and what is there now may be a second job.
 
 Redis copies its data to replicas, and to disk, after it has answered. So a server that was restarted, or a replica that
 took its place, may have forgotten which ranks the job has. The ranks compare the server's run id, and stop if it is
@@ -13,6 +16,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,34 +26,62 @@ from urllib.parse import urlsplit
 from torch.distributed import DistNetworkError
 
 from ringway.errors import UsageError
+from ringway.launch import ports
 from ringway.launch.store_client import StoreClient, not_an_integer, too_late, unanswered
 from ringway.store import Deadline
 
 VARIABLE = "RINGWAY_WITNESS"
 _SCHEMES = ("redis", "rediss", "unix")
-_SERVER = "ringway/server"
+_MARK = "ringway/server"
 _EXPIRES = 3600
+_RENEWALS = 4  # in the time until the hash would expire
+_LOST = "RINGWAYLOST"
 _ANSWER_SECONDS = 5.0
 _LONGEST_PAUSE = 0.05
 
-_COMPARE_SET = """
-local found = redis.call('HGET', KEYS[1], ARGV[1])
+# The arguments of each script begin with the mark, and with the seconds until the hash expires.
+_OPEN = f"""
+redis.call('HSETNX', KEYS[1], '{_MARK}', ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return redis.call('HGET', KEYS[1], '{_MARK}')
+"""
+_GUARD = f"""
+if redis.call('HGET', KEYS[1], '{_MARK}') ~= ARGV[1] then
+  return redis.error_reply('{_LOST} the hash has another mark, or none')
+end
+"""
+_RENEW = "redis.call('EXPIRE', KEYS[1], ARGV[2])\n"
+_COMPARE_SET = f"""
+local found = redis.call('HGET', KEYS[1], ARGV[3])
 if found == false then
-  if ARGV[2] ~= '' then return ARGV[2] end
-elseif found ~= ARGV[2] then
+  if ARGV[4] ~= '' then return ARGV[4] end
+elseif found ~= ARGV[4] then
   return found
 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-return ARGV[3]
+redis.call('HSET', KEYS[1], ARGV[3], ARGV[5])
+{_RENEW}
+return ARGV[5]
 """
-_APPEND = """
-local before = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-redis.call('HSET', KEYS[1], ARGV[1], before .. ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[3])
+_SET = f"""
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+{_RENEW}
+"""
+_APPEND = f"""
+local before = redis.call('HGET', KEYS[1], ARGV[3]) or ''
+redis.call('HSET', KEYS[1], ARGV[3], before .. ARGV[4])
+{_RENEW}
+"""
+_ADD = f"""
+local total = redis.call('HINCRBY', KEYS[1], ARGV[3], ARGV[4])
+{_RENEW}
+return total
 """
 
 T = TypeVar("T")
+
+
+class DataLost(DistNetworkError):
+    """The witness answers, and no longer has what the ranks agreed on."""
 
 
 class RedisStore(StoreClient):
@@ -60,7 +93,7 @@ class RedisStore(StoreClient):
         parts = urlsplit(url)
         if parts.scheme not in _SCHEMES:
             raise UsageError(
-                f"the witness '{_without_password(url)}' is not supported: name a Redis or Valkey server as in "
+                f"the witness '{public(url)}' is not supported: name a Redis or Valkey server as in "
                 "redis://host:6379/0, rediss://... with TLS, or unix:///path"
             )
         try:
@@ -68,6 +101,7 @@ class RedisStore(StoreClient):
         except ImportError as error:
             raise UsageError(f"the witness {self} needs redis: pip install 'ringway[redis]'") from error
         local = parts.scheme == "unix"
+        seconds = min(_ANSWER_SECONDS, timeout)
         self.host, self.port = ("127.0.0.1", None) if local else (parts.hostname or "localhost", parts.port or 6379)
         self._errors = redis.RedisError
         self._not_an_integer = redis.ResponseError
@@ -75,17 +109,22 @@ class RedisStore(StoreClient):
         self._hash = f"ringway:{job}"
         self._client: Any = redis.Redis.from_url(
             url,
-            socket_timeout=_ANSWER_SECONDS,
-            socket_connect_timeout=_ANSWER_SECONDS,
+            socket_timeout=seconds,
+            socket_connect_timeout=seconds,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1),
             redis_connect_func=self._connected,
         )
-        self._compare: Any = self._client.register_script(_COMPARE_SET)
-        self._append: Any = self._client.register_script(_APPEND)
+        self._scripts: dict[str, Any] = {
+            script: self._client.register_script(_GUARD + script)
+            for script in (_COMPARE_SET, _SET, _APPEND, _ADD, _RENEW)
+        }
+        self._next_renewal = 0.0
         self.set_timeout(timedelta(seconds=timeout))
         self._ask(self._client.ping)  # connects
-        found = self.compare_set(_SERVER, "", self._server).decode(errors="replace")
-        if found != self._server:
+        mark = f"{self._server} {secrets.token_hex(16)}"
+        opened = self._client.register_script(_OPEN)
+        self._mark = bytes(self._ask(lambda: opened(keys=[self._hash], args=[mark, _EXPIRES])))
+        if self._mark.partition(b" ")[0] != self._server.encode():
             raise self._replaced()
 
     def __str__(self) -> str:
@@ -102,8 +141,8 @@ class RedisStore(StoreClient):
             raise self._replaced()
         self._server = server
 
-    def _replaced(self) -> DistNetworkError:
-        return DistNetworkError(
+    def _replaced(self) -> DataLost:
+        return DataLost(
             f"the witness {self} was restarted, or another server took its place: it may have lost what the ranks "
             "agreed on. Start the job again under another RINGWAY_JOB_TOKEN"
         )
@@ -112,16 +151,26 @@ class RedisStore(StoreClient):
         try:
             return question()
         except self._errors as error:
+            if _LOST in str(error):
+                raise DataLost(
+                    f"the witness {self} has lost the job's data: they expired or were deleted while this rank ran. "
+                    "Another job may have begun under the same name, so this rank stops. Start the job again"
+                ) from None
             raise unanswered(f"the witness {self}", error) from error
 
-    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        def store() -> None:
-            with self._client.pipeline() as together:
-                together.hset(self._hash, mapping=dict(zip(keys, values, strict=True)))
-                together.expire(self._hash, _EXPIRES)
-                together.execute()
+    def _change(self, script: str, *arguments: str | bytes | int) -> Any:
+        given = [self._mark, _EXPIRES, *arguments]
+        return self._ask(lambda: self._scripts[script](keys=[self._hash], args=given))
 
-        self._ask(store)
+    def renew(self) -> None:
+        """Each rank that runs calls this often: its job may go on for hours without a change. Few calls send a
+        request."""
+        if time.monotonic() >= self._next_renewal:
+            self._change(_RENEW)
+            self._next_renewal = time.monotonic() + _EXPIRES / _RENEWALS
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        self._change(_SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         def look() -> list[bytes] | None:
@@ -150,7 +199,7 @@ class RedisStore(StoreClient):
 
     def add(self, key: str, amount: int) -> int:
         try:
-            total = self._ask(lambda: self._client.hincrby(self._hash, key, amount))
+            total = self._change(_ADD, key, amount)
         except DistNetworkError as error:
             if isinstance(error.__cause__, self._not_an_integer):
                 raise not_an_integer(key) from None
@@ -158,18 +207,25 @@ class RedisStore(StoreClient):
         return int(total)
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(lambda: self._append(keys=[self._hash], args=[key, value, _EXPIRES]))
+        self._change(_APPEND, key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        arguments = [key, expected, desired, _EXPIRES]
-        return bytes(self._ask(lambda: self._compare(keys=[self._hash], args=arguments)))
+        return bytes(self._change(_COMPARE_SET, key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask(lambda: self._client.hdel(self._hash, key)))
 
     def num_keys(self) -> int:
-        return int(self._ask(lambda: self._client.hlen(self._hash))) - 1  # the server's run id is ringway's
+        return int(self._ask(lambda: self._client.hlen(self._hash))) - 1  # the mark is ringway's
 
 
-def _without_password(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", url)
+def public(url: str) -> str:
+    """The URL without a password."""
+    bare = re.sub(r"//[^/]*@", "//", url)
+    return bare.partition("?")[0] if "password" in bare.partition("?")[2] else bare
+
+
+def is_local(url: str) -> bool:
+    """Whether the URL names another server on each host."""
+    parts = urlsplit(url)
+    return parts.scheme == "unix" or ports.is_loopback(parts.hostname or "localhost")

@@ -30,6 +30,7 @@ from ringway.job.elastic.state import State
 from ringway.launch.discover import discover
 from ringway.launch.rendezvous import LastingStore
 from ringway.launch.witness import VARIABLE as WITNESS
+from ringway.launch.witness import DataLost
 from ringway.observe.report.figures import group_name
 from ringway.parallel.data import DataParallel, register_data_parallel_hooks
 from ringway.store import unwrapped
@@ -171,6 +172,7 @@ class ElasticJob:
         if getattr(server, "port", None) is not None:  # other hosts may reach it
             server = Server(server.host, server.port)
             self._pulse = Pulse(self._roster, self._member, server, self._grace, self._is_silent)
+        start("ringway-newcomers", self._look_at_the_store)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -238,7 +240,6 @@ class ElasticJob:
             raise UsageError("steps() was called before; a job has one loop")
         self._state = State(state)
         self._until = until
-        start("ringway-newcomers", self._look_for_newcomers)
         going_on = self._regroup(None)
         while going_on:
             if until is not None and self._state.step >= until:
@@ -361,6 +362,10 @@ class ElasticJob:
             rank = None if generation is None else generation.rank_of(member)
             text = f"rank {rank} ({member}) has given no sign of life for {self._grace:g} s"
             error = PeerLost(text, rank=rank, host=member.process.host, pid=member.process.pid)
+        self._interrupt(error)
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Runs on a thread: ends the group's calls with an error."""
         with world.process.part(Aborts).together():
             for group in world.communicators():
                 if group.fault is None:
@@ -384,15 +389,21 @@ class ElasticJob:
         self._hooks.clear()
         destroy_process_group()
 
-    def _look_for_newcomers(self) -> None:
-        """Runs on a thread: rank 0 of each generation looks, and its vote in `commit` tells the others."""
+    def _look_at_the_store(self) -> None:
+        """Runs on a thread: keeps the store, and looks for newcomers. Rank 0 of each generation looks, and its vote in
+        `commit` tells the others."""
         while not self._left.wait(_LOOK_SECONDS):
             generation = self._generation
-            if generation is None or generation.rank_of(self._member) != 0 or self._roster is None:
-                continue
-            with suppress(c10d.DistError):  # the next change reports it
+            try:
+                self._store.keep()
+                if generation is None or generation.rank_of(self._member) != 0 or self._roster is None:
+                    continue
                 if self._roster.someone_waits_after(generation) and generation is self._generation:
                     self._saw_newcomers = True
+            except DataLost as error:  # a second job may begin now: the next change reports it, so it must come
+                self._interrupt(CommTimeout(str(error)))
+            except c10d.DistError:  # the next change reports it
+                pass
 
 
 class Attempt:

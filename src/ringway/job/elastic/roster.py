@@ -23,6 +23,7 @@ from ringway.api.start import say
 from ringway.errors import PeerLost, RendezvousError
 from ringway.launch.live import Standing
 from ringway.launch.processes import ProcessName
+from ringway.launch.witness import DataLost
 from ringway.store import Deadline, read
 from ringway.version import VERSION
 
@@ -196,6 +197,11 @@ class Roster:
         known to have died."""
         with _reaching_the_store():
             current = self._current()
+            if current is None and me.veteran:
+                raise RendezvousError(
+                    "the job's store has lost the job's data: it lists no ranks, and this rank was one of them. It "
+                    "cannot know whether the others go on without it, so it stops. Start the job again"
+                )
             _require_one_version(me.member, current)
             while True:
                 self._require_not_lost(me.member)
@@ -416,6 +422,8 @@ def _reaching_the_store() -> Iterator[None]:
     """A process that cannot reach the store must stop: the others may go on without it."""
     try:
         yield
+    except DataLost as error:
+        raise RendezvousError(str(error)) from error
     except DistError as error:
         raise RendezvousError(
             f"the job's store is out of reach ({str(error).splitlines()[0]}). This rank cannot know whether the others "
