@@ -199,6 +199,7 @@ class PointToPoint final : public Guard {
     void start_thread(const Message& message, Messages& finished);
 
     void reserve(int to);
+    bool read_as_it_comes(const Message& message, uint64_t at);
     uint64_t room(const Message& message, uint64_t head, uint64_t needed);
     uint64_t head_bytes(const Message& message) const;
     void write_head(const Message& message, uint64_t at);

@@ -8,7 +8,12 @@ namespace ringway::shm {
 namespace {
 
 constexpr uint64_t kGrain = 64;       // frames begin at multiples of this
-constexpr int64_t kPiece = 64 << 10;  // bytes that are copied before the other side sees them
+// Bytes that are copied before the other side sees them. Small pieces of a short message: the other side copies out at the
+// same time. A long one keeps both sides busy anyway, and each piece costs a fence.
+constexpr int64_t kPiece = 64 << 10;
+constexpr int64_t kShort = 256 << 10;
+constexpr int64_t kShortPiece = 16 << 10;
+constexpr int64_t piece_of(int64_t bytes) { return bytes <= kShort ? kShortPiece : kPiece; }
 
 constexpr int kQuickLooks = 64;
 
@@ -50,7 +55,7 @@ bool PointToPoint::send_now(const Message& message) {
         head = data_at;
         int64_t moved = inside ? bytes : 0;
         do {
-            const int64_t piece = std::min(bytes - moved, kPiece);
+            const int64_t piece = std::min(bytes - moved, piece_of(bytes));
             write_ring(message.peer, head, message.payload() + moved, piece);
             moved += piece;
             head += padded(piece);
@@ -85,16 +90,36 @@ bool PointToPoint::receive_now(const Message& message) {
         if (line.by_reference != 0) return false;
         const bool inside = message.bytes <= Line::kInside;
         const uint64_t end = data_at + (inside ? 0 : padded(message.bytes));
-        if (there < end - tail) return false;
-        if (!inside)
-            read_ring(message.peer, data_at, message.data, message.bytes);
-        else if (message.bytes > 0)
+        if (!inside && (end - tail > ring_bytes_ || !read_as_it_comes(message, data_at))) return false;
+        if (inside && message.bytes > 0)
             std::memcpy(message.data, line.inside, static_cast<size_t>(message.bytes));
         ring.tail.store(end, kPublish);
         waiter_.tell(message.peer);
     } catch (const Unfinished&) {
         return false;  // the general path finds the same, and reports it
     }
+    return true;
+}
+
+// Copies a message's data while the other side still writes it. False if that takes long: then it is read again, because it
+// is still in the ring.
+bool PointToPoint::read_as_it_comes(const Message& message, uint64_t at) {
+    RingControl& ring = segment_.ring(message.peer, rank_);
+    int looks = 0;
+    for (int64_t moved = 0; moved < message.bytes;) {
+        const uint64_t head = ring.head.load(kObserve);
+        const auto there = std::min(static_cast<int64_t>(head - at), message.bytes) - moved;
+        if (there > 0) {
+            read_ring(message.peer, at + static_cast<uint64_t>(moved), message.data + moved, there);
+            moved += there;
+            looks = 0;
+        } else if (++looks > kQuickLooks) {
+            return false;
+        } else {
+            relax();
+        }
+    }
+    under_way(message.peer, ring.head.load(kObserve) - ring.tail.load(std::memory_order_relaxed), message.facts);
     return true;
 }
 
@@ -165,7 +190,7 @@ bool PointToPoint::push(int peer, Messages& finished) {
             if (message.payload_bytes() <= Line::kInside) message.moved = message.payload_bytes();
         } else {
             // Positions are multiples of the grain, so room is too; only the end of a message is padded.
-            const int64_t left = std::min(message.payload_bytes() - message.moved, kPiece);
+            const int64_t left = std::min(message.payload_bytes() - message.moved, piece_of(message.payload_bytes()));
             const auto free = static_cast<int64_t>(room(message, head, padded(left)));
             const int64_t piece = std::min(left, free);
             if (piece == 0) break;
