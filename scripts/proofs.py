@@ -43,6 +43,7 @@ MADE_BY = {
     "topk_gpu": "python scripts/topk_proof.py",
     "torch_2_11": "make torch-versions",
     "torch_2_15": "make torch-versions",
+    "torch_reconfigure": "python scripts/torch_reconfigure.py FILE",
     "vllm": "make vllm",
     "wheels": "make wheels wheel-test",
 }
