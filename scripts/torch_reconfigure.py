@@ -31,7 +31,12 @@ def outcomes(said: str) -> list[tuple[str, str]]:
     """The tests that ran, and how they ended. Lines of their ranks stand between."""
     _, *parts = TEST.split(said.partition("\n======")[0])
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [(name, (OUTCOME.findall(f"{name}{text}") or ["no outcome"])[-1]) for name, text in pairs]
+    return [(name, _outcome(f"{name}{text}")) for name, text in pairs]
+
+
+def _outcome(said: str) -> str:
+    outcome: str = (OUTCOME.findall(said) or ["no outcome"])[-1]
+    return f"skipped: {NOT_FOR_US}" if outcome.startswith("skipped") and NOT_FOR_US in said else outcome
 
 
 def main() -> int:
@@ -54,7 +59,7 @@ def main() -> int:
     wrong = [name for name, outcome in found if outcome != "ok" and NOT_FOR_US not in outcome]
     passed = sum(outcome == "ok" for _, outcome in found)
     if ended.returncode != 0 or wrong or not passed:
-        print(ended.stdout[-2000:], ended.stderr[-6000:], sep="\n")
+        print(ended.stdout[-2000:], ended.stderr[-6000:], f"not passed: {wrong}", sep="\n")
         return 1
     rows = [f"| `{name}` | {outcome} |" for name, outcome in found]
     body = [f"torch {options.torch}, {passed} tests passed.", "", "| test | outcome |", "|---|---|", *rows]
