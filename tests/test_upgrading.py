@@ -38,8 +38,10 @@ def _found(name: str) -> bool:
                 pytest.skip(f"{error.name} is not installed")
             continue
         for attribute in parts[end:]:
-            found = getattr(found, attribute, None)
-        return found is not None
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
     return False
 
 
