@@ -13,7 +13,7 @@ from ringway.errors import PeerLost
 from ringway.job.elastic.pulse import Pulse
 from ringway.job.elastic.roster import Arrival, Generation, Member, Roster, standing
 from ringway.launch.processes import ProcessName
-from ringway.store import Deadline
+from ringway.store import Deadline, read
 
 GONE = 4194305
 """A process id that no process has: Linux stops at 2^22."""
@@ -59,7 +59,7 @@ def test_hosts_learn_of_a_rank_that_signed_up_and_died_elsewhere() -> None:
     dead = replace(there.enroll(1), process=replace(ProcessName.own(), pid=GONE))
     store.append("ringway/elastic/2/arrivals", json.dumps(asdict(Arrival(dead, 0, True, False))) + "\n")
     assert here.next(Arrival(member, 1, whole=True, veteran=True), ()) is not None
-    assert f"{dead.number} died" in store.get("ringway/elastic/departures").decode()
+    assert f"{dead.number} died".encode() in (read(store, "ringway/elastic/departures") or b"")
 
 
 def test_a_generation_that_a_member_gave_up_is_given_up_by_the_others() -> None:

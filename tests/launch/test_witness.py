@@ -135,17 +135,19 @@ def test_a_server_that_was_restarted_is_refused(tmp_path: Path) -> None:
         store.set("key", "value")
 
 
-def test_every_change_renews_the_expiry(witness: str) -> None:
-    store, client = RedisStore(witness, "expiry", 30.0), _client(witness)
-    changes: list[Callable[[], object]] = [
+def _changes(store: RedisStore) -> list[Callable[[], object]]:
+    return [
         lambda: store.set("a", "1"),
         lambda: store.add("a", 1),
         lambda: store.append("b", "1"),
         lambda: store.compare_set("c", "", "1"),
         store.renew,
-        lambda: RedisStore(witness, "expiry", 30.0),
     ]
-    for change in changes:
+
+
+def test_every_change_renews_the_expiry(witness: str) -> None:
+    store, client = RedisStore(witness, "expiry", 30.0), _client(witness)
+    for change in (*_changes(store), lambda: RedisStore(witness, "expiry", 30.0)):
         client.expire("ringway:expiry", 60)
         change()
         assert client.ttl("ringway:expiry") > 3000
@@ -159,15 +161,8 @@ def test_a_job_whose_data_the_witness_lost_is_not_begun_again_beside_another(wit
     store, client = RedisStore(witness, "lost", 30.0), _client(witness)
     store.set("key", "value")
     client.delete("ringway:lost")
-    changes: list[Callable[[], object]] = [
-        lambda: store.set("a", "1"),
-        lambda: store.add("a", 1),
-        lambda: store.append("b", "1"),
-        lambda: store.compare_set("c", "", "1"),
-        store.renew,
-    ]
     for second in (None, RedisStore(witness, "lost", 30.0)):
-        for change in changes:
+        for change in _changes(store):
             with pytest.raises(DataLost, match="has lost the job's data"):
                 change()
         assert second is None or second.num_keys() == 0
