@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -74,6 +75,43 @@ def test_a_generation_that_a_member_gave_up_is_given_up_by_the_others() -> None:
     store.append("ringway/elastic/2/arrivals", json.dumps(asdict(Arrival(member, 0, True, True))) + "\n")
     with pytest.raises(PeerLost, match="gave up generation 1"):
         roster.watch(generation)()
+
+
+def test_a_rank_that_an_error_called_dead_has_time_to_sign_up() -> None:
+    """On another host one rank dies, and the other gives up its connections, which looks like its death from here."""
+    store = c10d.HashStore()
+    rosters = [Roster(store, 3, 1, 30.0, 30.0) for _ in range(3)]
+    elsewhere = replace(ProcessName.own(), namespace="another host")
+    members = [rosters[0].enroll(0)]
+    members += [replace(roster.enroll(rank), process=elsewhere) for rank, roster in enumerate(rosters[1:], 1)]
+    for member in members[1:]:
+        store.append("ringway/elastic/1/arrivals", json.dumps(asdict(Arrival(member, 0, True, False))) + "\n")
+    assert len(rosters[0].next(Arrival(members[0], 0, True, False), ()).members) == 3  # type: ignore[union-attr]
+    store.append("ringway/elastic/departures", f"{members[2].number} died\n")
+    line = json.dumps(asdict(Arrival(members[1], 1, True, True))) + "\n"
+    late = threading.Timer(0.1, lambda: store.append("ringway/elastic/2/arrivals", line))
+    late.start()
+    second = rosters[0].next(Arrival(members[0], 1, True, True), {members[1].number})
+    late.join()
+    assert second is not None
+    assert [member.number for member in second.members] == [members[0].number, members[1].number]
+    # It died after all: nobody waits for `grace`.
+    began = time.monotonic()
+    third = rosters[0].next(Arrival(members[0], 2, True, True), {members[1].number})
+    assert third is not None
+    assert [member.number for member in third.members] == [members[0].number]
+    assert time.monotonic() - began < 15.0
+
+
+def test_a_rank_of_this_host_that_lives_is_not_lost_whatever_an_error_said() -> None:
+    store = c10d.HashStore()
+    here, there = (Roster(store, 2, 1, 1.5, 30.0) for _ in range(2))
+    members = [here.enroll(0), there.enroll(1)]
+    store.append("ringway/elastic/1/arrivals", json.dumps(asdict(Arrival(members[1], 0, True, False))) + "\n")
+    assert len(here.next(Arrival(members[0], 0, True, False), ()).members) == 2  # type: ignore[union-attr]
+    began = time.monotonic()
+    assert here.next(Arrival(members[0], 1, True, True), {members[1].number}) is not None
+    assert time.monotonic() - began > 1.0, "it was left out before its time"
 
 
 class _Forgetful(Roster):

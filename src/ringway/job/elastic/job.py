@@ -281,12 +281,12 @@ class ElasticJob:
         assert self._state is not None
         before, failed = self._generation, None
         while True:
-            lost = self._lost_by(fault)
-            self._end_group()
+            accused = self._accused_by(fault)
             arrival = Arrival(self._member, self._state.step, self._whole, self._veteran)
             if before is None and self._pulse is not None and (current := self._roster.current()) is not None:
                 self._pulse.follow(current)  # its members may be on hosts that are gone
-            generation = self._roster.next(arrival, lost)
+            # It signs up first: until then, its closed connections look like its death to other hosts.
+            generation = self._roster.next(arrival, accused, signed_up=self._end_group)
             if generation is None:
                 if before is None:
                     say("the job had ended when this rank came: there is nothing left to do")
@@ -346,7 +346,7 @@ class ElasticJob:
             self._state.copy_from(sources)
         self._whole = self._veteran = True
 
-    def _lost_by(self, fault: BaseException | None) -> set[int]:
+    def _accused_by(self, fault: BaseException | None) -> set[int]:
         """The numbers of the members that a fault says are gone."""
         if self._generation is None or not isinstance(fault, PeerLost) or fault.rank is None:
             return set()

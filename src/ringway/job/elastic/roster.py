@@ -36,6 +36,9 @@ _PAUSE = 0.005
 _WATCH_SECONDS = 0.05
 _LATE_STARTERS = 30.0
 """Seconds that the first generation waits for the rest, once the fewest ranks are there."""
+_ACCUSED_SECONDS = 0.5
+"""Seconds that a rank of another host has to sign up after an error said that it died. A rank that gives up a
+generation closes its connections, which looks like its death from there."""
 
 
 @dataclass(frozen=True)
@@ -192,26 +195,30 @@ class Roster:
         """Raises `PeerLost` if a member of the generation is gone. Cheap enough to be called often."""
         return _Watch(self._store, generation)
 
-    def next(self, me: Arrival, lost: Collection[int]) -> Generation | None:
-        """Sign up, and return the next generation with this member in it; None if the job is done. `lost` are members
-        known to have died."""
-        with _reaching_the_store():
-            current = self._current()
-            if current is None and me.veteran:
-                raise RendezvousError(
-                    "the job's store has lost the job's data: it lists no ranks, and this rank was one of them. It "
-                    "cannot know whether the others go on without it, so it stops. Start the job again"
-                )
-            _require_one_version(me.member, current)
-            while True:
+    def next(
+        self, me: Arrival, accused: Collection[int], signed_up: Callable[[], None] = lambda: None
+    ) -> Generation | None:
+        """Sign up, and return the next generation with this member in it; None if the job is done. `accused` are
+        members that an error called dead. `signed_up` is called before the wait for the others."""
+        current = self.current()
+        if current is None and me.veteran:
+            raise RendezvousError(
+                "the job's store has lost the job's data: it lists no ranks, and this rank was one of them. It "
+                "cannot know whether the others go on without it, so it stops. Start the job again"
+            )
+        _require_one_version(me.member, current)
+        while True:
+            number = 1 if current is None else current.number + 1
+            with _reaching_the_store():
                 self._require_not_lost(me.member)
-                number = 1 if current is None else current.number + 1
                 self._sign_up(number, me)
-                current = self._await(number, current, me.member, lost)
-                if current is None or current.rank_of(me.member) is not None:
-                    break
-            _require_one_version(me.member, current)
-            return current
+            signed_up()
+            with _reaching_the_store():
+                current = self._await(number, current, me.member, accused)
+            if current is None or current.rank_of(me.member) is not None:
+                break
+        _require_one_version(me.member, current)
+        return current
 
     def _require_not_lost(self, me: Member) -> None:
         if _departures(self._store).get(me.number) == _SILENT:
@@ -227,7 +234,9 @@ class Roster:
     def _sign_up(self, number: int, me: Arrival) -> None:
         _append(self._store, f"{number}/arrivals", json.dumps(asdict(me)))
 
-    def _await(self, number: int, current: Generation | None, me: Member, lost: Collection[int]) -> Generation | None:
+    def _await(
+        self, number: int, current: Generation | None, me: Member, accused: Collection[int]
+    ) -> Generation | None:
         """Wait until generation `number` is closed, by this process or another. None if the job is done instead.
 
         Members that are late are left out `grace` seconds after the first member has signed up. While only newcomers
@@ -235,7 +244,7 @@ class Roster:
         """
         newcomer = current is not None and current.rank_of(me) is None
         # A newcomer's error was about members of another generation.
-        round_ = _Round(self._store, number, current, () if newcomer else lost)
+        round_ = _Round(self._store, number, current, () if newcomer else accused)
         deadline, grace = Deadline(self._patience), Deadline(self._grace if current else _LATE_STARTERS)
         told = False
         ended_early = not self._lasting  # what all_left means: maybe they left before this process came
@@ -321,18 +330,20 @@ def standing(store: Store) -> Standing | None:
 class _Round:
     """The signing up for one generation."""
 
-    def __init__(self, store: Store, number: int, current: Generation | None, lost: Collection[int]) -> None:
+    def __init__(self, store: Store, number: int, current: Generation | None, accused: Collection[int]) -> None:
         self._store = store
         self._number = number
         self._current = current
-        self._lost = set(lost)
+        self._accused = set(accused)
+        self._trial = Deadline(_ACCUSED_SECONDS)
         self._arrivals: list[Arrival] = []
         self._departures: Mapping[int, str] = {}
 
     def here(self) -> list[Arrival]:
         """Those who have signed up and live, in rank order: members keep theirs, and newcomers follow."""
-        self._arrivals += _arrivals_of(self._store, self._number, len(self._arrivals))
+        # In this order: a rank signs up before it notes whom it saw die, so who is seen to note is seen to be here.
         self._departures = _departures(self._store)
+        self._arrivals += _arrivals_of(self._store, self._number, len(self._arrivals))
         # One that has signed up lives, whatever an error said about it before, unless its process is gone.
         alive = [arrival for arrival in self._arrivals if not self._is_out(arrival.member)]
         return sorted(alive, key=self._order)
@@ -353,8 +364,12 @@ class _Round:
         signed_up = {arrival.member.number for arrival in self._arrivals}
         missing = [member for member in self._current.members if member.number not in signed_up]
         # All of them: other hosts wait for what is seen here.
-        out = [self._is_out(member) or member.number in self._lost for member in missing]
+        out = [self._is_out(member) or self._is_convicted(member) for member in missing]
         return all(out)
+
+    def _is_convicted(self, member: Member) -> bool:
+        """Of this host's members, the process table knows better than any error."""
+        return member.number in self._accused and not member.process.is_neighbour() and self._trial.left() == 0
 
     def _is_out(self, member: Member) -> bool:
         if member.number in self._departures:
