@@ -103,17 +103,6 @@ def test_a_rank_that_an_error_called_dead_has_time_to_sign_up() -> None:
     assert time.monotonic() - began < 15.0
 
 
-def test_a_rank_of_this_host_that_lives_is_not_lost_whatever_an_error_said() -> None:
-    store = c10d.HashStore()
-    here, there = (Roster(store, 2, 1, 1.5, 30.0) for _ in range(2))
-    members = [here.enroll(0), there.enroll(1)]
-    store.append("ringway/elastic/1/arrivals", json.dumps(asdict(Arrival(members[1], 0, True, False))) + "\n")
-    assert len(here.next(Arrival(members[0], 0, True, False), ()).members) == 2  # type: ignore[union-attr]
-    began = time.monotonic()
-    assert here.next(Arrival(members[0], 1, True, True), {members[1].number}) is not None
-    assert time.monotonic() - began > 1.0, "it was left out before its time"
-
-
 class _Forgetful(Roster):
     """A roster whose store fails at the first report."""
 

@@ -26,10 +26,6 @@ class ProcessName:
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"
 
-    def is_neighbour(self) -> bool:
-        """Whether this host's process table shows it."""
-        return _is_neighbour(self.namespace)
-
     def seems_gone(self) -> bool:
         return seems_gone(self.pid, self.namespace)
 

@@ -37,8 +37,8 @@ _WATCH_SECONDS = 0.05
 _LATE_STARTERS = 30.0
 """Seconds that the first generation waits for the rest, once the fewest ranks are there."""
 _ACCUSED_SECONDS = 0.5
-"""Seconds that a rank of another host has to sign up after an error said that it died. A rank that gives up a
-generation closes its connections, which looks like its death from there."""
+"""Seconds that a rank has to sign up after an error said that it died. A rank that gives up a generation closes its
+connections, which looks like its death from other hosts."""
 
 
 @dataclass(frozen=True)
@@ -368,8 +368,7 @@ class _Round:
         return all(out)
 
     def _is_convicted(self, member: Member) -> bool:
-        """Of this host's members, the process table knows better than any error."""
-        return member.number in self._accused and not member.process.is_neighbour() and self._trial.left() == 0
+        return member.number in self._accused and self._trial.left() == 0
 
     def _is_out(self, member: Member) -> bool:
         if member.number in self._departures:
