@@ -3,7 +3,6 @@
 #include <nanobind/stl/unordered_map.h>
 
 #include "python/bridge_method.h"
-#include "python/fast_method.h"
 #include "python/stream_calls.h"
 #include "python/stream_fast_path.h"
 
@@ -12,13 +11,6 @@ using namespace ringway;
 using namespace ringway::device;
 
 namespace {
-
-PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    return run_with(given, count, [self](const FastCall& call) { return nb::inst_ptr<StreamFastPath>(self)->run(call); });
-}
-
-PyMethodDef fast_methods[] = {fast_method("run", &run), {}};
-PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 PyObject* call_method(PyObject* self, PyObject* arguments, PyObject* named) {
     return (*nb::inst_ptr<BridgeMethod>(self))(arguments, named);
@@ -58,7 +50,7 @@ void bind_device(nb::module_& m) {
         .def_prop_ro("seconds",
                      [](StreamWork& self) { return static_cast<double>(monotonic_ns() - self.began_ns) / 1e9; });
 
-    nb::class_<StreamFastPath, FastPath>(m, "StreamFastPath", nb::type_slots(fast_slots))
+    nb::class_<StreamFastPath, FastPath>(m, "StreamFastPath")
         .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint64_t, uint32_t, Calls&, nb::dict, nb::object,
                       nb::tuple, std::unordered_map<int64_t, int>>(),
              nb::arg("record"), nb::arg("rank"), nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"),

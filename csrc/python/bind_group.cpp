@@ -7,12 +7,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <iterator>
-
 #include "agreement.h"
 #include "python/call_view.h"
 #include "python/fast_method.h"
 #include "python/fast_path.h"
+#include "python/path_table.h"
 #include "python/world_fast_path.h"
 #include "record/callsite.h"
 
@@ -65,19 +64,31 @@ void translate(const std::exception_ptr& thrown, void* calls_differ) {
     }
 }
 
-// The arguments of a FastCall, with the usual values for those that are missing.
+PyMethodDef path_methods[] = {fast_method("run", &FastPath::run_from_python), {}};
+PyType_Slot path_slots[] = {{Py_tp_methods, path_methods}, {0, nullptr}};
+
+PyObject* run_in_table(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    return nb::inst_ptr<PathTable>(self)->run(given, count);
+}
+
+int traverse_table(PyObject* self, visitproc visit, void* arg) {  // the name that Py_VISIT needs
+    Py_VISIT(Py_TYPE(self));
+    return nb::inst_ready(self) ? nb::inst_ptr<PathTable>(self)->traverse(visit, arg) : 0;
+}
+
+int clear_table(PyObject* self) {
+    nb::inst_ptr<PathTable>(self)->clear();
+    return 0;
+}
+
+PyMethodDef table_methods[] = {fast_method("run", &run_in_table), {}};
+PyType_Slot table_slots[] = {{Py_tp_methods, table_methods},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse_table)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear_table)},
+                             {0, nullptr}};
+
 PyObject* run_on_world(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    static constexpr Py_ssize_t kLeast = 3;
-    static PyObject* const usual[] = {PyLong_FromLong(-1), Py_False, PyLong_FromLong(0),
-                                      PyLong_FromLong(static_cast<int>(Reduce::Sum))};
-    static_assert(kLeast + std::size(usual) == FastCall::kArguments);
-    if (count < kLeast || count > FastCall::kArguments) {
-        PyErr_SetString(PyExc_TypeError, "a fast path takes op, outputs, inputs, and up to four more arguments");
-        return nullptr;
-    }
-    PyObject* all[FastCall::kArguments];
-    for (Py_ssize_t i = 0; i < FastCall::kArguments; ++i) all[i] = i < count ? given[i] : usual[i - kLeast];
-    return or_raise([&] { return nb::inst_ptr<WorldFastPath>(self)->run(all); });
+    return nb::inst_ptr<WorldFastPath>(self)->run(given, count);
 }
 
 PyMethodDef world_methods[] = {fast_method("run", &run_on_world), {}};
@@ -125,7 +136,7 @@ void bind_group(nb::module_& m) {
         .def_prop_ro("messages", &GroupRecord::messages)
         .def_prop_ro("completed", &GroupRecord::completed);
 
-    nb::class_<FastPath>(m, "FastPath")
+    nb::class_<FastPath>(m, "FastPath", nb::type_slots(path_slots))
         .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint32_t, uint32_t>(), nb::arg("record"),
              nb::arg("rank"), nb::arg("size"), nb::arg("device"), nb::arg("moved"), nb::arg("summed"), nb::arg("ops"),
              nb::arg("async_ops") = 0, nb::keep_alive<1, 2>())
@@ -147,9 +158,15 @@ void bind_group(nb::module_& m) {
         .def("has_async", &FastPath::has_async, nb::arg("op"))
         .def_prop_ro("takes_options", &FastPath::takes_options);
 
+    nb::class_<PathTable>(m, "PathTable", nb::type_slots(table_slots))
+        .def(nb::init<>())
+        .def("set", &PathTable::set, nb::arg("sync"), nb::arg("asynchronous"))
+        .def("clear", &PathTable::clear)
+        .def("has", &PathTable::has, nb::arg("op"));
+
     nb::class_<WorldFastPath>(m, "WorldFastPath", nb::type_slots(world_slots))
         .def(nb::init<nb::object, nb::object>(), nb::arg("c10d"), nb::arg("failure"))
-        .def("serve", &WorldFastPath::serve, nb::arg("group").none(), nb::arg("paths").none());
+        .def("serve", &WorldFastPath::serve, nb::arg("group").none(), nb::arg("table").none());
 
     m.def("pass_on", [](nb::object function, nb::args arguments) {
         GroupRecord::passing_on();

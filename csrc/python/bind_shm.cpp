@@ -4,7 +4,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "cgroup.h"
-#include "python/fast_method.h"
 #include "python/shm_call.h"
 #include "python/shm_fast_path.h"
 #include "python/shm_group.h"
@@ -13,17 +12,6 @@ namespace nb = nanobind;
 using namespace ringway;
 using namespace ringway::shm;
 using Release = nb::call_guard<GilRelease>;
-
-namespace {
-
-PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    return run_with(given, count, [self](const FastCall& call) { return nb::inst_ptr<ShmFastPath>(self)->run(call); });
-}
-
-PyMethodDef fast_methods[] = {fast_method("run", &run), {}};
-PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
-
-}  // namespace
 
 void bind_shm(nb::module_& m) {
     m.def("shm_create_segment", &Segment::create, nb::arg("size"));
@@ -96,7 +84,7 @@ void bind_shm(nb::module_& m) {
         .def("close", &PyGroup::close, Release())
         .def("abort", &PyGroup::abort, Release());
 
-    nb::class_<ShmFastPath, FastPath>(m, "ShmFastPath", nb::type_slots(fast_slots))
+    nb::class_<ShmFastPath, FastPath>(m, "ShmFastPath")
         .def(nb::init<PyGroup&, GroupRecord&, nb::dict, nb::object, nb::object, nb::object>(), nb::arg("group"),
              nb::arg("record"), nb::arg("profiler"), nb::arg("work"), nb::arg("sent"), nb::arg("failed"),
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());

@@ -6,7 +6,6 @@
 
 #include <cstring>
 
-#include "python/fast_method.h"
 #include "python/shm_call.h"
 #include "python/shm_device_path.h"
 #include "python/shm_group.h"
@@ -34,16 +33,6 @@ Message::Reference reference_of(const nb::bytes& given) {
     std::memcpy(reference.data(), given.data(), reference.size());
     return reference;
 }
-
-PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    return run_with(given, count, [self](const FastCall& call) {
-        auto& path = *nb::inst_ptr<DeviceFastPath>(self);
-        return nb::bool_(!call.async && call.reduce == Reduce::Sum && path.run(call));
-    });
-}
-
-PyMethodDef fast_methods[] = {fast_method("run", &run), {}};
-PyType_Slot fast_slots[] = {{Py_tp_methods, fast_methods}, {0, nullptr}};
 
 }  // namespace
 
@@ -127,7 +116,7 @@ void bind_shm_device(nb::module_& m) {
         .def("drain", &DeviceLink::drain, nb::arg("seconds"), Release())
         .def("close", &DeviceLink::close, Release());
 
-    nb::class_<DeviceFastPath, FastPath>(m, "ShmDeviceFastPath", nb::type_slots(fast_slots))
+    nb::class_<DeviceFastPath, FastPath>(m, "ShmDeviceFastPath")
         .def(nb::init<PyGroup&, GroupRecord&, int, nb::dict, nb::object, nb::object>(), nb::arg("group"), nb::arg("record"),
              nb::arg("kind"), nb::arg("profiler"), nb::arg("stream_of"), nb::arg("kernel_of"), nb::keep_alive<1, 2>(),
              nb::keep_alive<1, 3>())

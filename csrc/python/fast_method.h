@@ -36,7 +36,7 @@ PyObject* or_raise(const Work& work) {
 // The arguments of a path's `run`, as _core.pyi names them, and what a BridgeMethod adds.
 struct FastCall {
     static constexpr Py_ssize_t kArguments = 7;
-    int op;
+    int op = 0;
     nanobind::handle outputs, inputs;
     int peer = -1;
     bool async = false;
@@ -44,28 +44,28 @@ struct FastCall {
     Reduce reduce = Reduce::Sum;
     nanobind::handle options = {};  // the caller's own options of torch, which torch gets as they are; or null
     bool by_torch = false;          // torch gets the Work first
-};
 
-// Reads the arguments, and returns what `run` makes of them.
-template <class Run>
-PyObject* run_with(PyObject* const* given, Py_ssize_t count, const Run& run) {
-    if (count != FastCall::kArguments) {
-        PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, async_op, tag, reduce");
-        return nullptr;
+    enum class Read { Done, TooLarge, Error };
+    // Reads at least three arguments. The general path refuses a number that is too large. After an error it is set.
+    Read read(PyObject* const* given, Py_ssize_t count) {
+        bool fits = true, failed = false;
+        const auto number = [&](Py_ssize_t place, int usual) {
+            if (place >= count) return usual;
+            int overflow = 0;
+            const long value = PyLong_AsLongAndOverflow(given[place], &overflow);
+            fits &= overflow == 0 && value == static_cast<int>(value);
+            failed |= value == -1 && PyErr_Occurred() != nullptr;
+            return static_cast<int>(value);
+        };
+        op = number(0, 0);
+        outputs = given[1];
+        inputs = given[2];
+        peer = number(3, peer);
+        async = count > 4 && given[4] != Py_False && PyObject_IsTrue(given[4]) == 1;
+        tag = number(5, tag);
+        reduce = static_cast<Reduce>(number(6, static_cast<int>(reduce)));
+        return failed ? Read::Error : fits ? Read::Done : Read::TooLarge;
     }
-    bool fits = true;  // the general path refuses numbers that do not
-    const auto number = [&](Py_ssize_t place) {
-        int overflow = 0;
-        const long value = PyLong_AsLongAndOverflow(given[place], &overflow);
-        fits &= overflow == 0 && value == static_cast<int>(value);
-        return static_cast<int>(value);
-    };
-    const int op = number(0), peer = number(3), tag = number(5), reduce = number(6);
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    if (!fits) Py_RETURN_FALSE;
-    const bool async = given[4] != Py_False && PyObject_IsTrue(given[4]) == 1;
-    const FastCall call{op, given[1], given[2], peer, async, tag, static_cast<Reduce>(reduce)};
-    return or_raise([&] { return nanobind::object(run(call)).release().ptr(); });
-}
+};
 
 }  // namespace ringway

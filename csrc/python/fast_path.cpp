@@ -25,6 +25,24 @@ FastPath::FastPath(GroupRecord& record, int rank, int size, int device, uint64_t
     served_.fill({{0, INT64_MAX}});
 }
 
+PyObject* FastPath::run_from_python(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    FastCall call;
+    if (count != FastCall::kArguments) {
+        PyErr_SetString(PyExc_TypeError, "run takes op, outputs, inputs, peer, async_op, tag, reduce");
+        return nullptr;
+    }
+    const FastCall::Read read = call.read(given, count);
+    if (read == FastCall::Read::Error) return nullptr;
+    if (read == FastCall::Read::TooLarge) Py_RETURN_FALSE;
+    return or_raise([&] { return nb::inst_ptr<FastPath>(self)->run(call).release().ptr(); });
+}
+
+FastPath* FastPath::behind(PyObject* method) {
+    static const PyMethodDef native = fast_method("run", &run_from_python);
+    const bool is_native = PyCFunction_Check(method) && PyCFunction_GET_FUNCTION(method) == native.ml_meth;
+    return is_native ? nb::inst_ptr<FastPath>(PyCFunction_GET_SELF(method)) : nullptr;
+}
+
 bool FastPath::serves(const PlainCall& call) const {
     for (const auto& [least, most] : served_[static_cast<size_t>(call.op)])
         if (least <= call.bytes && call.bytes <= most) return true;
@@ -34,14 +52,12 @@ bool FastPath::serves(const PlainCall& call) const {
 // A list with one plain tensor for each rank, all like `share`.
 bool FastPath::read_list(nb::handle list, const TensorView& share, PlainCall& call) const {
     if (!PyList_CheckExact(list.ptr()) || PyList_GET_SIZE(list.ptr()) != size_) return false;
-    call.blocks.reserve(static_cast<size_t>(size_));
-    call.kept.reserve(static_cast<size_t>(size_));
+    call.listed.reserve(size_);
     for (int rank = 0; rank < size_; ++rank) {
         PyObject* tensor = PyList_GET_ITEM(list.ptr(), rank);
         TensorView view;
         if (!plain(tensor, view) || !same_kind(view, share) || view.numel != share.numel) return false;
-        call.blocks.push_back(view.data);
-        call.kept.push_back(nb::borrow(tensor));
+        call.listed.add(tensor, view.data);
     }
     return true;
 }
@@ -58,7 +74,7 @@ bool FastPath::read_blocks(nb::handle blocks, const TensorView& share, PlainCall
     const bool rooted = call.op == Op::Gather || call.op == Op::Scatter;
     if (rooted && rank_ != call.root) return blocks.is_none();
     if (!read_list(blocks, share, call)) return false;
-    at = {nullptr, 0, call.blocks.data()};
+    at = {nullptr, 0, call.listed.blocks()};
     return true;
 }
 

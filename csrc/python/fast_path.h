@@ -22,22 +22,66 @@ namespace ringway {
 
 namespace nb = nanobind;
 
+inline constexpr int kFastOps = 14;  // all up to Recv; coalesced calls have no fast path
+static_assert(static_cast<int>(Op::Recv) == kFastOps - 1);
+
+// The tensors of a list, kept: the program may change the list while a call runs. Few of them need no allocation.
+class TensorList {
+  public:
+    TensorList() = default;
+    TensorList(const TensorList&) = delete;
+    TensorList& operator=(const TensorList&) = delete;
+    ~TensorList() {
+        for (int i = 0; i < count_; ++i) Py_DECREF(kept()[i]);
+    }
+
+    void reserve(int count) {
+        if (count <= kFew) return;
+        many_blocks_.resize(static_cast<size_t>(count));
+        many_kept_.resize(static_cast<size_t>(count));
+    }
+    void add(PyObject* tensor, std::byte* data) {
+        Py_INCREF(tensor);
+        kept()[count_] = tensor;
+        blocks()[count_++] = data;
+    }
+    std::byte** blocks() { return many_blocks_.empty() ? few_blocks_ : many_blocks_.data(); }
+    std::byte* const* begin() const { return many_blocks_.empty() ? few_blocks_ : many_blocks_.data(); }
+    std::byte* const* end() const { return begin() + count_; }
+
+  private:
+    static constexpr int kFew = 16;
+    PyObject** kept() { return many_kept_.empty() ? few_kept_ : many_kept_.data(); }
+
+    int count_ = 0;
+    std::byte* few_blocks_[kFew];
+    PyObject* few_kept_[kFew];
+    std::vector<std::byte*> many_blocks_;
+    std::vector<PyObject*> many_kept_;
+};
+
 // A call whose tensors are known to be plain. `root` may also be the destination or the source of a message, whose memory
 // is `in`.
 struct PlainCall : shm::Request {
-    int64_t bytes = 0;               // of the message, as the recorder counts them
+    int64_t bytes = 0;  // of the message, as the recorder counts them
     int device_index = 0;
-    std::vector<std::byte*> blocks;  // of a list of tensors,
-    std::vector<nb::object> kept;    // which the program may change while the call runs
+    TensorList listed;
 };
 
 class FastPath {
   public:
+    virtual ~FastPath() = default;
     // `device` is the kind of device, `moved` and `summed` have a bit for each dtype that the backend moves and sums as
     // it is, `ops` a bit for each op that the path takes, and `async_ops` one for each that it also takes asynchronously. It
     // never takes an all_to_all of lists. With `takes_options` it is a StreamFastPath, which a BridgeMethod can use.
     FastPath(GroupRecord& record, int rank, int size, int device, uint64_t moved, uint64_t summed, uint32_t ops,
              uint32_t async_ops = 0, bool takes_options = false);
+
+    // A path that is written in Python has a `run` of its own.
+    virtual nb::object run(const FastCall&) { return nb::bool_(false); }
+    // The native `run`, as a method of Python; and the path behind such a method, null if `method` is another function.
+    static PyObject* run_from_python(PyObject* self, PyObject* const* given, Py_ssize_t count);
+    static FastPath* behind(PyObject* method);
 
     // Fills `call` and returns true if the path takes it. False leaves no trace.
     bool read(Op op, nb::handle outputs, nb::handle inputs, int peer, PlainCall& call) const;
@@ -51,7 +95,7 @@ class FastPath {
     }
     // While the sum of all changes is not zero, the path takes no calls: an earlier call runs on another backend.
     void hold(int change) { held_ += change; }
-    bool has(int op) const { return op >= 0 && op < kOps && (ops_ >> op & 1) != 0; }
+    bool has(int op) const { return op >= 0 && op < kFastOps && (ops_ >> op & 1) != 0; }
     bool has_async(int op) const { return has(op) && (async_ops_ >> op & 1) != 0; }
     bool takes_options() const { return takes_options_; }
 
@@ -64,9 +108,6 @@ class FastPath {
     bool shares_group() const { return shares_group_; }
 
   private:
-    static constexpr int kOps = 14;  // all up to Recv; coalesced calls have no fast path
-    static_assert(static_cast<int>(Op::Recv) == kOps - 1);
-
     bool plain(nb::handle tensor, TensorView& view) const { return view_tensor(tensor.ptr(), view) && view.on(device_); }
     bool serves(const PlainCall& call) const;
     bool read_list(nb::handle list, const TensorView& share, PlainCall& call) const;
@@ -79,7 +120,7 @@ class FastPath {
     const uint64_t moved_, summed_;
     const uint32_t ops_, async_ops_;
     const bool takes_options_;
-    std::array<std::vector<std::pair<int64_t, int64_t>>, kOps> served_;  // by op: least and most bytes
+    std::array<std::vector<std::pair<int64_t, int64_t>>, kFastOps> served_;  // by op: least and most bytes
     int held_ = 0;
     bool shares_group_ = false;
 };

@@ -2,8 +2,6 @@
 
 #include <cstring>
 #include <stdexcept>
-#include <string>
-#include <unordered_map>
 
 #include "python/call_view.h"
 #include "python/tensor_view.h"
@@ -68,7 +66,7 @@ void read_facts(const CallView& view, double timeout_s, Request& r) {
     r.timeout_s = timeout_s;
     r.number = view.sequence();
     r.site = view.site();
-    r.place = text_of_site(r.site);
+    r.place = place_of(r.site);
     r.element = element_bytes(r.dtype);
 }
 
@@ -82,15 +80,10 @@ void starts(const CallView& view) {
 
 }  // namespace
 
-const char* text_of_site(uint32_t id) {
-    static auto* texts = new std::unordered_map<uint32_t, std::string>;
-    const auto found = texts->find(id);
-    if (found != texts->end()) return found->second.c_str();
-    std::string text;
-    if (const CallSite* where = site(id))
-        text = where->file + ":" + std::to_string(where->line) + " in " + where->function;
-    if (text.size() >= kTextBytes) text = "..." + text.substr(text.size() - (kTextBytes - 4));
-    return texts->emplace(id, std::move(text)).first->second.c_str();
+const char* place_of(uint32_t id) {
+    static_assert(kPlaceBytes <= kTextBytes);
+    const CallSite* where = site(id);
+    return where == nullptr ? "" : where->place.c_str();
 }
 
 nb::object collective(PyGroup& group, nb::handle call, double timeout_s) {

@@ -7,8 +7,8 @@
 
 namespace ringway::shm {
 
-// A call site as text that stays valid. Needs the GIL.
-const char* text_of_site(uint32_t site);
+// A call site as text that stays valid.
+const char* place_of(uint32_t site);
 
 // Fills the message of a send or receive. Its memory is `call.in`, and `call.root` is the other rank.
 void describe(Message& message, const Request& call, int64_t bytes, int tag);

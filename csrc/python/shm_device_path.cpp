@@ -69,10 +69,14 @@ bool DeviceFastPath::profiled() const {
 
 void DeviceFastPath::locate(PlainCall& call) {
     call.site = current_site();
-    call.place = text_of_site(call.site);
+    call.place = place_of(call.site);
 }
 
-bool DeviceFastPath::run(const FastCall& given) {
+nb::object DeviceFastPath::run(const FastCall& given) {
+    return nb::bool_(!given.async && given.reduce == Reduce::Sum && takes(given));
+}
+
+bool DeviceFastPath::takes(const FastCall& given) {
     PlainCall call;
     const auto op = static_cast<Op>(given.op);
     const bool message = is_point_to_point(op);
@@ -258,7 +262,7 @@ bool DeviceFastPath::find_part(const PlainCall& call, const DeviceManner& manner
             want(0);
             for (const auto& [peer, place] : part.wanted) part.targets.push_back(address(call.out.at(peer)));
             if (from != address(call.out.at(rank()))) part.to = address(call.out.at(rank()));
-            return std::all_of(call.blocks.begin(), call.blocks.end(), [&](const std::byte* each) {
+            return std::all_of(call.listed.begin(), call.listed.end(), [&](const std::byte* each) {
                 return address(each) == part.own || apart(from, share, address(each), share);
             });
         case Op::Scatter:
@@ -271,7 +275,7 @@ bool DeviceFastPath::find_part(const PlainCall& call, const DeviceManner& manner
             for (int peer = 0; peer < size(); ++peer) part.offered.push_back({address(call.in.at(peer)), share});
             part.own = address(call.in.at(rank()));
             if (to != part.own) part.to = to;
-            return std::all_of(call.blocks.begin(), call.blocks.end(), [&](const std::byte* each) {
+            return std::all_of(call.listed.begin(), call.listed.end(), [&](const std::byte* each) {
                 return address(each) == to ? to == part.own : apart(to, share, address(each), share);
             });
         case Op::AllToAllSingle:

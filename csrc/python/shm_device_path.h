@@ -44,7 +44,7 @@ class DeviceFastPath final : public FastPath {
 
     // Takes calls from now on. None takes no more.
     void attach(nb::object link, const DeviceManner& manner);
-    bool run(const FastCall& given);
+    nb::object run(const FastCall& given) override;
 
   private:
     // A rank's part of a direct call (src/ringway/backends/shm/cuda_parts.py): what it offers, whose memory it needs, and
@@ -62,6 +62,7 @@ class DeviceFastPath final : public FastPath {
         int64_t count = 0;              // and how many these are
     };
 
+    bool takes(const FastCall& given);
     bool profiled() const;
     // Notes where the program made the call.
     static void locate(PlainCall& call);

@@ -37,7 +37,7 @@ ShmFastPath::ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler,
 // Profilers only see calls on the general path, which creates an event for each.
 bool ShmFastPath::profiled() const {
     static PyObject* const name = PyUnicode_InternFromString("_is_profiler_enabled");
-    return PyDict_GetItem(profiler_.ptr(), name) == Py_True;
+    return PyDict_GetItemWithError(profiler_.ptr(), name) == Py_True;
 }
 
 // Fills a call that this path takes. A message must name another rank.
@@ -48,7 +48,7 @@ bool ShmFastPath::read_here(const FastCall& given, PlainCall& call) const {
     if (profiled() || !read(kind, given.outputs, given.inputs, given.peer, call)) return false;
     call.timeout_s = group_.timeout_s();
     call.site = current_site();
-    call.place = text_of_site(call.site);
+    call.place = place_of(call.site);
     return true;
 }
 

@@ -13,7 +13,7 @@ class ShmFastPath final : public FastPath {
     // failed.
     ShmFastPath(PyGroup& group, GroupRecord& record, nb::dict profiler, nb::object work, nb::object sent, nb::object failed);
 
-    nb::object run(const FastCall& given);
+    nb::object run(const FastCall& given) override;
 
   private:
     bool profiled() const;

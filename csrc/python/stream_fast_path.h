@@ -36,7 +36,7 @@ class StreamFastPath : public FastPath {
 
     // If torch's C++ made the call, the Work is torch's own: nobody can ask it for what ringway's has besides, and DDP's
     // calls need no Python object.
-    nb::object run(const FastCall& given);
+    nb::object run(const FastCall& given) override;
     // The code of a reduction of torch's, if torch does it as it is.
     std::optional<Reduce> reduction(nb::handle torchs) const;
 

@@ -6,30 +6,31 @@
 
 #include <utility>
 
-namespace ringway {
+#include "python/path_table.h"
 
-namespace nb = nanobind;
+namespace ringway {
 
 class WorldFastPath {
   public:
     // torch's module `distributed_c10d` knows the default group. `failure` turns the error of a path into the one to raise.
     WorldFastPath(nb::object c10d, nb::object failure)
-        : c10d_(std::move(c10d)), failure_(std::move(failure)) {}
+        : c10d_(std::move(c10d)), names_(PyModule_GetDict(c10d_.ptr())), failure_(std::move(failure)) {}
 
-    // From now on: the default group, held weakly, and its paths. None for no group.
-    void serve(nb::object group, nb::object paths);
+    // From now on: the default group, held weakly, and the table of its paths. None for no group.
+    void serve(nb::object group, nb::object table);
 
-    // Passes the arguments of a FastCall to the paths that may take it. Returns what the first says that takes it; null with
-    // an error set. If none takes it, or torch's default group is another one, the result is False, and nothing has
-    // happened.
-    PyObject* run(PyObject* const* arguments);
+    // What the table says of a call. False if torch's default group is another one.
+    PyObject* run(PyObject* const* given, Py_ssize_t count);
 
   private:
     bool serves_default() const;
     void translate_error();
 
-    const nb::object c10d_, failure_;
-    nb::object group_, paths_;
+    const nb::object c10d_;
+    PyObject* const names_;  // the module's
+    const nb::object failure_;
+    nb::object group_, table_;
+    PathTable* paths_ = nullptr;  // the table's
 };
 
 }  // namespace ringway

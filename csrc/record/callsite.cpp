@@ -110,7 +110,10 @@ uint32_t site_id(PyCodeObject* code, int instruction) {
     if (t.count >= kMaxSites) return 0;
     const uint32_t id = t.count++;
     const int line = PyCode_Addr2Line(code, instruction);
-    const auto* made = new CallSite{utf8(code->co_filename), utf8(code->co_name), line};
+    auto* made = new CallSite{utf8(code->co_filename), utf8(code->co_name), line};
+    made->place = made->file + ":" + std::to_string(line) + " in " + made->function;
+    const size_t length = made->place.size();
+    if (length >= kPlaceBytes) made->place = "..." + made->place.substr(length - (kPlaceBytes - 4));
     known_sites[id].store(made, std::memory_order_release);
     Py_INCREF(code);
     t.ids.emplace(key, id);

@@ -7,10 +7,13 @@
 
 namespace ringway {
 
+inline constexpr size_t kPlaceBytes = 128;
+
 struct CallSite {
     std::string file;
     std::string function;
     int line = 0;
+    std::string place = {};  // all of it as text, shorter than kPlaceBytes
 };
 
 // Frames whose file starts with one of `inside`, and with none of `outside`, are machinery: the search for the user's

@@ -12,8 +12,9 @@ namespace {
 constexpr uint32_t kMaxLabels = 16384;
 constexpr uint32_t kMaxTexts = kMaxLabels + 65536;  // the rest is for the names of groups
 constexpr uint32_t kNoRoom = UINT32_MAX;            // shows as "…"
-thread_local bool quiet_here = false;
-thread_local bool profiled_here = false;
+// Every call reads them. This model needs no function call for that, unlike the default one of shared libraries.
+__attribute__((tls_model("initial-exec"))) thread_local bool quiet_here = false;
+__attribute__((tls_model("initial-exec"))) thread_local bool profiled_here = false;
 
 }  // namespace
 

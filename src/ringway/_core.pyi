@@ -98,13 +98,17 @@ class FastPath:
     def takes_options(self) -> bool:
         """Whether it is a `StreamFastPath`, which takes a bridge's calls with torch's options."""
 
-class WorldFastPath:
-    """The fast paths of the default group. `c10d` is torch's module that knows this group; `failure` turns the error of
-    a path into the one to raise."""
+class PathTable:
+    """The fast paths of one group, op by op."""
 
-    def __init__(self, c10d: Any, failure: Callable[[BaseException], BaseException]) -> None: ...
-    def serve(self, group: Any, paths: Any) -> None:
-        """The default group is this one from now on, with these paths (`FastPaths`). None for no group."""
+    def __init__(self) -> None: ...
+    def set(
+        self, sync: tuple[tuple[Callable[..., Any], ...], ...], asynchronous: tuple[tuple[Callable[..., Any], ...], ...]
+    ) -> None:
+        """By the op's code: the `run` of each path to try, in order."""
+    def clear(self) -> None: ...
+    def has(self, op: int) -> bool:
+        """Whether a path takes synchronous calls of the op."""
     def run(
         self,
         op: int,
@@ -116,7 +120,27 @@ class WorldFastPath:
         reduce: int = 0,
         /,
     ) -> Work | bool:
-        """What the first path of torch's default group says that takes the call, else False."""
+        """What the first path says that takes the call, else False."""
+
+class WorldFastPath:
+    """The fast paths of the default group. `c10d` is torch's module that knows this group; `failure` turns the error of
+    a path into the one to raise."""
+
+    def __init__(self, c10d: Any, failure: Callable[[BaseException], BaseException]) -> None: ...
+    def serve(self, group: Any, table: PathTable | None) -> None:
+        """The default group is this one from now on, with the paths of this table. None for no group."""
+    def run(
+        self,
+        op: int,
+        outputs: Any,
+        inputs: Any,
+        peer: int = -1,
+        async_op: bool = False,
+        tag: int = 0,
+        reduce: int = 0,
+        /,
+    ) -> Work | bool:
+        """What the table of torch's default group says, else False."""
 
 class StreamWatch:
     """Loads the CUDA driver, or raises RuntimeError."""

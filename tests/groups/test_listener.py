@@ -54,7 +54,7 @@ def _heard(context: RankContext, kind: type[Diary]) -> tuple[list[str], bool, st
         dist = context.start("shm", group_name="heard")
         dist.all_reduce(torch.ones(2))
         group = dist.communicator()
-        quick = bool(group.calls._paths.by_op[ALL_REDUCE.code])
+        quick = group.calls._paths.has(ALL_REDUCE.code)
         group.devices.routes_on("cpu").runners["broadcast"] = _broken
         with pytest.raises(PeerLost) as caught:
             group.broadcast(torch.ones(2), 0, log_name="not on the fast path")

@@ -12,7 +12,7 @@ from typing import Any
 import ringway._core as _core
 from ringway.backends.base import GroupInfo
 from ringway.backends.compose import Routes
-from ringway.call import ANY_SOURCE, RECV, Call, Op, Reduce
+from ringway.call import ANY_SOURCE, RECV, Call, Op
 from ringway.compare.across_hosts import HostComparison
 from ringway.errors import CollectiveMismatch, UsageError
 from ringway.groups.checks import admit, check
@@ -92,13 +92,10 @@ class CallPath:
         """The Work of an asynchronous call that a fast path has started, or True if it has done a synchronous one.
         False if nothing has happened: then `issue` must."""
         try:
-            for run in (self._paths.async_by_op if async_op else self._paths.by_op)[op]:
-                done = run(op, outputs, inputs, peer, async_op, tag, Reduce.SUM)
-                if done:
-                    return sent() if async_op and done is True else done
+            done = self._paths.run(op, outputs, inputs, peer, async_op, tag)
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
-        return False
+        return sent() if async_op and done is True else done
 
     def fast_failure(self, error: BaseException) -> BaseException:
         """What to raise for an error of a fast path."""

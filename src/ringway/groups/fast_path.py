@@ -12,20 +12,15 @@ from ringway.call import BARRIER, OPS
 from ringway.work import Work
 
 Run = Callable[[int, Any, Any, int, bool, int, int], Work | bool]
-_NONE: tuple[tuple[Run, ...], ...] = ((),) * len(OPS)
 
 
-class FastPaths:
+class FastPaths(_core.PathTable):
     """A backend is asked for its paths once. They are open while the group is healthy and no listener sees calls."""
 
     def __init__(self, record: _core.GroupRecord) -> None:
+        super().__init__()
         self._record = record
         self._offered: dict[Backend, list[_core.FastPath]] = {}
-        self.by_op = _NONE
-        """By the op's code: the `run` of each path to try, in order. The first device's come first, so a group of
-        several devices costs them nothing more."""
-        self.async_by_op = _NONE
-        """The same for asynchronous calls."""
         self.streams: dict[int, _core.FastPath] = {}
         """By the op's code: the path that takes a bridge's calls, with torch's options."""
         self.changed: Callable[[], object] = lambda: None
@@ -33,6 +28,8 @@ class FastPaths:
 
     def open(self, backends: Iterable[Backend], health: Health) -> None:
         """Opens the paths of these backends, the first device's first. A barrier has no device: it is the first's."""
+        # By the op's code: the `run` of each path to try, in order. The first device's come first, so a group of several
+        # devices costs them nothing more.
         by_op: list[list[Run]] = [[] for _ in OPS]
         async_by_op: list[list[Run]] = [[] for _ in OPS]
         streams: dict[int, _core.FastPath] = {}
@@ -48,8 +45,7 @@ class FastPaths:
                             async_by_op[op.code].append(path.run)
                         if path.takes_options:
                             streams.setdefault(op.code, path)
-        self.by_op = tuple(tuple(paths) for paths in by_op)
-        self.async_by_op = tuple(tuple(paths) for paths in async_by_op)
+        self.set(tuple(tuple(paths) for paths in by_op), tuple(tuple(paths) for paths in async_by_op))
         self._set_streams(streams)
 
     def _set_streams(self, streams: dict[int, _core.FastPath]) -> None:
@@ -58,10 +54,10 @@ class FastPaths:
             self.changed()
 
     def close(self) -> None:
-        self.by_op = self.async_by_op = _NONE
+        self.clear()
         self._set_streams({})
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """The group is over: the paths go with its backends."""
         self.close()
         self._offered.clear()

@@ -170,7 +170,7 @@ class Health:
         self.closed = True
         self._pending_end_with = self._pending_end_with or self.fault
         self._devices.close(wait)
-        self._paths.clear()
+        self._paths.forget()
         for work in list(self._pending):
             if not work.has_ended():
                 work.fail(self.fault or destroyed)
