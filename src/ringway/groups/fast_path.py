@@ -28,8 +28,8 @@ class FastPaths(_core.PathTable):
 
     def open(self, backends: Iterable[Backend], health: Health) -> None:
         """Opens the paths of these backends, the first device's first. A barrier has no device: it is the first's."""
-        # By the op's code: the `run` of each path to try, in order. The first device's come first, so a group of several
-        # devices costs them nothing more.
+        # By the op's code: the `run` of each path to try, in order. The first device's come first, so a group of
+        # several devices costs them nothing more.
         by_op: list[list[Run]] = [[] for _ in OPS]
         async_by_op: list[list[Run]] = [[] for _ in OPS]
         streams: dict[int, _core.FastPath] = {}
