@@ -61,12 +61,18 @@ nb::object ShmFastPath::run(const FastCall& given) {
     }
     const bool sends = call.op == Op::Send;
     const nb::handle tensor = sends ? given.inputs : given.outputs;
-    if (sends && send_at_once(call, given.tag)) return given.async ? sent_() : nb::object(nb::bool_(true));
+    if (sends && send_at_once(call, given.tag)) return given.async ? sent() : nb::object(nb::bool_(true));
     if (!given.async) {
         run_message(call, tensor, given.tag);
         return nb::bool_(true);
     }
     return shares_group() ? nb::object(nb::bool_(false)) : start(call, tensor, given.tag);
+}
+
+// Making a Work takes as long as sending a small message.
+nb::object ShmFastPath::sent() {
+    if (!spare_.is_valid() || Py_REFCNT(spare_.ptr()) != 1) spare_ = sent_();
+    return spare_;
 }
 
 // What may run Python, and so other calls, comes before the call gets its number.

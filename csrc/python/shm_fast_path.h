@@ -18,6 +18,8 @@ class ShmFastPath final : public FastPath {
   private:
     bool profiled() const;
     bool read_here(const FastCall& given, PlainCall& call) const;
+    // The Work of a send that has left. One that the program has dropped is used again.
+    nb::object sent();
     // The Work of an asynchronous message. It gets this path, its task and its tensor as attributes.
     nb::object start(PlainCall& call, nb::handle tensor, int tag);
     template <class Run>
@@ -31,6 +33,7 @@ class ShmFastPath final : public FastPath {
     PyGroup& group_;
     const nb::dict profiler_;
     const nb::object work_, sent_, failed_;
+    nb::object spare_;
 };
 
 }  // namespace ringway::shm

@@ -15,8 +15,6 @@ constexpr int64_t kShort = 256 << 10;
 constexpr int64_t kShortPiece = 16 << 10;
 constexpr int64_t piece_of(int64_t bytes) { return bytes <= kShort ? kShortPiece : kPiece; }
 
-constexpr int kQuickLooks = 64;
-
 constexpr uint64_t padded(int64_t bytes) { return (static_cast<uint64_t>(bytes) + kGrain - 1) / kGrain * kGrain; }
 
 }  // namespace
@@ -74,7 +72,7 @@ bool PointToPoint::receive_now(const Message& message) {
     if (members_.forked()) return false;
     RingControl& ring = segment_.ring(message.peer, rank_);
     uint64_t tail = ring.tail.load(std::memory_order_relaxed);
-    for (int i = 0; i < kQuickLooks && ring.head.load(kObserve) == tail; ++i) relax();
+    soon([&] { return ring.head.load(kObserve) != tail; });
     std::lock_guard<std::mutex> guard(lock_);
     const Inbox* known = inbox_[static_cast<size_t>(message.peer)].get();
     const bool arriving = known != nullptr && (known->into != nullptr || known->aside != nullptr || !known->waiting.empty());
@@ -105,19 +103,14 @@ bool PointToPoint::receive_now(const Message& message) {
 // is still in the ring.
 bool PointToPoint::read_as_it_comes(const Message& message, uint64_t at) {
     RingControl& ring = segment_.ring(message.peer, rank_);
-    int looks = 0;
-    for (int64_t moved = 0; moved < message.bytes;) {
-        const uint64_t head = ring.head.load(kObserve);
-        const auto there = std::min(static_cast<int64_t>(head - at), message.bytes) - moved;
-        if (there > 0) {
-            read_ring(message.peer, at + static_cast<uint64_t>(moved), message.data + moved, there);
-            moved += there;
-            looks = 0;
-        } else if (++looks > kQuickLooks) {
-            return false;
-        } else {
-            relax();
-        }
+    int64_t there = 0;
+    for (int64_t moved = 0; moved < message.bytes; moved += there) {
+        const auto more = [&] {
+            there = std::min(static_cast<int64_t>(ring.head.load(kObserve) - at), message.bytes) - moved;
+            return there > 0;
+        };
+        if (!soon(more)) return false;
+        read_ring(message.peer, at + static_cast<uint64_t>(moved), message.data + moved, there);
     }
     under_way(message.peer, ring.head.load(kObserve) - ring.tail.load(std::memory_order_relaxed), message.facts);
     return true;

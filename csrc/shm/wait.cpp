@@ -17,9 +17,7 @@ namespace {
 constexpr int64_t kSpin = 100'000;
 constexpr int kMissesBorne = 4;
 constexpr int kOneIn = 16;
-constexpr int64_t kHoldGil = 2'000;       // a wait this short keeps the GIL
 constexpr int64_t kSleepSlice = 20'000'000;  // between two checks for dead peers and signals
-constexpr int kLooksPerClock = 16;
 constexpr int kClocksPerCpu = 8;  // asking for the CPU is a system call with old C libraries
 constexpr int64_t kBetweenMoves = 5'000'000;  // the kernel may have a reason to put both ranks on one CPU
 

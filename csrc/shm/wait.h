@@ -26,6 +26,23 @@ inline void relax() {
 #endif
 }
 
+inline constexpr int64_t kHoldGil = 2'000;  // a wait of this many nanoseconds keeps the GIL
+inline constexpr int kLooksPerClock = 16;
+
+// Whether `ready()` becomes true within that time.
+template <class Ready>
+bool soon(const Ready& ready) {
+    for (int64_t start = 0;;) {
+        for (int i = 0; i < kLooksPerClock; ++i) {
+            if (ready()) return true;
+            relax();
+        }
+        const int64_t now = now_ns();
+        if (start == 0) start = now;
+        if (now - start > kHoldGil) return false;
+    }
+}
+
 // What the engine needs from the thread that it runs on. The Python binding releases the GIL in `block`.
 class Host {
   public:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -413,32 +412,21 @@ _SENT = CompletionCell()
 _SENT.finish(None)
 
 
-class _Sent(Work):
+class Sent(Work):
     """The Work of a send that has left: nothing can happen to it any more."""
 
     _handle = DONE
     _cell = _SENT
     _watched = True
 
-    def __init__(self) -> None:
-        c10d.Work.__init__(self)
+    __init__ = c10d.Work.__init__
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return True
 
     @property
     def _result(self) -> list[Tensor]:  # type: ignore[override]
         return []
-
-
-_spare = _Sent()
-_UNUSED = 2  # references: the module's, and that of the argument
-
-
-def sent() -> Work:
-    """The Work of a send that has left. One that the program has dropped is used again: making one takes as long as
-    sending a small message."""
-    global _spare
-    if getrefcount(_spare) != _UNUSED:
-        _spare = _Sent()
-    return _spare
 
 
 class WorkHandle(Handle):

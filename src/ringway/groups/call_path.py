@@ -20,7 +20,7 @@ from ringway.groups.devices import Devices
 from ringway.groups.fast_path import FastPaths
 from ringway.groups.health import ENDS_THE_GROUP, CallTooEarly, Health
 from ringway.groups.listener import Listener
-from ringway.work import DONE, Handle, Work, sent
+from ringway.work import DONE, Handle, Sent, Work
 
 _KNOWN_LABELS = 4096
 _LABEL_LENGTH = 200
@@ -95,7 +95,7 @@ class CallPath:
             done = self._paths.run(op, outputs, inputs, peer, async_op, tag)
         except _FAST_FAILURES as error:
             raise self._health.fail(error) from None
-        return sent() if async_op and done is True else done
+        return Sent() if async_op and done is True else done
 
     def fast_failure(self, error: BaseException) -> BaseException:
         """What to raise for an error of a fast path."""

@@ -15,7 +15,7 @@ from ringway.backends.shm.errors import Faults
 from ringway.backends.shm.handle import DONE_WELL, FOREVER, ShmHandle
 from ringway.call import RECV, SEND, Call
 from ringway.references import weak_method
-from ringway.work import CompletionCell, Work, sent
+from ringway.work import CompletionCell, Sent, Work
 
 
 class ShmFastPath(_core.ShmFastPath):
@@ -29,7 +29,7 @@ class ShmFastPath(_core.ShmFastPath):
         self._native = native
         self._health = health
         # Weakly: a message may end after the group.
-        super().__init__(native, record, vars(profiler), MessageWork, sent, weak_method(self._failed))
+        super().__init__(native, record, vars(profiler), MessageWork, Sent, weak_method(self._failed))
 
     def _failed(self, outcome: int) -> None:
         self.what_to_raise(self.faults.error(outcome, self._native.fault()))
