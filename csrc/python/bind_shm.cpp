@@ -7,6 +7,7 @@
 #include "python/shm_call.h"
 #include "python/shm_fast_path.h"
 #include "python/shm_group.h"
+#include "shm/peer_memory.h"
 
 namespace nb = nanobind;
 using namespace ringway;
@@ -14,6 +15,7 @@ using namespace ringway::shm;
 using Release = nb::call_guard<GilRelease>;
 
 void bind_shm(nb::module_& m) {
+    m.def("shm_set_read_once_from", &set_read_once_from, nb::arg("bytes"));
     m.def("shm_create_segment", &Segment::create, nb::arg("size"));
     m.def("memory_left", [](const std::string& root) {
         const MemoryLeft left = memory_left(root);

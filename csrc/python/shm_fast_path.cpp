@@ -61,7 +61,7 @@ nb::object ShmFastPath::run(const FastCall& given) {
     }
     const bool sends = call.op == Op::Send;
     const nb::handle tensor = sends ? given.inputs : given.outputs;
-    if (sends && send_at_once(call, given.tag)) return given.async ? sent() : nb::object(nb::bool_(true));
+    if (sends && send_at_once(call, given.tag, given.async)) return given.async ? sent() : nb::object(nb::bool_(true));
     if (!given.async) {
         run_message(call, tensor, given.tag);
         return nb::bool_(true);
@@ -83,6 +83,7 @@ nb::object ShmFastPath::start(PlainCall& call, nb::handle tensor, int tag) {
     message->attachment.keep(failed_);
     message->attachment.keep(nb::find(record()));
     describe(*message, call, call.bytes, tag);
+    message->may_stay = message->sends;
     group_.engine().messages.sweep();
     nb::object work = work_();
     nb::setattr(work, names.path, nb::find(*this));
@@ -122,11 +123,12 @@ void ShmFastPath::run_collective(PlainCall& call) {
     });
 }
 
-bool ShmFastPath::send_at_once(PlainCall& call, int tag) {
+bool ShmFastPath::send_at_once(PlainCall& call, int tag, bool async) {
     call.number = record().messages();
     Message message;
     describe(message, call, call.bytes, tag);
-    if (!run_at_once(message)) return false;
+    message.may_stay = true;
+    if (!run_at_once(message, async)) return false;
     record().end(begin(call, call.site).token, State::Completed);
     return true;
 }
@@ -137,19 +139,20 @@ void ShmFastPath::run_message(PlainCall& call, nb::handle tensor, int tag) {
     run_recorded(token, [&] {
         Message message;
         describe(message, call, call.bytes, tag);
-        if (!message.sends && run_at_once(message)) return;
+        if (!message.sends && run_at_once(message, false)) return;
         auto pending = std::make_shared<PythonMessage>();
         pending->attachment.keep(tensor);
         describe(*pending, call, call.bytes, tag);
+        pending->may_stay = pending->sends;
         group_.run(pending);
     });
 }
 
-bool ShmFastPath::run_at_once(const Message& message) {
+bool ShmFastPath::run_at_once(const Message& message, bool async) {
     GilHost host;
     if (message.bytes >= kLarge) host.block();
     PointToPoint& messages = group_.engine().messages;
-    return message.sends ? messages.send_now(message) : messages.receive_now(message);
+    return message.sends ? messages.send_now(message, async) : messages.receive_now(message);
 }
 
 }  // namespace ringway::shm

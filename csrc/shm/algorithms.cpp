@@ -162,6 +162,20 @@ Collectives::Deal::Part Collectives::Deal::part(int64_t step, int rank) const {
     return {(first + from) * element, (to - from) * element};
 }
 
+bool Collectives::reads_once(int64_t bytes) {
+    if (once_from_ == 0) {
+        if (bytes < members_.reads_from(rank_)) return false;
+        compare_with_all();  // then all have joined
+        once_from_ = members_.all_read_from();
+    }
+    return bytes >= once_from_;
+}
+
+void Collectives::read_block(int peer, std::byte* to, uint64_t from, int64_t bytes) {
+    if (bytes >= once_from_ / 2) patience_->host.block();
+    members_.read(peer, to, from, bytes, *facts_);
+}
+
 // The bytes of a cell that are for one rank.
 int64_t Collectives::part_bytes() const {
     return static_cast<int64_t>(segment_.geometry().cell_bytes / size_ / kLine * kLine);
@@ -252,8 +266,17 @@ void Collectives::gather(const Request& r, int taker) {
         return gather(apart, taker);
     }
     if (!fits_entry(bytes)) {
-        announce();
-        return gather_in_steps(r, taker);
+        const auto address = reinterpret_cast<uint64_t>(r.in.at(0));
+        announce_with(&address, sizeof address);
+        if (!reads_once(bytes)) return gather_in_steps(r, taker);
+        return take_once(taker, [&] {
+            move_bytes(r.out.at(rank_), r.in.at(0), bytes);
+            for (int i = 1; i < size_; ++i) {
+                const int rank = (rank_ + i) % size_;
+                compare_with(rank);
+                read_block(rank, r.out.at(rank), *reinterpret_cast<const uint64_t*>(payload(rank)), bytes);
+            }
+        });
     }
     announce_with(r.in.at(0), bytes);
     if (!takes) return;

@@ -11,13 +11,15 @@
 namespace ringway::shm {
 namespace {
 
-// The row is followed by the data of a rank that does not stream.
+// The row is followed by the data of a rank that does not stream, or else by the addresses of its blocks.
 struct Row {
     int64_t largest_streamed;
     int64_t bytes[];  // to each rank, then from each
 
     int64_t to(int rank) const { return bytes[rank]; }
     int64_t from(int rank, int size) const { return bytes[size + rank]; }
+    int64_t& address(int rank, int size) { return bytes[2 * size + rank]; }
+    int64_t address(int rank, int size) const { return bytes[2 * size + rank]; }
     static int64_t size_for(int ranks) { return (1 + 2 * static_cast<int64_t>(ranks)) * 8; }
 };
 
@@ -46,6 +48,8 @@ bool Collectives::announce_row(const Request& r) {
             move_bytes(data, r.in.at(rank), r.bytes_to(rank));
             data += r.bytes_to(rank);
         }
+    } else {
+        for (int rank = 0; rank < size_; ++rank) row->address(rank, size_) = reinterpret_cast<int64_t>(r.in.at(rank));
     }
     announce();
     return eager;
@@ -117,6 +121,14 @@ void Collectives::exchange(const Request& r) {
     }
     move_bytes(r.out.at(rank_), r.in.at(rank_), r.bytes_to(rank_));
     if (largest == 0) return;
+    if (reads_once(largest))
+        return take_once(kEverybody, [&] {
+            for (int i = 1; i < size_; ++i) {
+                const int peer = (rank_ + i) % size_;
+                const auto from = static_cast<uint64_t>(row(peer)->address(rank_, size_));
+                if (row(peer)->largest_streamed != 0) read_block(peer, r.out.at(peer), from, r.bytes_from(peer));
+            }
+        });
 
     const int64_t part = part_bytes();
     stream(

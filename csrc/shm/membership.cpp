@@ -7,11 +7,17 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 
+#include "shm/peer_memory.h"
+
 namespace ringway::shm {
 namespace {
+
+constexpr int64_t kReadAtOnce = 16 << 20;  // between two looks for a fault
 
 // A forked child has its parent's mapping and descriptors, but is no member. The count of forks on the way to this
 // process tells it apart; asking for the pid would cost a system call each time.
@@ -108,6 +114,12 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, 
       peers_(std::move(peers)) {
     struct flock lock = byte_of(rank_);
     fcntl(segment_.fd(), F_SETLK, &lock);
+    int64_t from = read_once_from(size_);
+    for (int peer = 0; peer < size_ && from != INT64_MAX; ++peer) {
+        pids_.push_back(peer == rank_ ? getpid() : visible_pid(*peers_[static_cast<size_t>(peer)]));
+        if (!may_read(pids_.back())) from = INT64_MAX;
+    }
+    segment_.header().reads_from[rank_].store(std::max<int64_t>(from, 1), std::memory_order_seq_cst);
     segment_.header().joined[rank_].store(1, std::memory_order_seq_cst);
 }
 
@@ -121,6 +133,42 @@ bool Membership::has_ended(int peer) {
     if (segment_.header().joined[peer].load(std::memory_order_seq_cst) == 0) return false;
     struct flock lock = byte_of(peer);
     return fcntl(segment_.fd(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+int64_t Membership::reads_from(int rank) const {
+    const int64_t from = segment_.header().reads_from[rank].load(std::memory_order_seq_cst);
+    return from == 0 ? INT64_MAX : from;
+}
+
+int64_t Membership::all_read_from() const {
+    int64_t from = 0;
+    for (int rank = 0; rank < size_; ++rank) from = std::max(from, reads_from(rank));
+    return from;
+}
+
+void Membership::read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own) {
+    const int pid = pids_.at(static_cast<size_t>(peer));
+    for (int64_t done = 0; done < bytes; done += kReadAtOnce) {
+        check();
+        const int64_t piece = std::min(kReadAtOnce, bytes - done);
+        const int error = read_memory(pid, to + done, from + static_cast<uint64_t>(done), piece);
+        if (error != 0) unreadable(peer, error, own);
+    }
+    if (bytes > 0 && has_ended(peer)) unreadable(peer, ESRCH, own);  // another process may have got its pid
+}
+
+// A process that ends loses its memory before its pidfd says so.
+void Membership::unreadable(int peer, int error, const CallFacts& own) {
+    const auto never = [] { return false; };
+    const Look look{[](const void* what) { return (*static_cast<const decltype(never)*>(what))(); }, &never};
+    for (int tries = 0; tries < 1000; ++tries) {
+        if (stop(peer, true, own, look)) throw Unfinished{faulted() ? Outcome::Faulted : Outcome::Closed};
+        usleep(1000);
+    }
+    report(FaultKind::Unreadable, peer, own, [error](Fault& fault) {
+        std::strncpy(fault.reason, std::strerror(error), sizeof fault.reason - 1);
+    });
+    throw Unfinished{Outcome::Faulted};
 }
 
 bool Membership::gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready) {

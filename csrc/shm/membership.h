@@ -70,6 +70,13 @@ class Membership {
     void report_interrupted() { report(FaultKind::Interrupted, rank_, CallFacts{}); }
     void abort() { report(FaultKind::Aborted, rank_, CallFacts{}); }
 
+    // The fewest bytes of a block that a rank reads in the memory of others (peer_memory.h); and the fewest that all do, once
+    // all have joined.
+    int64_t reads_from(int rank) const;
+    int64_t all_read_from() const;
+    // Copies from the memory of `peer`, which is in a call with this rank. Throws Unfinished if the peer is gone.
+    void read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
+
     // Ends this rank's waits, and tells the others that it makes no more calls.
     void leave();
     bool left() const { return leaving_.load(std::memory_order_seq_cst); }
@@ -82,6 +89,7 @@ class Membership {
     bool stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
 
   private:
+    [[noreturn]] void unreadable(int peer, int error, const CallFacts& own);
     bool gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
     void wake_everybody();
 
@@ -91,6 +99,7 @@ class Membership {
     uint32_t born_in_;  // the generation of forks
     Segment segment_;
     Peers peers_;
+    std::vector<int> pids_;  // as this process sees them
     std::atomic<bool> leaving_{false};
 };
 

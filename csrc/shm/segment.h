@@ -80,6 +80,7 @@ enum class FaultKind : int32_t {
     Aborted,      // `rank` aborted the group
     Memory,       // `rank` could not reserve `bytes`
     Corrupt,      // `rank` corrupted the group's shared memory, as `reporter` found
+    Unreadable,   // `reporter` could not read the memory of `rank`
 };
 
 // What one rank sends and another expects, if those differ.
@@ -101,7 +102,7 @@ struct Fault {
     CallFacts own;     // the reporter's call
     CallFacts theirs;  // what `rank` called, for a mismatch
     Pair pair;         // for a mismatch in the middle of an all_to_all or a message; else from == to
-    char reason[256];  // why there is no memory
+    char reason[256];  // why there is no memory, or it cannot be read
 };
 
 struct Header {
@@ -116,6 +117,8 @@ struct Header {
     alignas(kLine) std::atomic<uint8_t> joined[kMaxRanks];
     alignas(kLine) std::atomic<uint8_t> left[kMaxRanks];
     alignas(kLine) std::atomic<int32_t> have_cells;
+    // The fewest bytes of a block that the rank can read in the others' memory; 0 until it has joined.
+    alignas(kLine) std::atomic<int64_t> reads_from[kMaxRanks];
 };
 
 struct RankControl {

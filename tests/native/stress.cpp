@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "shm/engine.h"
+#include "shm/peer_memory.h"
 
 using namespace ringway;
 using namespace ringway::shm;
@@ -76,7 +77,7 @@ class Rank {
                 for (int64_t i = 0; i < count; ++i) block[static_cast<size_t>(i)] = value(rank_, peer + tag, i, call);
                 auto m = message(true, peer, tag, block);
                 // Those of one tag leave at once where they may.
-                if (tag == 0 && engine_.messages.send_now(*m)) continue;
+                if (tag == 0 && engine_.messages.send_now(*m, true)) continue;
                 engine_.messages.start(m, true);
                 all.push_back(m);
             }
@@ -109,7 +110,7 @@ class Rank {
             for (size_t i = 0; i < given.size(); ++i) given[i] = value(rank_, turn, static_cast<int64_t>(i), call);
             auto sent = message(true, next, 100 + call, given), received = message(false, previous, 100 + call, got);
             sent->facts.site = static_cast<uint32_t>(turn / 7);
-            if (!engine_.messages.send_now(*sent)) finish(sent);
+            if (!engine_.messages.send_now(*sent, false)) finish(sent);
             if (!engine_.messages.receive_now(*received)) finish(received);
             for (size_t i = 0; i < got.size(); ++i)
                 if (got[i] != value(previous, turn, static_cast<int64_t>(i), call)) fail("exchanged", rank_, turn, got[i]);
@@ -127,6 +128,7 @@ class Rank {
     std::shared_ptr<Message> message(bool sends, int peer, int tag, std::vector<int32_t>& block) {
         auto m = std::make_shared<Message>();
         m->sends = sends;
+        m->may_stay = sends;
         m->peer = peer;
         m->tag = tag;
         m->data = reinterpret_cast<std::byte*>(block.data());
@@ -424,13 +426,7 @@ void refuse_what_cannot_be() {
     }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-    if (argc != 4) return 2;
-    const int size = std::atoi(argv[1]);
-    const int programs = std::atoi(argv[2]);
-    const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
+void run_all(int size, int programs, unsigned seed) {
     const auto engines = new_group(size);
     const auto run_programs = [&](Engine& engine, int rank, bool interrupts) {
         for (int p = 0; p < programs; ++p) Program(engine, rank, size, seed + static_cast<unsigned>(p), interrupts).run();
@@ -446,6 +442,19 @@ int main(int argc, char** argv) {
     end_on_own_threads(20 * programs);
     close_with_messages(20 * programs);
     leave_after_the_last_call(size, 50 * programs);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 4) return 2;
+    const int size = std::atoi(argv[1]);
+    const int programs = std::atoi(argv[2]);
+    const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
+    for (const int64_t read_from : {INT64_MAX, int64_t{1}}) {  // through the segment, and in each other's memory
+        set_read_once_from(read_from);
+        run_all(size, programs, seed);
+    }
     refuse_what_cannot_be();
     std::printf("ok: %d ranks, %d programs, seed %u\n", size, programs, seed);
     return 0;

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = [f"shm/{name}" for name in ("algorithms", "all_to_all", "collectives", "membership", "messages")]
-ENGINE += ["cgroup", "shm/messages_move", "shm/progress", "shm/segment", "shm/wait", "reduce/reduce", "reduce/plain"]
+SHM = ("algorithms", "all_to_all", "collectives", "membership", "messages", "messages_move", "peer_memory", "progress")
+ENGINE = [f"shm/{name}" for name in (*SHM, "segment", "wait")]
+ENGINE += ["cgroup", "reduce/reduce", "reduce/plain"]
 pytestmark = pytest.mark.sanitizers
 PROGRAMS = 200 if os.environ.get("RINGWAY_SOAK") else 2
 SECONDS = 3000 if os.environ.get("RINGWAY_SOAK") else 280

@@ -45,6 +45,7 @@ class _Kind(IntEnum):
     ABORTED = 6
     MEMORY = 7
     CORRUPT = 8
+    UNREADABLE = 9
 
 
 class Faults:
@@ -80,6 +81,11 @@ class Faults:
             return RingwayError(
                 f"{self._rank(fault['rank'])} corrupted the shared memory of the group {self._group.name}: something "
                 "in that process writes where it should not. The group has ended"
+            )
+        if kind is _Kind.UNREADABLE:
+            return RingwayError(
+                f"{self._rank(fault['reporter'])} could read the memory of {self._rank(fault['rank'])} when the group "
+                f"{self._group.name} was made, and cannot any more: {fault['reason']}. The group has ended"
             )
         return self._lost(kind, fault)
 

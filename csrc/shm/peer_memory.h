@@ -1,0 +1,20 @@
+// The memory of another process, read through the kernel: one copy of large data instead of two through the segment.
+#pragma once
+
+#include <cstdint>
+
+namespace ringway::shm {
+
+// The fewest bytes of a block that a group of `ranks` reads so. INT64_MAX: it never does. By default, groups of two ranks do
+// where a read takes less than two copies, as measured once in a process.
+int64_t read_once_from(int ranks);
+// For tests: from that many bytes on, in groups of any size that are made from now on. Negative: the default.
+void set_read_once_from(int64_t bytes);
+
+// Whether the kernel lets this process read the memory of that one.
+bool may_read(int pid);
+
+// Copies from the other process. Returns 0, or errno: ESRCH if it is gone.
+int read_memory(int pid, void* to, uint64_t from, int64_t bytes);
+
+}  // namespace ringway::shm

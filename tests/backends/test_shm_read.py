@@ -1,0 +1,164 @@
+"""Large data that ranks read in each other's memory: results, deaths, and kernels that do not allow it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import random
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from shm_programs import run_programs
+
+import ringway as dist
+import ringway._core as _core
+from ringway.errors import PeerLost, RingwayError
+from ringway.testing import RankContext, RankPool
+from ringway.testing.rank import leave
+
+PROGRAMS = 500 if os.environ.get("RINGWAY_SOAK") else 8
+COUNT = 1 << 19
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Groups that are made inside read every block that is too large for an entry."""
+    leave(dist)
+    _core.shm_set_read_once_from(1)
+    try:
+        yield
+    finally:
+        _core.shm_set_read_once_from(-1)
+
+
+def _programs(context: RankContext, first: int, count: int) -> None:
+    with _reading():
+        run_programs(context, first, count)
+    leave(dist)
+
+
+@pytest.mark.timeout(60 + 10 * PROGRAMS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_programs(pool: RankPool, size: int) -> None:
+    first = random.randrange(1 << 30)
+    print(f"seeds {first} to {first + PROGRAMS - 1}")
+    pool.run(_programs, first, PROGRAMS, world_size=size, timeout=50 + 10 * PROGRAMS)
+
+
+def _all_gather(rank: int, size: int) -> None:
+    found = torch.empty(size * COUNT)
+    dist.all_gather_into_tensor(found, torch.full((COUNT,), float(rank)))
+    assert found.view(size, COUNT).mean(1).tolist() == list(range(size))
+
+
+def _all_to_all(rank: int, size: int) -> None:
+    found = torch.empty(size * COUNT)
+    dist.all_to_all_single(found, torch.full((size * COUNT,), float(rank)))
+    assert found.view(size, COUNT).mean(1).tolist() == list(range(size))
+
+
+def _gather(rank: int, size: int) -> None:
+    found = [torch.empty(COUNT) for _ in range(size)] if rank == 1 else None
+    dist.gather(torch.full((COUNT,), float(rank)), found, 1)
+    assert found is None or [each.mean().item() for each in found] == list(range(size))
+
+
+def _exchange(rank: int, size: int) -> None:
+    found = torch.empty(COUNT)
+    sent = dist.isend(torch.full((COUNT,), float(rank)), (rank + 1) % size)
+    assert dist.recv(found, (rank - 1) % size) == (rank - 1) % size
+    assert sent is not None
+    sent.wait()
+    assert found.mean().item() == (rank - 1) % size
+
+
+CALLS = [_all_gather, _all_to_all, _gather, _exchange]
+
+
+def _until_one_dies(context: RankContext, call: Callable[[int, int], None], after: float) -> str:
+    with _reading():
+        context.start("shm")
+    if context.rank == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, after)
+    try:
+        while True:
+            call(context.rank, context.world_size)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        leave(dist)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_others_learn_who_died_while_they_read(pool: RankPool, call: Callable[[int, int], None]) -> None:
+    for _ in range(40 if os.environ.get("RINGWAY_SOAK") else 2):
+        after = random.uniform(0.05, 0.1)
+        ended = pool.try_run(_until_one_dies, call, after, world_size=3, timeout=60)
+        pool.replace()
+        assert not ended[0].ok
+        for outcome in ended[1:]:
+            assert outcome.ok, str(outcome)
+            assert "rank 0" in outcome.value
+            assert "SIGALRM" in outcome.value or "has ended" in outcome.value, outcome.value
+
+
+# A kernel that forbids it
+
+
+def _forbid_reading() -> None:
+    """From now on, process_vm_readv fails with EPERM in this process: a seccomp filter."""
+    number = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
+    if number is None:
+        pytest.skip(f"unknown number of process_vm_readv on {platform.machine()}")
+    load, jump_if_equal, end = 0x20, 0x15, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1
+    code = [(load, 0, 0, 0), (jump_if_equal, 0, 1, number), (end, 0, 0, refuse), (end, 0, 0, allow)]
+    program = b"".join(struct.pack("HBBI", *line) for line in code)
+    lines = ctypes.create_string_buffer(program, len(program))
+    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(lines)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, with_filter = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_seccomp, with_filter, filter_) == 0, os.strerror(ctypes.get_errno())
+
+
+def _forbidden(context: RankContext, first: bool) -> str:
+    """Rank 1 may not read before the group is made, or from then on."""
+    if first and context.rank == 1:
+        _forbid_reading()
+    with _reading():
+        context.start("shm")
+    if not first and context.rank == 1:
+        _forbid_reading()
+    text = ""
+    try:
+        for call in CALLS:
+            for _ in range(3):
+                call(context.rank, context.world_size)
+    except RingwayError as error:
+        text = str(error)
+    leave(dist)
+    return text
+
+
+def test_ranks_that_may_not_read_copy_through_the_segment(pool: RankPool) -> None:
+    try:
+        assert pool.run(_forbidden, True, world_size=2, timeout=60) == ["", ""]
+    finally:
+        pool.replace()
+
+
+def test_a_rank_that_may_not_read_any_more_says_so(pool: RankPool) -> None:
+    try:
+        texts = pool.run(_forbidden, False, world_size=2, timeout=60)
+    finally:
+        pool.replace()
+    for text in texts:
+        assert "rank 1 could read the memory of rank 0" in text
+        assert "Operation not permitted" in text
