@@ -77,7 +77,7 @@ int traverse_table(PyObject* self, visitproc visit, void* arg) {  // the name th
 }
 
 int clear_table(PyObject* self) {
-    nb::inst_ptr<PathTable>(self)->clear();
+    if (nb::inst_ready(self)) nb::inst_ptr<PathTable>(self)->clear();
     return 0;
 }
 

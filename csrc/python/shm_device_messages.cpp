@@ -30,7 +30,7 @@ bool DeviceFastPath::send(DeviceLink& link, const DeviceManner& manner, uintptr_
         {
             GilRelease gil;
             if (!message->by_reference) link.download(stream, from, call.bytes);
-            sent = group_.engine().messages.send_now(*message, false);
+            sent = group_.engine().messages.send_now(*message);
         }
         if (!sent) group_.run(message);
     } catch (...) {

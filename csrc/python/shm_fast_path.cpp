@@ -61,7 +61,7 @@ nb::object ShmFastPath::run(const FastCall& given) {
     }
     const bool sends = call.op == Op::Send;
     const nb::handle tensor = sends ? given.inputs : given.outputs;
-    if (sends && send_at_once(call, given.tag, given.async)) return given.async ? sent() : nb::object(nb::bool_(true));
+    if (sends && send_at_once(call, given.tag)) return given.async ? sent() : nb::object(nb::bool_(true));
     if (!given.async) {
         run_message(call, tensor, given.tag);
         return nb::bool_(true);
@@ -83,7 +83,6 @@ nb::object ShmFastPath::start(PlainCall& call, nb::handle tensor, int tag) {
     message->attachment.keep(failed_);
     message->attachment.keep(nb::find(record()));
     describe(*message, call, call.bytes, tag);
-    message->may_stay = message->sends;
     group_.engine().messages.sweep();
     nb::object work = work_();
     nb::setattr(work, names.path, nb::find(*this));
@@ -123,12 +122,11 @@ void ShmFastPath::run_collective(PlainCall& call) {
     });
 }
 
-bool ShmFastPath::send_at_once(PlainCall& call, int tag, bool async) {
+bool ShmFastPath::send_at_once(PlainCall& call, int tag) {
     call.number = record().messages();
     Message message;
     describe(message, call, call.bytes, tag);
-    message.may_stay = true;
-    if (!run_at_once(message, async)) return false;
+    if (!run_at_once(message)) return false;
     record().end(begin(call, call.site).token, State::Completed);
     return true;
 }
@@ -139,20 +137,19 @@ void ShmFastPath::run_message(PlainCall& call, nb::handle tensor, int tag) {
     run_recorded(token, [&] {
         Message message;
         describe(message, call, call.bytes, tag);
-        if (!message.sends && run_at_once(message, false)) return;
+        if (!message.sends && run_at_once(message)) return;
         auto pending = std::make_shared<PythonMessage>();
         pending->attachment.keep(tensor);
         describe(*pending, call, call.bytes, tag);
-        pending->may_stay = pending->sends;
         group_.run(pending);
     });
 }
 
-bool ShmFastPath::run_at_once(const Message& message, bool async) {
+bool ShmFastPath::run_at_once(const Message& message) {
     GilHost host;
     if (message.bytes >= kLarge) host.block();
     PointToPoint& messages = group_.engine().messages;
-    return message.sends ? messages.send_now(message, async) : messages.receive_now(message);
+    return message.sends ? messages.send_now(message) : messages.receive_now(message);
 }
 
 }  // namespace ringway::shm

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "agreement.h"
+#include "shm/peer_memory.h"
 #include "shm/stream.h"
 
 namespace ringway::shm {
@@ -15,10 +16,14 @@ constexpr int64_t kLeastPart = 32 << 10;    // least bytes of a rank's part of a
 constexpr int64_t kStepsAimed = 4;          // steps of a medium call, so that they overlap
 
 // Whether `one` overlaps a block without being exactly that block. A block in exactly the same memory is safe: each step
-// reads its input before it writes its output.
-bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64_t bytes) {
-    for (int rank = 0; rank < ranks; ++rank)
-        if (blocks.at(rank) != one && overlap(one, bytes, blocks.at(rank), bytes)) return true;
+// reads its input before it writes its output. If `own` is a rank, only its block is: another one's is written while ranks
+// still read `one` in place.
+constexpr int kAny = -1;
+bool overlaps_askew(const std::byte* one, const Blocks& blocks, int ranks, int64_t bytes, int own = kAny) {
+    for (int rank = 0; rank < ranks; ++rank) {
+        const bool same = blocks.at(rank) == one && (own == kAny || rank == own);
+        if (!same && overlap(one, bytes, blocks.at(rank), bytes)) return true;
+    }
     return false;
 }
 
@@ -162,18 +167,13 @@ Collectives::Deal::Part Collectives::Deal::part(int64_t step, int rank) const {
     return {(first + from) * element, (to - from) * element};
 }
 
-bool Collectives::reads_once(int64_t bytes) {
-    if (once_from_ == 0) {
-        if (bytes < members_.reads_from(rank_)) return false;
-        compare_with_all();  // then all have joined
-        once_from_ = members_.all_read_from();
-    }
-    return bytes >= once_from_;
+void Collectives::read_block(int peer, std::byte* to, uint64_t from, int64_t bytes) {
+    if (bytes > 0) members_.read(peer, to, from, bytes, *facts_);
 }
 
-void Collectives::read_block(int peer, std::byte* to, uint64_t from, int64_t bytes) {
-    if (bytes >= once_from_ / 2) patience_->host.block();
-    members_.read(peer, to, from, bytes, *facts_);
+uint64_t Collectives::offered(const std::byte* block, int64_t bytes) const {
+    if (members_.reads_from(rank_) == INT64_MAX || !is_readable(block, bytes)) return 0;
+    return reinterpret_cast<uint64_t>(block);
 }
 
 // The bytes of a cell that are for one rank.
@@ -258,7 +258,7 @@ void Collectives::gather_in_steps(const Request& r, int taker) {
 void Collectives::gather(const Request& r, int taker) {
     const int64_t bytes = r.count * r.element;
     const bool takes = taker == kEverybody || taker == rank_;
-    if (takes && overlaps_askew(r.in.at(0), r.out, size_, bytes)) {
+    if (takes && overlaps_askew(r.in.at(0), r.out, size_, bytes, fits_entry(bytes) ? kAny : rank_)) {
         std::vector<std::byte>& copy = apart_;
         if (copy.empty()) copy.assign(r.in.at(0), r.in.at(0) + bytes);
         Request apart = r;
@@ -266,15 +266,15 @@ void Collectives::gather(const Request& r, int taker) {
         return gather(apart, taker);
     }
     if (!fits_entry(bytes)) {
-        const auto address = reinterpret_cast<uint64_t>(r.in.at(0));
+        const uint64_t address = announced() ? 0 : offered(r.in.at(0), bytes);
         announce_with(&address, sizeof address);
-        if (!reads_once(bytes)) return gather_in_steps(r, taker);
+        const auto address_of = [this](int rank) { return *reinterpret_cast<const uint64_t*>(payload(rank)); };
+        if (!reads_once(bytes, [&](int rank) { return address_of(rank) != 0; })) return gather_in_steps(r, taker);
         return take_once(taker, [&] {
             move_bytes(r.out.at(rank_), r.in.at(0), bytes);
             for (int i = 1; i < size_; ++i) {
                 const int rank = (rank_ + i) % size_;
-                compare_with(rank);
-                read_block(rank, r.out.at(rank), *reinterpret_cast<const uint64_t*>(payload(rank)), bytes);
+                read_block(rank, r.out.at(rank), address_of(rank), bytes);
             }
         });
     }

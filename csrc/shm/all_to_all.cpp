@@ -49,7 +49,8 @@ bool Collectives::announce_row(const Request& r) {
             data += r.bytes_to(rank);
         }
     } else {
-        for (int rank = 0; rank < size_; ++rank) row->address(rank, size_) = reinterpret_cast<int64_t>(r.in.at(rank));
+        for (int rank = 0; rank < size_; ++rank)
+            row->address(rank, size_) = static_cast<int64_t>(offered(r.in.at(rank), r.bytes_to(rank)));
     }
     announce();
     return eager;
@@ -121,7 +122,13 @@ void Collectives::exchange(const Request& r) {
     }
     move_bytes(r.out.at(rank_), r.in.at(rank_), r.bytes_to(rank_));
     if (largest == 0) return;
-    if (reads_once(largest))
+    const auto offers = [&](int from) {
+        for (int to = 0; to < size_; ++to)
+            if (from != to && row(from)->largest_streamed != 0 && row(from)->to(to) > 0 && row(from)->address(to, size_) == 0)
+                return false;
+        return true;
+    };
+    if (reads_once(largest, offers))
         return take_once(kEverybody, [&] {
             for (int i = 1; i < size_; ++i) {
                 const int peer = (rank_ + i) % size_;

@@ -154,8 +154,12 @@ class Collectives final : public Guard {
     const std::byte* eager_block(int from, int64_t bytes);
     void check_pair(int peer, int from, int to, int64_t sent, int64_t expected);
     void gather_in_steps(const Request& r, int taker);
-    // Whether every rank reads blocks of this size in the memory of the others. Their entries say where.
-    bool reads_once(int64_t bytes);
+    // Where other ranks may read a block, for the entry; 0 if they cannot.
+    uint64_t offered(const std::byte* block, int64_t bytes) const;
+    // Whether every rank reads blocks of this size in the memory of the others, and every rank offers what they need:
+    // `offers(rank)`. The same on every rank.
+    template <class Offers>
+    bool reads_once(int64_t bytes, const Offers& offers);
     template <class Take>
     void take_once(int taker, const Take& take);
     void read_block(int peer, std::byte* to, uint64_t from, int64_t bytes);
@@ -213,7 +217,6 @@ class Collectives final : public Guard {
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;
-    int64_t once_from_ = 0;  // 0: not known yet
     std::vector<uint64_t> compared_;  // the latest call in which each peer's signature was checked
     std::vector<const void*> sources_;
     std::vector<double> factors_;

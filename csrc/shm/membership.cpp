@@ -115,8 +115,10 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, 
     struct flock lock = byte_of(rank_);
     fcntl(segment_.fd(), F_SETLK, &lock);
     int64_t from = read_once_from(size_);
-    for (int peer = 0; peer < size_ && from != INT64_MAX; ++peer) {
-        pids_.push_back(peer == rank_ ? getpid() : visible_pid(*peers_[static_cast<size_t>(peer)]));
+    for (int peer = 0; peer < size_; ++peer) {
+        const Peer& other = *peers_[static_cast<size_t>(peer)];
+        const bool here = peer == rank_ || other.pid == getpid();
+        pids_.push_back(from == INT64_MAX ? 0 : here ? getpid() : other.pidfd < 0 ? 0 : visible_pid(other));
         if (!may_read(pids_.back())) from = INT64_MAX;
     }
     segment_.header().reads_from[rank_].store(std::max<int64_t>(from, 1), std::memory_order_seq_cst);
@@ -147,14 +149,16 @@ int64_t Membership::all_read_from() const {
 }
 
 void Membership::read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own) {
-    const int pid = pids_.at(static_cast<size_t>(peer));
+    const int pid = pids_[static_cast<size_t>(peer)];
     for (int64_t done = 0; done < bytes; done += kReadAtOnce) {
         check();
         const int64_t piece = std::min(kReadAtOnce, bytes - done);
         const int error = read_memory(pid, to + done, from + static_cast<uint64_t>(done), piece);
         if (error != 0) unreadable(peer, error, own);
     }
-    if (bytes > 0 && has_ended(peer)) unreadable(peer, ESRCH, own);  // another process may have got its pid
+    // It may have given up the call, and its caller may use the memory again; or another process may have got its pid.
+    if (bytes > 0 && (has_left(peer) || has_ended(peer))) unreadable(peer, ESRCH, own);
+    check();
 }
 
 // A process that ends loses its memory before its pidfd says so.

@@ -47,7 +47,6 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         try {
             members_.check();
             if (message->sends) reserve(message->peer);
-            message->stays = is_to_stay(*message, in_background);
             if (message->sends)
                 outbox_[static_cast<size_t>(message->peer)].push_back(message);
             else

@@ -6,11 +6,6 @@
 // its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
 // while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
-// Large messages that cross, as in an exchange, stay where they are: a frame says where, and the receiver reads the message
-// there (peer_memory.h). Its sender is done once the receiver has moved past the frame. A message that goes one way is faster
-// through the ring, because both ranks copy at the same time. Only asynchronous sends stay: a `send` that fits the ring
-// does not wait for its receiver.
-//
 // A message of device memory may be sent by reference: instead of its bytes, a few bytes travel that say where they are. The
 // sender decides, so its receive takes both.
 //
@@ -42,7 +37,6 @@ class Message : public Task {
     int tag = 0;
     std::byte* data = nullptr;
     int64_t bytes = 0;
-    bool may_stay = false;  // of a send: until it is done, its data is in memory that another process can read
     // A receive that takes references. Its `data` has room for this many bytes, and more than that come to `owned`.
     std::optional<int64_t> room;
     bool by_reference = false;  // of a receive: once it is done
@@ -64,8 +58,6 @@ class Message : public Task {
 
     int64_t issued_ns = 0;
     int64_t moved = 0;
-    bool stays = false;   // of a send: the receiver reads it where it is,
-    uint64_t until = 0;   // and has once the ring's tail is there
     bool framed = false;
     Outcome verdict = Outcome::Done;
 };
@@ -76,7 +68,7 @@ class PointToPoint final : public Guard {
 
     // Sends the message if all of it can leave now: none waits before it, and the ring has room. Otherwise sends nothing
     // and returns false. Never blocks.
-    bool send_now(const Message& message, bool async);
+    bool send_now(const Message& message);
     // Receives the message if all of it is there, or arrives within a microsecond or so. Otherwise does nothing and returns
     // false.
     bool receive_now(const Message& message);
@@ -106,7 +98,6 @@ class PointToPoint final : public Guard {
 
     using Messages = std::vector<std::shared_ptr<Message>>;
 
-    enum class Travels : uint8_t { Data, Reference, Address };
     // The beginning of a message in its ring.
     struct alignas(kLine) Line {
         static constexpr int64_t kInside = 32;
@@ -117,17 +108,16 @@ class PointToPoint final : public Guard {
         int32_t tag;
         DType dtype;
         uint8_t has_place;  // the line of the program that sent it follows; else it is the same as that of the message before
-        Travels what;
-        std::byte inside[kInside];  // the data, if it is no more than this; or its address
+        uint8_t by_reference;
+        std::byte inside[kInside];  // the data, if it is no more than this
     };
     static_assert(sizeof(Line) == kLine);
     struct Frame {
         CallFacts facts;
         int64_t bytes;
         int32_t tag;
-        Travels what;
-        uint64_t address;  // of data that stays
-        int64_t payload_bytes() const { return what == Travels::Reference ? Message::kReferenceBytes : bytes; }
+        bool by_reference;
+        int64_t payload_bytes() const { return by_reference ? Message::kReferenceBytes : bytes; }
     };
     // What this rank knows about a ring that it sends to.
     struct Outlet {
@@ -135,7 +125,6 @@ class PointToPoint final : public Guard {
         bool has_place = false;  // some message had a place: that of `site`
         uint32_t site = 0;
         uint64_t tail = 0;  // as it was last seen: looking at it costs a cache miss
-        bool crossed = false;  // the last large message from there met one on its way there
     };
     // A message that has no receive yet.
     struct Aside {
@@ -149,7 +138,6 @@ class PointToPoint final : public Guard {
         std::shared_ptr<Message> into;  // a receive, or
         Aside* aside = nullptr;         // the last of `waiting`
         Frame frame{};
-        uint64_t frame_bytes = 0;  // in the ring
         int64_t left = 0;
         std::list<Aside> waiting;
 
@@ -213,8 +201,6 @@ class PointToPoint final : public Guard {
     void reserve(int to);
     bool read_as_it_comes(const Message& message, uint64_t at);
     uint64_t room(const Message& message, uint64_t head, uint64_t needed);
-    void note_crossing(int peer, int64_t bytes);
-    bool is_to_stay(const Message& message, bool async) const;
     uint64_t head_bytes(const Message& message) const;
     void write_head(const Message& message, uint64_t at);
     uint64_t read_head(int from, uint64_t at, Line& line);

@@ -11,8 +11,6 @@ constexpr uint64_t kGrain = 64;       // frames begin at multiples of this
 // Bytes that are copied before the other side sees them. Small pieces of a short message: the other side copies out at the
 // same time. A long one keeps both sides busy anyway, and each piece costs a fence.
 constexpr int64_t kPiece = 64 << 10;
-constexpr int64_t kReadPiece = 1 << 20;        // of a message that stays where it is
-constexpr int64_t kLeastCrossing = 256 << 10;  // fewest bytes of one, measured with benchmarks/collectives.py
 constexpr int64_t kShort = 256 << 10;
 constexpr int64_t kShortPiece = 16 << 10;
 constexpr int64_t piece_of(int64_t bytes) { return bytes <= kShort ? kShortPiece : kPiece; }
@@ -37,10 +35,10 @@ bool PointToPoint::advance(Messages& finished) {
     return moved;
 }
 
-bool PointToPoint::send_now(const Message& message, bool async) {
+bool PointToPoint::send_now(const Message& message) {
     if (members_.forked()) return false;
     std::lock_guard<std::mutex> guard(lock_);
-    if (stopping_ || !outbox_[static_cast<size_t>(message.peer)].empty() || is_to_stay(message, async)) return false;
+    if (stopping_ || !outbox_[static_cast<size_t>(message.peer)].empty()) return false;
     try {
         members_.check();
         reserve(message.peer);
@@ -87,8 +85,7 @@ bool PointToPoint::receive_now(const Message& message) {
         Line line;
         const uint64_t data_at = tail + read_head(message.peer, tail, line);
         if (line.tag != message.tag || line.bytes != message.bytes || line.dtype != message.facts.dtype) return false;
-        if (line.what != Travels::Data) return false;
-        note_crossing(message.peer, message.bytes);
+        if (line.by_reference != 0) return false;
         const bool inside = message.bytes <= Line::kInside;
         const uint64_t end = data_at + (inside ? 0 : padded(message.bytes));
         if (!inside && (end - tail > ring_bytes_ || !read_as_it_comes(message, data_at))) return false;
@@ -131,19 +128,6 @@ uint64_t PointToPoint::room(const Message& message, uint64_t head, uint64_t need
     return ring_bytes_ - (head - outlet.tail);
 }
 
-bool PointToPoint::is_to_stay(const Message& message, bool async) const {
-    if (!message.may_stay || !async || message.bytes < kLeastCrossing) return false;
-    return outlets_[static_cast<size_t>(message.peer)].crossed && message.bytes >= members_.reads_from(message.peer);
-}
-
-// A message of this size begins to arrive.
-void PointToPoint::note_crossing(int peer, int64_t bytes) {
-    if (bytes < kLeastCrossing) return;
-    const RingControl& ring = segment_.ring(rank_, peer);
-    const bool unread = ring.head.load(std::memory_order_relaxed) != ring.tail.load(kObserve);
-    outlets_[static_cast<size_t>(peer)].crossed = unread || !outbox_[static_cast<size_t>(peer)].empty();
-}
-
 uint64_t PointToPoint::head_bytes(const Message& message) const {
     const Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
     return sizeof(Line) + (outlet.has_place && outlet.site == message.facts.site ? 0 : kTextBytes);
@@ -153,14 +137,9 @@ uint64_t PointToPoint::head_bytes(const Message& message) const {
 void PointToPoint::write_head(const Message& message, uint64_t at) {
     Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
     const CallFacts& facts = message.facts;
-    const Travels what = message.stays          ? Travels::Address
-                         : message.by_reference ? Travels::Reference
-                                                : Travels::Data;
     Line line{message.bytes, facts.number, facts.count, message.tag, facts.dtype, head_bytes(message) > sizeof(Line),
-              what, {}};
-    if (message.stays)
-        std::memcpy(line.inside, &message.data, sizeof message.data);
-    else if (message.bytes > 0 && message.payload_bytes() <= Line::kInside)
+              message.by_reference, {}};
+    if (message.bytes > 0 && message.payload_bytes() <= Line::kInside)
         std::memcpy(line.inside, message.data, static_cast<size_t>(message.bytes));
     write_ring(message.peer, at, &line, sizeof line);
     if (!line.has_place) return;
@@ -177,8 +156,7 @@ uint64_t PointToPoint::read_head(int from, uint64_t at, Line& line) {
     Frame& frame = box->frame;
     frame.bytes = line.bytes;
     frame.tag = line.tag;
-    frame.what = line.what;
-    std::memcpy(&frame.address, line.inside, sizeof frame.address);
+    frame.by_reference = line.by_reference != 0;
     frame.facts.number = line.number;
     frame.facts.count = line.count;
     frame.facts.root = rank_;
@@ -194,7 +172,6 @@ bool PointToPoint::push(int peer, Messages& finished) {
     RingControl& ring = segment_.ring(rank_, peer);
     const uint64_t start = ring.head.load(std::memory_order_relaxed);
     uint64_t head = start;
-    bool ended = false;
     while (!box.empty() && head - start < ring_bytes_) {
         Message& message = *box.front();
         if (!message.framed) {
@@ -203,14 +180,7 @@ bool PointToPoint::push(int peer, Messages& finished) {
             write_head(message, head);
             head += needed;
             message.framed = true;
-            message.until = head;
-            if (message.stays || message.payload_bytes() <= Line::kInside) message.moved = message.payload_bytes();
-        } else if (message.stays) {
-            const uint64_t tail = ring.tail.load(kObserve);
-            under_way(peer, head - tail, message.facts);
-            if (tail < message.until) break;
-            message.stays = false;
-            ended = true;
+            if (message.payload_bytes() <= Line::kInside) message.moved = message.payload_bytes();
         } else {
             // Positions are multiples of the grain, so room is too; only the end of a message is padded.
             const int64_t left = std::min(message.payload_bytes() - message.moved, piece_of(message.payload_bytes()));
@@ -223,13 +193,13 @@ bool PointToPoint::push(int peer, Messages& finished) {
         }
         ring.head.store(head, kPublish);
         waiter_.tell(peer);
-        if (message.moved == message.payload_bytes() && !message.stays) {
+        if (message.moved == message.payload_bytes()) {
             end(box.front(), Outcome::Done, finished);
             box.pop_front();
         }
     }
     full_ = full_ || !box.empty();
-    return head != start || ended;
+    return head != start;
 }
 
 // Checks the bytes between a ring's two ends: they are never more than the ring.
@@ -263,23 +233,13 @@ bool PointToPoint::pull(int peer, Messages& finished) {
             Line line;
             const uint64_t length = read_head(peer, tail, line);
             if (line.bytes < 0 || static_cast<uint64_t>(there) < length) corrupt(peer, box.frame.facts);
-            if (line.what == Travels::Address && line.bytes <= Line::kInside) corrupt(peer, box.frame.facts);
             if (!open_frame(peer, finished)) break;
-            note_crossing(peer, line.bytes);
-            box.frame_bytes = length;
-            if (line.what != Travels::Address) tail += length;
+            tail += length;
             box.left = box.frame.payload_bytes();
             if (box.left > 0 && box.left <= Line::kInside) {
                 std::memcpy(box.target(), line.inside, static_cast<size_t>(box.left));
                 box.took(box.left);
             }
-        } else if (box.frame.what == Travels::Address) {
-            const int64_t piece = std::min(box.left, kReadPiece);
-            const auto from = box.frame.address + static_cast<uint64_t>(box.frame.bytes - box.left);
-            members_.read(peer, box.target(), from, piece, box.frame.facts);
-            box.took(piece);
-            if (box.left > 0) return true;
-            tail += box.frame_bytes;
         } else {
             const int64_t piece = std::min({there, box.left, kPiece});
             if (piece == 0) break;
@@ -372,13 +332,12 @@ void PointToPoint::check_fits(const std::shared_ptr<Message>& receive, const Fra
 
 // A reference has room in every receive that takes one. Other receives never get one from a sound rank.
 void PointToPoint::make_room(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished) {
-    const bool by_reference = frame.what == Travels::Reference;
-    if (by_reference && !receive->room) {
+    if (frame.by_reference && !receive->room) {
         end(receive, Outcome::Faulted, finished);
         corrupt(receive->source, receive->facts);
     }
-    receive->by_reference = by_reference;
-    if (by_reference || !receive->room || frame.bytes <= *receive->room) return;
+    receive->by_reference = frame.by_reference;
+    if (frame.by_reference || !receive->room || frame.bytes <= *receive->room) return;
     receive->owned.reset(new (std::nothrow) std::byte[static_cast<size_t>(frame.bytes)]);
     if (receive->owned == nullptr) {
         end(receive, Outcome::Faulted, finished);

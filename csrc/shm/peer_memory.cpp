@@ -65,6 +65,13 @@ bool may_read(int pid) {
     return pid > 0 && process_vm_readv(pid, &to, 1, &from, 1, 0) < 0 && errno == EFAULT;
 }
 
+bool is_readable(const void* memory, int64_t bytes) {
+    std::byte byte;
+    const auto first = reinterpret_cast<uint64_t>(memory);
+    const auto ends = [&](uint64_t at) { return read_memory(getpid(), &byte, at, 1) == 0; };
+    return bytes > 0 && ends(first) && ends(first + static_cast<uint64_t>(bytes) - 1);
+}
+
 int read_memory(int pid, void* to, uint64_t from, int64_t bytes) {
     for (int64_t done = 0; done < bytes;) {
         const auto left = static_cast<size_t>(bytes - done);

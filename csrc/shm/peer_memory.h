@@ -14,6 +14,9 @@ void set_read_once_from(int64_t bytes);
 // Whether the kernel lets this process read the memory of that one.
 bool may_read(int pid);
 
+// Whether other processes can read this memory of this one. They cannot read a device's, such as CUDA's pinned memory may be.
+bool is_readable(const void* memory, int64_t bytes);
+
 // Copies from the other process. Returns 0, or errno: ESRCH if it is gone.
 int read_memory(int pid, void* to, uint64_t from, int64_t bytes);
 

@@ -72,6 +72,18 @@ void Collectives::stream(int64_t steps, int producer, int combiner, int collecto
     base_ = end;
 }
 
+template <class Offers>
+bool Collectives::reads_once(int64_t bytes, const Offers& offers) {
+    // A rank that has joined and does not read so is known before the others come.
+    if (bytes < members_.reads_from(rank_)) return false;
+    compare_with_all();  // then all have joined, and their entries are there
+    if (bytes < members_.all_read_from()) return false;
+    for (int rank = 0; rank < size_; ++rank)
+        if (!offers(rank)) return false;
+    patience_->host.block();
+    return true;
+}
+
 // One step in which the takers read the other ranks' memory. A rank leaves once all takers have: the memory is its caller's.
 template <class Take>
 void Collectives::take_once(int taker, const Take& take) {

@@ -77,7 +77,7 @@ class Rank {
                 for (int64_t i = 0; i < count; ++i) block[static_cast<size_t>(i)] = value(rank_, peer + tag, i, call);
                 auto m = message(true, peer, tag, block);
                 // Those of one tag leave at once where they may.
-                if (tag == 0 && engine_.messages.send_now(*m, true)) continue;
+                if (tag == 0 && engine_.messages.send_now(*m)) continue;
                 engine_.messages.start(m, true);
                 all.push_back(m);
             }
@@ -109,7 +109,7 @@ class Rank {
             for (size_t i = 0; i < given.size(); ++i) given[i] = value(rank_, turn, static_cast<int64_t>(i), call);
             auto sent = message(true, next, 100 + call, given), received = message(false, previous, 100 + call, got);
             sent->facts.site = static_cast<uint32_t>(turn / 7);
-            if (!engine_.messages.send_now(*sent, false)) finish(sent);
+            if (!engine_.messages.send_now(*sent)) finish(sent);
             if (!engine_.messages.receive_now(*received)) finish(received);
             for (size_t i = 0; i < got.size(); ++i)
                 if (got[i] != value(previous, turn, static_cast<int64_t>(i), call)) fail("exchanged", rank_, turn, got[i]);
@@ -127,7 +127,6 @@ class Rank {
     std::shared_ptr<Message> message(bool sends, int peer, int tag, std::vector<int32_t>& block) {
         auto m = std::make_shared<Message>();
         m->sends = sends;
-        m->may_stay = sends;
         m->peer = peer;
         m->tag = tag;
         m->data = reinterpret_cast<std::byte*>(block.data());

@@ -286,7 +286,11 @@ class ElasticJob:
             if before is None and self._pulse is not None and (current := self._roster.current()) is not None:
                 self._pulse.follow(current)  # its members may be on hosts that are gone
             # It signs up first: until then, its closed connections look like its death to other hosts.
-            generation = self._roster.next(arrival, accused, signed_up=self._end_group)
+            try:
+                generation = self._roster.next(arrival, accused, signed_up=self._end_group)
+            except BaseException:
+                self._end_group()
+                raise
             if generation is None:
                 if before is None:
                     say("the job had ended when this rank came: there is nothing left to do")
