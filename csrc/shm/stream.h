@@ -74,7 +74,7 @@ void Collectives::stream(int64_t steps, int producer, int combiner, int collecto
 
 template <class Offers>
 bool Collectives::reads_once(int64_t bytes, const Offers& offers) {
-    // A rank that has joined and does not read so is known before the others come.
+    // A rank that does not read so need not wait for the others here: they find that out.
     if (bytes < members_.reads_from(rank_)) return false;
     compare_with_all();  // then all have joined, and their entries are there
     if (bytes < members_.all_read_from()) return false;
