@@ -28,7 +28,6 @@ STATE = {
     "parallel/data.py": {"_registered"},
     "testing/conformance.py": {"CASES", "_last_subgroup"},
     "testing/rank.py": {"_started"},
-    "work.py": {"_spare"},
 }
 """Names of modules that functions change, by file."""
 
