@@ -10,6 +10,8 @@ import signal
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from shm_programs import run_programs
 
 import ringway as dist
 import ringway._core as _core
+from ringway.backends.base import GroupInfo
+from ringway.backends.shm.errors import Faults
 from ringway.errors import PeerLost
 from ringway.testing import RankContext, RankPool
 from ringway.testing.rank import leave
@@ -186,3 +190,12 @@ def test_ranks_that_may_not_read_copy_through_the_segment(pool: RankPool, first:
         pool.run(_forbidden, first, world_size=2, timeout=60)
     finally:
         pool.replace()
+
+
+def test_the_error_names_both_ranks_and_the_kernels_reason() -> None:
+    """tests/native/stress.cpp shows that the engine reports it."""
+    group = SimpleNamespace(name="world", rank=0, ranks=(4, 7))
+    fault = {"kind": 9, "reporter": 0, "rank": 1, "reason": "Bad address"}
+    text = str(Faults(cast(GroupInfo, group)).error(1, fault))
+    assert "rank 4 could read the memory of rank 7" in text
+    assert "Bad address" in text

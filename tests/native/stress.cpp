@@ -426,6 +426,23 @@ void refuse_what_cannot_be() {
     }
 }
 
+// Memory that cannot be read ends the group with the reason, though its owner lives.
+void refuse_memory_that_is_not_there() {
+    const auto engines = new_group(2);
+    Membership& members = engines[0]->members;
+    std::byte byte;
+    bool refused = false;
+    try {
+        members.read(1, &byte, 16, 1, CallFacts{});
+    } catch (const Unfinished& unfinished) {
+        refused = unfinished.outcome == Outcome::Faulted;
+    }
+    const Fault* fault = members.fault();
+    if (!refused || fault == nullptr || fault->kind != FaultKind::Unreadable || fault->rank != 1 || fault->reason[0] == 0)
+        fail("unreadable memory", 0, 0, 0);
+    for (const auto& engine : engines) engine->close();
+}
+
 void run_all(int size, int programs, unsigned seed) {
     const auto engines = new_group(size);
     const auto run_programs = [&](Engine& engine, int rank, bool interrupts) {
@@ -456,6 +473,7 @@ int main(int argc, char** argv) {
         run_all(size, programs, seed);
     }
     refuse_what_cannot_be();
+    refuse_memory_that_is_not_there();
     std::printf("ok: %d ranks, %d programs, seed %u\n", size, programs, seed);
     return 0;
 }
