@@ -16,6 +16,7 @@ using Release = nb::call_guard<GilRelease>;
 
 void bind_shm(nb::module_& m) {
     m.def("shm_set_read_once_from", &set_read_once_from, nb::arg("bytes"));
+    m.def("shm_bytes_read_once", &bytes_read_once);
     m.def("shm_create_segment", &Segment::create, nb::arg("size"));
     m.def("memory_left", [](const std::string& root) {
         const MemoryLeft left = memory_left(root);

@@ -194,6 +194,7 @@ PyTask message(PyGroup& group, nb::handle call, double timeout_s, nb::handle ref
     r.in.base = tensor.data;
     r.count = tensor.nbytes / r.element;
     describe(*task, r, tensor.nbytes, view.tag());
+    task->may_be_offered = task->sends && view.async_op() && reference.is_none();
     if (!reference.is_none()) {
         const auto given = nb::cast<nb::bytes>(reference);
         if (given.size() != Message::kReferenceBytes) throw std::invalid_argument("not a reference");

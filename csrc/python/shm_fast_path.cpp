@@ -61,7 +61,7 @@ nb::object ShmFastPath::run(const FastCall& given) {
     }
     const bool sends = call.op == Op::Send;
     const nb::handle tensor = sends ? given.inputs : given.outputs;
-    if (sends && send_at_once(call, given.tag)) return given.async ? sent() : nb::object(nb::bool_(true));
+    if (sends && send_at_once(call, given.tag, given.async)) return given.async ? sent() : nb::object(nb::bool_(true));
     if (!given.async) {
         run_message(call, tensor, given.tag);
         return nb::bool_(true);
@@ -83,6 +83,7 @@ nb::object ShmFastPath::start(PlainCall& call, nb::handle tensor, int tag) {
     message->attachment.keep(failed_);
     message->attachment.keep(nb::find(record()));
     describe(*message, call, call.bytes, tag);
+    message->may_be_offered = message->sends;
     group_.engine().messages.sweep();
     nb::object work = work_();
     nb::setattr(work, names.path, nb::find(*this));
@@ -122,10 +123,11 @@ void ShmFastPath::run_collective(PlainCall& call) {
     });
 }
 
-bool ShmFastPath::send_at_once(PlainCall& call, int tag) {
+bool ShmFastPath::send_at_once(PlainCall& call, int tag, bool async) {
     call.number = record().messages();
     Message message;
     describe(message, call, call.bytes, tag);
+    message.may_be_offered = async;
     if (!run_at_once(message)) return false;
     record().end(begin(call, call.site).token, State::Completed);
     return true;

@@ -26,7 +26,7 @@ class ShmFastPath final : public FastPath {
     void run_recorded(uint64_t token, const Run& run);
     void run_collective(PlainCall& call);
     // False if a send cannot leave at once: then nothing has happened.
-    bool send_at_once(PlainCall& call, int tag);
+    bool send_at_once(PlainCall& call, int tag, bool async);
     void run_message(PlainCall& call, nb::handle tensor, int tag);
     bool run_at_once(const Message& message);
 

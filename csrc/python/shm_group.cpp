@@ -66,6 +66,7 @@ nb::object described(const Fault* fault) {
 
 bool PyTask::wait(double timeout_s) const {
     GilHost host;
+    if (message && message->bytes >= kLarge) host.block();
     const bool done = collective ? engine->progress.wait(*collective, timeout_s, host)
                                  : engine->messages.wait(*message, timeout_s, host);
     host.resume();

@@ -149,16 +149,27 @@ int64_t Membership::all_read_from() const {
 }
 
 void Membership::read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own) {
+    if (const int error = try_to_read(peer, to, from, bytes, own)) unreadable(peer, error, own);
+}
+
+bool Membership::may_still_read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own) {
+    const int error = try_to_read(peer, to, from, bytes, own);
+    if (error != 0 && error != EPERM) unreadable(peer, error, own);
+    return error == 0;
+}
+
+int Membership::try_to_read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own) {
     const int pid = pids_[static_cast<size_t>(peer)];
     for (int64_t done = 0; done < bytes; done += kReadAtOnce) {
         check();
         const int64_t piece = std::min(kReadAtOnce, bytes - done);
         const int error = read_memory(pid, to + done, from + static_cast<uint64_t>(done), piece);
-        if (error != 0) unreadable(peer, error, own);
+        if (error != 0) return error;
     }
     // It may have given up the call, and its caller may use the memory again; or another process may have got its pid.
     if (bytes > 0 && (has_left(peer) || has_ended(peer))) unreadable(peer, ESRCH, own);
     check();
+    return 0;
 }
 
 // A process that ends loses its memory before its pidfd says so.

@@ -76,6 +76,8 @@ class Membership {
     int64_t all_read_from() const;
     // Copies from the memory of `peer`, which is in a call with this rank. Throws Unfinished if the peer is gone.
     void read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
+    // Likewise. False if the kernel does not let this rank read any more.
+    bool may_still_read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
 
     // Ends this rank's waits, and tells the others that it makes no more calls.
     void leave();
@@ -89,6 +91,7 @@ class Membership {
     bool stop(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
 
   private:
+    int try_to_read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
     [[noreturn]] void unreadable(int peer, int error, const CallFacts& own);
     bool gone(int peer, bool look_for_dead, const CallFacts& own, const Look& ready);
     void wake_everybody();

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <system_error>
 
+#include "shm/peer_memory.h"
+
 namespace ringway::shm {
 namespace {
 
@@ -47,6 +49,7 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         try {
             members_.check();
             if (message->sends) reserve(message->peer);
+            message->offered = is_to_be_offered(*message) && is_readable(message->data, message->bytes);
             if (message->sends)
                 outbox_[static_cast<size_t>(message->peer)].push_back(message);
             else
@@ -276,7 +279,7 @@ bool PointToPoint::idle() const {
 int64_t PointToPoint::next_deadline() const {
     int64_t next = INT64_MAX;
     any_pending([&next](const Message& message) {
-        next = std::min(next, message.deadline_ns());
+        next = std::min({next, message.deadline_ns(), message.offer_ends_ns});
         return false;
     });
     return next;

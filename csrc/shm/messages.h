@@ -6,6 +6,11 @@
 // its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
 // while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
+// Large messages that cross, as in an exchange, are offered: a frame says where the message is, and the receiver reads it
+// there (peer_memory.h), one copy instead of two. If the receiver does not come soon, the sender withdraws the offer, and the
+// message follows its frame like any other. So offers change how long a message takes, but not what it waits for. A message
+// that goes one way is not offered: through the ring both ranks copy at the same time.
+//
 // A message of device memory may be sent by reference: instead of its bytes, a few bytes travel that say where they are. The
 // sender decides, so its receive takes both.
 //
@@ -13,6 +18,7 @@
 // background thread moves messages only if no thread of the program has come back to them for a while.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <condition_variable>
 #include <list>
@@ -37,6 +43,7 @@ class Message : public Task {
     int tag = 0;
     std::byte* data = nullptr;
     int64_t bytes = 0;
+    bool may_be_offered = false;  // of a send: it is asynchronous, and the data is the caller's
     // A receive that takes references. Its `data` has room for this many bytes, and more than that come to `owned`.
     std::optional<int64_t> room;
     bool by_reference = false;  // of a receive: once it is done
@@ -59,6 +66,9 @@ class Message : public Task {
     int64_t issued_ns = 0;
     int64_t moved = 0;
     bool framed = false;
+    bool offered = false;               // of a send
+    int64_t offer_ends_ns = INT64_MAX;  // when it is withdrawn
+    uint64_t taken_at = 0;              // the ring's tail, once the receiver has read it
     Outcome verdict = Outcome::Done;
 };
 
@@ -98,6 +108,7 @@ class PointToPoint final : public Guard {
 
     using Messages = std::vector<std::shared_ptr<Message>>;
 
+    enum class Travels : uint8_t { Data, Reference, Address };
     // The beginning of a message in its ring.
     struct alignas(kLine) Line {
         static constexpr int64_t kInside = 32;
@@ -108,16 +119,33 @@ class PointToPoint final : public Guard {
         int32_t tag;
         DType dtype;
         uint8_t has_place;  // the line of the program that sent it follows; else it is the same as that of the message before
-        uint8_t by_reference;
-        std::byte inside[kInside];  // the data, if it is no more than this
+        Travels what;
+        std::byte inside[kInside];  // the data, if it is no more than this; or its address
     };
     static_assert(sizeof(Line) == kLine);
     struct Frame {
         CallFacts facts;
         int64_t bytes;
         int32_t tag;
-        bool by_reference;
-        int64_t payload_bytes() const { return by_reference ? Message::kReferenceBytes : bytes; }
+        Travels what;
+        uint64_t address;  // of an offered message
+        int64_t payload_bytes() const { return what == Travels::Reference ? Message::kReferenceBytes : bytes; }
+    };
+    // Whether to offer the next large message to a rank. It is, if some of the last ones crossed with one from there. Each
+    // offer that ends in vain doubles the number of crossings before the next.
+    struct Offers {
+        static constexpr int kAfterCrossing = 4;
+        static constexpr int kMostPenalty = 1024;
+
+        int left = 0;
+        int penalty = 1;
+        void crossed() { left = left < 0 ? left + 1 : kAfterCrossing; }
+        void passed() { left -= left > 0; }
+        void taken() { penalty = 1; }
+        void in_vain() {
+            penalty = std::min(2 * penalty, kMostPenalty);
+            left = -penalty;
+        }
     };
     // What this rank knows about a ring that it sends to.
     struct Outlet {
@@ -125,6 +153,7 @@ class PointToPoint final : public Guard {
         bool has_place = false;  // some message had a place: that of `site`
         uint32_t site = 0;
         uint64_t tail = 0;  // as it was last seen: looking at it costs a cache miss
+        Offers offers;
     };
     // A message that has no receive yet.
     struct Aside {
@@ -138,6 +167,7 @@ class PointToPoint final : public Guard {
         std::shared_ptr<Message> into;  // a receive, or
         Aside* aside = nullptr;         // the last of `waiting`
         Frame frame{};
+        uint64_t frame_bytes = 0;  // in the ring
         int64_t left = 0;
         std::list<Aside> waiting;
 
@@ -179,6 +209,12 @@ class PointToPoint final : public Guard {
     }
     void check_fits(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished);
     void make_room(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished);
+
+    bool is_large(int peer, int64_t bytes) const;
+    bool is_to_be_offered(const Message& message) const;
+    void note_crossing(int peer, int64_t bytes);
+    bool end_offer(Message& message);
+    bool take_offer(int peer);
 
     void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
     void end_all(Outcome outcome, Messages& finished);

@@ -15,6 +15,10 @@ constexpr int64_t kShort = 256 << 10;
 constexpr int64_t kShortPiece = 16 << 10;
 constexpr int64_t piece_of(int64_t bytes) { return bytes <= kShort ? kShortPiece : kPiece; }
 
+constexpr int64_t kReadPiece = 1 << 20;  // of an offered message
+// An offer lasts about as long as two copies of the message.
+constexpr int64_t offer_ns(int64_t bytes) { return 50'000 + bytes / 2; }
+
 constexpr uint64_t padded(int64_t bytes) { return (static_cast<uint64_t>(bytes) + kGrain - 1) / kGrain * kGrain; }
 
 }  // namespace
@@ -38,7 +42,7 @@ bool PointToPoint::advance(Messages& finished) {
 bool PointToPoint::send_now(const Message& message) {
     if (members_.forked()) return false;
     std::lock_guard<std::mutex> guard(lock_);
-    if (stopping_ || !outbox_[static_cast<size_t>(message.peer)].empty()) return false;
+    if (stopping_ || !outbox_[static_cast<size_t>(message.peer)].empty() || is_to_be_offered(message)) return false;
     try {
         members_.check();
         reserve(message.peer);
@@ -85,7 +89,8 @@ bool PointToPoint::receive_now(const Message& message) {
         Line line;
         const uint64_t data_at = tail + read_head(message.peer, tail, line);
         if (line.tag != message.tag || line.bytes != message.bytes || line.dtype != message.facts.dtype) return false;
-        if (line.by_reference != 0) return false;
+        if (line.what != Travels::Data) return false;
+        note_crossing(message.peer, message.bytes);
         const bool inside = message.bytes <= Line::kInside;
         const uint64_t end = data_at + (inside ? 0 : padded(message.bytes));
         if (!inside && (end - tail > ring_bytes_ || !read_as_it_comes(message, data_at))) return false;
@@ -128,6 +133,61 @@ uint64_t PointToPoint::room(const Message& message, uint64_t head, uint64_t need
     return ring_bytes_ - (head - outlet.tail);
 }
 
+// Whether the peer reads a message of this size in this rank's memory.
+bool PointToPoint::is_large(int peer, int64_t bytes) const {
+    return bytes > Line::kInside && bytes >= members_.reads_from(peer);
+}
+
+bool PointToPoint::is_to_be_offered(const Message& message) const {
+    if (!message.may_be_offered || !is_large(message.peer, message.bytes)) return false;
+    return outlets_[static_cast<size_t>(message.peer)].offers.left > 0;
+}
+
+// A message of this size begins to arrive. It crosses with one that is on its way there.
+void PointToPoint::note_crossing(int peer, int64_t bytes) {
+    if (!is_large(peer, bytes)) return;
+    const RingControl& ring = segment_.ring(rank_, peer);
+    const bool unread = ring.head.load(std::memory_order_relaxed) != ring.tail.load(kObserve);
+    Offers& offers = outlets_[static_cast<size_t>(peer)].offers;
+    if (unread || !outbox_[static_cast<size_t>(peer)].empty())
+        offers.crossed();
+    else
+        offers.passed();
+}
+
+// Whether the message can go on: the receiver has read all of it, or the offer is withdrawn.
+bool PointToPoint::end_offer(Message& message) {
+    RingControl& ring = segment_.ring(rank_, message.peer);
+    Offers& offers = outlets_[static_cast<size_t>(message.peer)].offers;
+    const uint64_t tail = ring.tail.load(kObserve);
+    under_way(message.peer, message.taken_at - tail, message.facts);
+    if (tail == message.taken_at) {
+        const bool taken = ring.offer.load(std::memory_order_relaxed) == Offer::Taken;
+        message.moved = taken ? message.bytes : 0;
+        taken ? offers.taken() : offers.in_vain();
+    } else if (now_ns() < message.offer_ends_ns) {
+        return false;
+    } else if (Offer open = Offer::Open; !ring.offer.compare_exchange_strong(open, Offer::Withdrawn)) {
+        message.offer_ends_ns = INT64_MAX;  // it is being read
+        return false;
+    } else {
+        offers.in_vain();
+    }
+    message.offered = false;
+    message.offer_ends_ns = INT64_MAX;
+    return true;
+}
+
+// Whether the message whose frame was just read from `peer` is to be read where it is. If not, it follows in the ring.
+bool PointToPoint::take_offer(int peer) {
+    const Frame& frame = inbox_[static_cast<size_t>(peer)]->frame;
+    if (frame.what != Travels::Address) return false;
+    Offer offer = Offer::Open;
+    if (segment_.ring(peer, rank_).offer.compare_exchange_strong(offer, Offer::Taken)) return true;
+    if (offer != Offer::Withdrawn) corrupt(peer, frame.facts);
+    return false;
+}
+
 uint64_t PointToPoint::head_bytes(const Message& message) const {
     const Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
     return sizeof(Line) + (outlet.has_place && outlet.site == message.facts.site ? 0 : kTextBytes);
@@ -137,9 +197,13 @@ uint64_t PointToPoint::head_bytes(const Message& message) const {
 void PointToPoint::write_head(const Message& message, uint64_t at) {
     Outlet& outlet = outlets_[static_cast<size_t>(message.peer)];
     const CallFacts& facts = message.facts;
-    Line line{message.bytes, facts.number, facts.count, message.tag, facts.dtype, head_bytes(message) > sizeof(Line),
-              message.by_reference, {}};
-    if (message.bytes > 0 && message.payload_bytes() <= Line::kInside)
+    const Travels what = message.offered        ? Travels::Address
+                         : message.by_reference ? Travels::Reference
+                                                : Travels::Data;
+    Line line{message.bytes, facts.number, facts.count, message.tag, facts.dtype, head_bytes(message) > sizeof(Line), what, {}};
+    if (message.offered)
+        std::memcpy(line.inside, &message.data, sizeof message.data);
+    else if (message.bytes > 0 && message.payload_bytes() <= Line::kInside)
         std::memcpy(line.inside, message.data, static_cast<size_t>(message.bytes));
     write_ring(message.peer, at, &line, sizeof line);
     if (!line.has_place) return;
@@ -156,7 +220,8 @@ uint64_t PointToPoint::read_head(int from, uint64_t at, Line& line) {
     Frame& frame = box->frame;
     frame.bytes = line.bytes;
     frame.tag = line.tag;
-    frame.by_reference = line.by_reference != 0;
+    frame.what = line.what;
+    std::memcpy(&frame.address, line.inside, sizeof frame.address);
     frame.facts.number = line.number;
     frame.facts.count = line.count;
     frame.facts.root = rank_;
@@ -172,15 +237,25 @@ bool PointToPoint::push(int peer, Messages& finished) {
     RingControl& ring = segment_.ring(rank_, peer);
     const uint64_t start = ring.head.load(std::memory_order_relaxed);
     uint64_t head = start;
+    bool ended = false;
     while (!box.empty() && head - start < ring_bytes_) {
         Message& message = *box.front();
         if (!message.framed) {
             const uint64_t needed = head_bytes(message);
             if (room(message, head, needed) < needed) break;
+            message.offered = message.offered && ring.tail.load(kObserve) == head;
             write_head(message, head);
             head += needed;
             message.framed = true;
+            if (message.offered) {
+                ring.offer.store(Offer::Open, std::memory_order_relaxed);
+                message.taken_at = head;
+                message.offer_ends_ns = now_ns() + offer_ns(message.bytes);
+            }
             if (message.payload_bytes() <= Line::kInside) message.moved = message.payload_bytes();
+        } else if (message.offered) {
+            if (!end_offer(message)) break;
+            ended = true;
         } else {
             // Positions are multiples of the grain, so room is too; only the end of a message is padded.
             const int64_t left = std::min(message.payload_bytes() - message.moved, piece_of(message.payload_bytes()));
@@ -198,8 +273,8 @@ bool PointToPoint::push(int peer, Messages& finished) {
             box.pop_front();
         }
     }
-    full_ = full_ || !box.empty();
-    return head != start;
+    full_ = full_ || (!box.empty() && !box.front()->offered);
+    return head != start || ended;
 }
 
 // Checks the bytes between a ring's two ends: they are never more than the ring.
@@ -233,13 +308,33 @@ bool PointToPoint::pull(int peer, Messages& finished) {
             Line line;
             const uint64_t length = read_head(peer, tail, line);
             if (line.bytes < 0 || static_cast<uint64_t>(there) < length) corrupt(peer, box.frame.facts);
+            if (line.what == Travels::Address && line.bytes <= Line::kInside) corrupt(peer, box.frame.facts);
             if (!open_frame(peer, finished)) break;
-            tail += length;
+            note_crossing(peer, line.bytes);
             box.left = box.frame.payload_bytes();
+            if (take_offer(peer)) {
+                box.frame_bytes = length;
+                continue;
+            }
+            box.frame.what = line.what == Travels::Address ? Travels::Data : line.what;
+            tail += length;
             if (box.left > 0 && box.left <= Line::kInside) {
                 std::memcpy(box.target(), line.inside, static_cast<size_t>(box.left));
                 box.took(box.left);
             }
+        } else if (box.frame.what == Travels::Address) {
+            const int64_t piece = std::min(box.left, kReadPiece);
+            const auto from = box.frame.address + static_cast<uint64_t>(box.frame.bytes - box.left);
+            const CallFacts& facts = box.into != nullptr ? box.into->facts : box.frame.facts;
+            if (members_.may_still_read(peer, box.target(), from, piece, facts)) {
+                box.took(piece);
+                if (box.left > 0) return true;
+            } else {
+                ring.offer.store(Offer::Withdrawn, std::memory_order_relaxed);
+                box.frame.what = Travels::Data;
+                box.took(box.left - box.frame.bytes);
+            }
+            tail += box.frame_bytes;
         } else {
             const int64_t piece = std::min({there, box.left, kPiece});
             if (piece == 0) break;
@@ -332,12 +427,13 @@ void PointToPoint::check_fits(const std::shared_ptr<Message>& receive, const Fra
 
 // A reference has room in every receive that takes one. Other receives never get one from a sound rank.
 void PointToPoint::make_room(const std::shared_ptr<Message>& receive, const Frame& frame, Messages& finished) {
-    if (frame.by_reference && !receive->room) {
+    const bool by_reference = frame.what == Travels::Reference;
+    if (by_reference && !receive->room) {
         end(receive, Outcome::Faulted, finished);
         corrupt(receive->source, receive->facts);
     }
-    receive->by_reference = frame.by_reference;
-    if (frame.by_reference || !receive->room || frame.bytes <= *receive->room) return;
+    receive->by_reference = by_reference;
+    if (by_reference || !receive->room || frame.bytes <= *receive->room) return;
     receive->owned.reset(new (std::nothrow) std::byte[static_cast<size_t>(frame.bytes)]);
     if (receive->owned == nullptr) {
         end(receive, Outcome::Faulted, finished);

@@ -21,6 +21,7 @@ constexpr size_t kSample = 1 << 20;
 constexpr int kSamples = 5;
 
 std::atomic<int64_t> set_from{-1};
+std::atomic<int64_t> bytes_read{0};
 
 template <class Work>
 int64_t least_ns(const Work& work) {
@@ -82,7 +83,10 @@ int read_memory(int pid, void* to, uint64_t from, int64_t bytes) {
         if (moved == 0) return EFAULT;
         done += moved;
     }
+    bytes_read.fetch_add(bytes, std::memory_order_relaxed);
     return 0;
 }
+
+int64_t bytes_read_once() { return bytes_read.load(); }
 
 }  // namespace ringway::shm

@@ -20,4 +20,7 @@ bool is_readable(const void* memory, int64_t bytes);
 // Copies from the other process. Returns 0, or errno: ESRCH if it is gone.
 int read_memory(int pid, void* to, uint64_t from, int64_t bytes);
 
+// For tests: what this process has read so, in all.
+int64_t bytes_read_once();
+
 }  // namespace ringway::shm

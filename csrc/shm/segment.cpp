@@ -21,7 +21,7 @@ constexpr size_t kSpare = 2 << 20;  // for what else a call needs, page tables f
 // The most and the least bytes of each buffer, and what all buffers of a kind may take together. The least has priority:
 // it is what the algorithms need, a line for each rank.
 constexpr size_t kMostEntry = 64 << 10, kAllEntries = 8 << 20;
-constexpr size_t kMostCell = 512 << 10, kAllCells = 32 << 20;
+constexpr size_t kCellOfARank = 64 << 10, kLeastCell = 128 << 10, kMostCell = 512 << 10, kAllCells = 32 << 20;
 constexpr size_t kMostRing = 1024 << 10, kLeastRing = 16 << 10, kAllRings = 64 << 20;
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
@@ -60,7 +60,7 @@ void allocate(int fd, size_t offset, size_t bytes, const std::string& purpose, s
 Geometry::Geometry(int size) {
     const auto ranks = static_cast<size_t>(size);
     entry_bytes = share(kMostEntry, kLine * ranks, kAllEntries, ranks * kEntrySlots);
-    cell_bytes = share(kMostCell, kLine * ranks, kAllCells, ranks * kCells);
+    cell_bytes = share(std::clamp(kCellOfARank * ranks, kLeastCell, kMostCell), kLine * ranks, kAllCells, ranks * kCells);
     out_bytes = round_up(cell_bytes / ranks, cell_bytes / ranks < kPage ? kLine : kPage);
     ring_bytes = share(kMostRing, kLeastRing, kAllRings, ranks * ranks);
     rings_at = round_up(sizeof(Header), kPage);

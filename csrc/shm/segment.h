@@ -128,9 +128,13 @@ struct RankControl {
     alignas(kLine) CallFacts facts[kEntrySlots];
 };
 
+// What has become of the message that stays in its sender's memory for the receiver to read it there.
+enum class Offer : uint32_t { None, Open, Taken, Withdrawn };
+
 // The bytes in flight of an ordered pair. Both positions only grow.
 struct RingControl {
     alignas(kLine) Counter head;  // moved by the sender
+    std::atomic<Offer> offer;     // of the ring's first message, which is offered only if the ring is empty
     alignas(kLine) Counter tail;  // moved by the receiver
 };
 

@@ -8,6 +8,7 @@ import platform
 import random
 import signal
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -120,6 +121,93 @@ def _uneven(context: RankContext) -> None:
 def test_blocks_of_different_sizes(pool: RankPool) -> None:
     for size in (2, 3, 4):
         pool.run(_uneven, world_size=size, timeout=60)
+
+
+# Messages
+
+
+def _exchange_of(context: RankContext, count: int) -> None:
+    other = 1 - context.rank
+    found = torch.empty(count)
+    sent = dist.isend(torch.full((count,), float(context.rank)), other)
+    dist.recv(found, other)
+    assert sent is not None
+    sent.wait()
+    assert torch.equal(found, torch.full((count,), float(other)))
+
+
+def _crossing(context: RankContext) -> float:
+    """How much of the messages was read in place."""
+    with _reading():
+        context.start("shm")
+    before = _core.shm_bytes_read_once()
+    for count in SIZES * 10:
+        _exchange_of(context, count)
+    read = _core.shm_bytes_read_once() - before
+    leave(dist)
+    return read / (4 * sum(SIZES) * 10)
+
+
+SIZES = [20, 30_000, COUNT]  # of messages: one that is small, one that fits the ring, one that does not
+
+
+def test_messages_that_cross_are_read_in_place(pool: RankPool) -> None:
+    """A rank that loses its CPU for long is not waited for, so one attempt is enough."""
+    assert any(min(pool.run(_crossing, world_size=2, timeout=60)) > 0.5 for _ in range(50))
+
+
+def _one_way_after_crossing(context: RankContext) -> None:
+    """The receiver comes long after the sender has waited for its message, or has seen that it left."""
+    with _reading():
+        context.start("shm")
+    for number, polls in enumerate([False, True] * 3):
+        for _ in range(5):
+            _exchange_of(context, 30_000)
+        if context.rank == 0:
+            sent = [dist.isend(torch.full((each,), float(number)), 1) for each in (30_000, 20, 40_000)]
+            for work in sent:
+                assert work is not None
+                while polls and not work.is_completed():
+                    time.sleep(0.001)
+                if not polls:
+                    work.wait()
+            context.store.set(f"sent {number}", "1")
+        else:
+            context.store.wait([f"sent {number}"])
+            for each in (30_000, 20, 40_000):
+                found = torch.empty(each)
+                dist.recv(found, 0)
+                assert torch.equal(found, torch.full((each,), float(number)))
+    leave(dist)
+
+
+def test_a_message_that_fits_the_ring_never_needs_its_receiver(pool: RankPool) -> None:
+    pool.run(_one_way_after_crossing, world_size=2, timeout=60)
+
+
+def _sends_before_receives(context: RankContext) -> None:
+    """Both wait for their sends first."""
+    with _reading():
+        context.start("shm")
+    other = 1 - context.rank
+    for count in SIZES * 5:
+        _exchange_of(context, count)
+        sent = [dist.isend(torch.full((count,), float(context.rank + tag)), other, tag=tag) for tag in range(3)]
+        for work in sent:
+            assert work is not None
+            work.wait()
+        for tag in (2, 0, 1):
+            found = torch.empty(count)
+            dist.recv(found, other, tag=tag)
+            assert torch.equal(found, torch.full((count,), float(other + tag)))
+    leave(dist)
+
+
+def test_ranks_that_both_wait_for_their_sends(pool: RankPool) -> None:
+    pool.run(_sends_before_receives, world_size=2, timeout=60)
+
+
+# Deaths
 
 
 def _until_one_dies(context: RankContext, call: Callable[[int, int], None], after: float) -> str:
