@@ -14,6 +14,16 @@ constexpr int64_t kFlatReduce = 256 << 10;  // most bytes read in all when every
 constexpr int64_t kAlwaysFlat = 512;        // unless they are this few: the counters of steps cost more cache lines
 constexpr int64_t kLeastPart = 32 << 10;    // least bytes of a rank's part of a step, except of the last
 constexpr int64_t kStepsAimed = 4;          // steps of a medium call, so that they overlap
+constexpr int kMostReaders = 8;             // ranks of an all_gather in which each reads the memory of the others,
+constexpr int64_t kMostRead = 4 << 20;      // and bytes of its result; two ranks always do
+constexpr int kMostReducers = 2;            // ranks of an all_reduce in which each reads the memory of the others,
+constexpr int64_t kReducedBlocks = 2;       // how many times larger its parts are than a block that is read elsewhere,
+constexpr int64_t kScratch = 64 << 10;      // and the bytes that are read before they are reduced
+
+// Where the other ranks may read the input and the result of an all_reduce.
+struct InAndOut {
+    uint64_t in, out;
+};
 
 // Whether `one` overlaps a block without being exactly that block. A block in exactly the same memory is safe: each step
 // reads its input before it writes its output. If `own` is a rank, only its block is: another one's is written while ranks
@@ -226,8 +236,60 @@ void Collectives::reduce_in_steps(const Request& r, int collector) {
         });
 }
 
+// Every rank reads its part of each other rank's input and reduces it, then reads the other parts of the result. A rank leaves
+// once all have: the memory is its caller's.
+void Collectives::all_reduce_in_place(const Request& r) {
+    const Deal all{r.count, r.element, size_, 0, r.count, 1};
+    const auto own_part = all.part(0, rank_);
+    const auto memory = [this](int rank) { return reinterpret_cast<const InAndOut*>(payload(rank)); };
+    RankControl& control = own();
+    const uint64_t end = base_ + 1;
+    post(control.produced, end);
+    if (control.combined.load(std::memory_order_relaxed) < end) {
+        scratch_.resize(static_cast<size_t>(size_ * kScratch));
+        for (int64_t done = 0; done < own_part.bytes; done += kScratch) {
+            const int64_t at = own_part.at + done, bytes = std::min(kScratch, own_part.bytes - done);
+            for (int rank = 0; rank < size_; ++rank) {
+                std::byte* read = scratch_.data() + rank * kScratch;
+                if (rank != rank_) read_block(rank, read, memory(rank)->in + static_cast<uint64_t>(at), bytes);
+                sources_[static_cast<size_t>(rank)] = rank == rank_ ? r.in.at(0) + at : read;
+            }
+            reduce_sources(r, r.out.at(0) + at, nullptr, bytes);
+        }
+        post(control.combined, end);
+    }
+    for (int i = 1; i < size_ && control.collected.load(std::memory_order_relaxed) < end; ++i) {
+        const int rank = (rank_ + i) % size_;
+        const auto part = all.part(0, rank);
+        reach_all(kEverybody, &RankControl::combined, end);
+        read_block(rank, r.out.at(0) + part.at, memory(rank)->out + static_cast<uint64_t>(part.at), part.bytes);
+    }
+    post(control.collected, end);
+    reach_all(kEverybody, &RankControl::collected, end);
+    base_ = end;
+}
+
+// Whether all ranks read each other's memory in this all_reduce.
+bool Collectives::reduces_in_place(const Request& r) {
+    const int64_t bytes = r.count * r.element;
+    const int64_t block = bytes / size_ / kReducedBlocks;
+    if (r.op != Op::AllReduce || size_ > kMostReducers || block < members_.reads_from(rank_)) return false;
+    const bool apart = r.in.at(0) == r.out.at(0) || !overlap(r.in.at(0), bytes, r.out.at(0), bytes);
+    InAndOut memory{};
+    if (apart && !announced()) {
+        memory.in = offered(r.in.at(0), bytes);
+        memory.out = r.in.at(0) == r.out.at(0) ? memory.in : offered(r.out.at(0), bytes);
+    }
+    announce_with(&memory, sizeof memory);
+    return reads_once(block, [this](int rank) {
+        const auto* offer = reinterpret_cast<const InAndOut*>(payload(rank));
+        return offer->in != 0 && offer->out != 0;
+    });
+}
+
 void Collectives::reduce(const Request& r) {
     if (reduces_flat(r.count * r.element)) return reduce_flat(r);
+    if (reduces_in_place(r)) return all_reduce_in_place(r);
     announce();
     reduce_in_steps(r, r.op == Op::AllReduce ? kEverybody : r.root);
 }
@@ -266,10 +328,11 @@ void Collectives::gather(const Request& r, int taker) {
         return gather(apart, taker);
     }
     if (!fits_entry(bytes)) {
-        const uint64_t address = announced() ? 0 : offered(r.in.at(0), bytes);
+        const bool pays = size_ == 2 || (taker == kEverybody && size_ <= kMostReaders && bytes <= kMostRead / size_);
+        const uint64_t address = pays && !announced() ? offered(r.in.at(0), bytes) : 0;
         announce_with(&address, sizeof address);
         const auto address_of = [this](int rank) { return *reinterpret_cast<const uint64_t*>(payload(rank)); };
-        if (!reads_once(bytes, [&](int rank) { return address_of(rank) != 0; })) return gather_in_steps(r, taker);
+        if (!pays || !reads_once(bytes, [&](int rank) { return address_of(rank) != 0; })) return gather_in_steps(r, taker);
         return take_once(taker, [&] {
             move_bytes(r.out.at(rank_), r.in.at(0), bytes);
             for (int i = 1; i < size_; ++i) {

@@ -49,8 +49,12 @@ bool Collectives::announce_row(const Request& r) {
             data += r.bytes_to(rank);
         }
     } else {
-        for (int rank = 0; rank < size_; ++rank)
-            row->address(rank, size_) = static_cast<int64_t>(offered(r.in.at(rank), r.bytes_to(rank)));
+        // The other ranks' blocks may be larger, and then all are read.
+        const bool may_be_read = largest >= members_.reads_from(rank_) / 4;
+        for (int rank = 0; rank < size_; ++rank) {
+            const bool offers = may_be_read && rank != rank_;
+            row->address(rank, size_) = offers ? static_cast<int64_t>(offered(r.in.at(rank), r.bytes_to(rank))) : 0;
+        }
     }
     announce();
     return eager;

@@ -144,6 +144,8 @@ class Collectives final : public Guard {
     void reduce(const Request& r);
     void reduce_flat(const Request& r);
     void reduce_in_steps(const Request& r, int collector);
+    bool reduces_in_place(const Request& r);
+    void all_reduce_in_place(const Request& r);
     void gather(const Request& r, int taker);
     void scatter(const Request& r);
     void reduce_scatter(const Request& r);
@@ -214,6 +216,7 @@ class Collectives final : public Guard {
     uint64_t signature_ = 0;
     Frame* frame_ = nullptr;
     std::vector<std::byte> apart_;  // a copy of data of the current call that overlaps other data
+    std::vector<std::byte> scratch_;  // for what is read from other ranks' memory and not kept
     Patience* patience_ = nullptr;
     CallFacts* facts_;
     Reducer reducer_ = nullptr;

@@ -215,6 +215,7 @@ class PointToPoint final : public Guard {
     void note_crossing(int peer, int64_t bytes);
     bool end_offer(Message& message);
     bool take_offer(int peer);
+    bool read_offer(const Message& message, uint64_t end);
 
     void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
     void end_all(Outcome outcome, Messages& finished);

@@ -16,6 +16,7 @@ constexpr int64_t kShortPiece = 16 << 10;
 constexpr int64_t piece_of(int64_t bytes) { return bytes <= kShort ? kShortPiece : kPiece; }
 
 constexpr int64_t kReadPiece = 1 << 20;  // of an offered message
+constexpr int64_t kOfferBlocks = 2;      // an offer costs more than reading a block in a collective, which all ranks are in
 // An offer lasts about as long as two copies of the message.
 constexpr int64_t offer_ns(int64_t bytes) { return 50'000 + bytes / 2; }
 
@@ -89,8 +90,9 @@ bool PointToPoint::receive_now(const Message& message) {
         Line line;
         const uint64_t data_at = tail + read_head(message.peer, tail, line);
         if (line.tag != message.tag || line.bytes != message.bytes || line.dtype != message.facts.dtype) return false;
-        if (line.what != Travels::Data) return false;
+        if (line.what == Travels::Reference || (line.what == Travels::Address && message.bytes > kReadPiece)) return false;
         note_crossing(message.peer, message.bytes);
+        if (line.what == Travels::Address) return read_offer(message, data_at);
         const bool inside = message.bytes <= Line::kInside;
         const uint64_t end = data_at + (inside ? 0 : padded(message.bytes));
         if (!inside && (end - tail > ring_bytes_ || !read_as_it_comes(message, data_at))) return false;
@@ -101,6 +103,20 @@ bool PointToPoint::receive_now(const Message& message) {
     } catch (const Unfinished&) {
         return false;  // the general path finds the same, and reports it
     }
+    return true;
+}
+
+// Reads an offered message. False if it was withdrawn.
+bool PointToPoint::read_offer(const Message& message, uint64_t end) {
+    RingControl& ring = segment_.ring(message.peer, rank_);
+    if (!take_offer(message.peer)) return false;
+    const uint64_t from = inbox_[static_cast<size_t>(message.peer)]->frame.address;
+    if (!members_.may_still_read(message.peer, message.data, from, message.bytes, message.facts)) {
+        ring.offer.store(Offer::Withdrawn, std::memory_order_relaxed);
+        return false;
+    }
+    ring.tail.store(end, kPublish);
+    waiter_.tell(message.peer);
     return true;
 }
 
@@ -135,7 +151,8 @@ uint64_t PointToPoint::room(const Message& message, uint64_t head, uint64_t need
 
 // Whether the peer reads a message of this size in this rank's memory.
 bool PointToPoint::is_large(int peer, int64_t bytes) const {
-    return bytes > Line::kInside && bytes >= members_.reads_from(peer);
+    const int64_t block = members_.reads_from(peer);
+    return bytes > Line::kInside && block <= bytes / kOfferBlocks;
 }
 
 bool PointToPoint::is_to_be_offered(const Message& message) const {

@@ -5,8 +5,8 @@
 
 namespace ringway::shm {
 
-// The fewest bytes of a block that a group of `ranks` reads so. INT64_MAX: it never does. By default, groups of two ranks do
-// where a read takes less than two and a half copies, as measured once in a process.
+// The fewest bytes of a block that a group of `ranks` reads so. INT64_MAX: it never does. By default, groups of up to 16 ranks
+// do where a read takes less than two and a half copies, as measured once in a process.
 int64_t read_once_from(int ranks);
 // For tests: from that many bytes on, in groups of any size that are made from now on. Negative: the default.
 void set_read_once_from(int64_t bytes);

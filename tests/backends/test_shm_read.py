@@ -82,7 +82,17 @@ def _exchange(rank: int, size: int) -> None:
     assert found.mean().item() == (rank - 1) % size
 
 
-CALLS = [_all_gather, _all_to_all, _gather, _exchange]
+def _all_reduce(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.full((COUNT + 5,), float(rank + 1), dtype=dtype)
+        found[-1] = 10 * (rank + 1)
+        dist.all_reduce(found)
+        total = size * (size + 1) / 2
+        assert found[-1].item() == 10 * total
+        assert bool((found[:-1] == total).all())
+
+
+CALLS = [_all_gather, _all_to_all, _gather, _exchange, _all_reduce]
 
 
 def _in_another_block(context: RankContext) -> None:
@@ -227,9 +237,9 @@ def _until_one_dies(context: RankContext, call: Callable[[int, int], None], afte
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_others_learn_who_died_while_they_read(pool: RankPool, call: Callable[[int, int], None]) -> None:
-    for _ in range(40 if os.environ.get("RINGWAY_SOAK") else 2):
+    for number in range(40 if os.environ.get("RINGWAY_SOAK") else 2):
         after = random.uniform(0.05, 0.1)
-        ended = pool.try_run(_until_one_dies, call, after, world_size=3, timeout=60)
+        ended = pool.try_run(_until_one_dies, call, after, world_size=2 + number % 2, timeout=60)
         pool.replace()
         assert not ended[0].ok
         for outcome in ended[1:]:
