@@ -6,7 +6,7 @@
 // its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
 // while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
-// Large messages that cross, as in an exchange, are offered: a frame says where the message is, and the receiver reads it
+// Large messages that cross, as in an exchange or around a ring, are offered: a frame says where the message is, and the receiver reads it
 // there (peer_memory.h), one copy instead of two. If the receiver does not come soon, the sender withdraws the offer, and the
 // message follows its frame like any other. So offers change how long a message takes, but not what it waits for. A message
 // that goes one way is not offered: through the ring both ranks copy at the same time.
@@ -131,7 +131,7 @@ class PointToPoint final : public Guard {
         uint64_t address;  // of an offered message
         int64_t payload_bytes() const { return what == Travels::Reference ? Message::kReferenceBytes : bytes; }
     };
-    // Whether to offer the next large message to a rank. It is, if some of the last ones crossed with one from there. Each
+    // Whether to offer the next large message. It is, if some of the last ones that came found one on its way to any rank. Each
     // offer that ends in vain doubles the number of crossings before the next.
     struct Offers {
         static constexpr int kAfterCrossing = 4;
@@ -153,7 +153,6 @@ class PointToPoint final : public Guard {
         bool has_place = false;  // some message had a place: that of `site`
         uint32_t site = 0;
         uint64_t tail = 0;  // as it was last seen: looking at it costs a cache miss
-        Offers offers;
     };
     // A message that has no receive yet.
     struct Aside {
@@ -255,6 +254,7 @@ class PointToPoint final : public Guard {
     std::condition_variable wanted_;   // for the background thread
     std::vector<std::list<std::shared_ptr<Message>>> outbox_;  // by destination
     std::vector<Outlet> outlets_;                              // likewise
+    Offers offers_;
     std::list<std::shared_ptr<Message>> receives_;  // not yet matched, oldest first
     std::vector<std::unique_ptr<Inbox>> inbox_;     // by source; null until it sends something
     Messages spent_;

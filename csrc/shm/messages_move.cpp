@@ -156,39 +156,37 @@ bool PointToPoint::is_large(int peer, int64_t bytes) const {
 }
 
 bool PointToPoint::is_to_be_offered(const Message& message) const {
-    if (!message.may_be_offered || !is_large(message.peer, message.bytes)) return false;
-    return outlets_[static_cast<size_t>(message.peer)].offers.left > 0;
+    return message.may_be_offered && offers_.left > 0 && is_large(message.peer, message.bytes);
 }
 
-// A message of this size begins to arrive. It crosses with one that is on its way there.
+// A message of this size begins to arrive. It crosses with those that this rank is still sending.
 void PointToPoint::note_crossing(int peer, int64_t bytes) {
     if (!is_large(peer, bytes)) return;
-    const RingControl& ring = segment_.ring(rank_, peer);
-    const bool unread = ring.head.load(std::memory_order_relaxed) != ring.tail.load(kObserve);
-    Offers& offers = outlets_[static_cast<size_t>(peer)].offers;
-    if (unread || !outbox_[static_cast<size_t>(peer)].empty())
-        offers.crossed();
-    else
-        offers.passed();
+    bool sends = false;
+    for (int to = 0; to < size_ && !sends; ++to) {
+        const RingControl& ring = segment_.ring(rank_, to);
+        const bool unread = ring.head.load(std::memory_order_relaxed) != ring.tail.load(kObserve);
+        sends = unread || !outbox_[static_cast<size_t>(to)].empty();
+    }
+    sends ? offers_.crossed() : offers_.passed();
 }
 
 // Whether the message can go on: the receiver has read all of it, or the offer is withdrawn.
 bool PointToPoint::end_offer(Message& message) {
     RingControl& ring = segment_.ring(rank_, message.peer);
-    Offers& offers = outlets_[static_cast<size_t>(message.peer)].offers;
     const uint64_t tail = ring.tail.load(kObserve);
     under_way(message.peer, message.taken_at - tail, message.facts);
     if (tail == message.taken_at) {
         const bool taken = ring.offer.load(std::memory_order_relaxed) == Offer::Taken;
         message.moved = taken ? message.bytes : 0;
-        taken ? offers.taken() : offers.in_vain();
+        taken ? offers_.taken() : offers_.in_vain();
     } else if (now_ns() < message.offer_ends_ns) {
         return false;
     } else if (Offer open = Offer::Open; !ring.offer.compare_exchange_strong(open, Offer::Withdrawn)) {
         message.offer_ends_ns = INT64_MAX;  // it is being read
         return false;
     } else {
-        offers.in_vain();
+        offers_.in_vain();
     }
     message.offered = false;
     message.offer_ends_ns = INT64_MAX;
