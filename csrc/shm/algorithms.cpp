@@ -328,12 +328,13 @@ void Collectives::gather(const Request& r, int taker) {
         return gather(apart, taker);
     }
     if (!fits_entry(bytes)) {
-        const bool pays = size_ == 2 || (taker == kEverybody && size_ <= kMostReaders && bytes <= kMostRead / size_);
+        // In a gather to one rank, the others' cores would be idle.
+        const bool pays = taker == kEverybody && (size_ == 2 || (size_ <= kMostReaders && bytes <= kMostRead / size_));
         const uint64_t address = pays && !announced() ? offered(r.in.at(0), bytes) : 0;
         announce_with(&address, sizeof address);
         const auto address_of = [this](int rank) { return *reinterpret_cast<const uint64_t*>(payload(rank)); };
         if (!pays || !reads_once(bytes, [&](int rank) { return address_of(rank) != 0; })) return gather_in_steps(r, taker);
-        return take_once(taker, [&] {
+        return take_once([&] {
             move_bytes(r.out.at(rank_), r.in.at(0), bytes);
             for (int i = 1; i < size_; ++i) {
                 const int rank = (rank_ + i) % size_;

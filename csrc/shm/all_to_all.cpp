@@ -133,7 +133,7 @@ void Collectives::exchange(const Request& r) {
         return true;
     };
     if (reads_once(largest, offers))
-        return take_once(kEverybody, [&] {
+        return take_once([&] {
             for (int i = 1; i < size_; ++i) {
                 const int peer = (rank_ + i) % size_;
                 const auto from = static_cast<uint64_t>(row(peer)->address(rank_, size_));

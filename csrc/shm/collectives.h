@@ -163,7 +163,7 @@ class Collectives final : public Guard {
     template <class Offers>
     bool reads_once(int64_t bytes, const Offers& offers);
     template <class Take>
-    void take_once(int taker, const Take& take);
+    void take_once(const Take& take);
     void read_block(int peer, std::byte* to, uint64_t from, int64_t bytes);
     int64_t part_bytes() const;
     void lay_out_blocks(const Request& r, int64_t part, int64_t turn, uint64_t step);

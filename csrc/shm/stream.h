@@ -84,17 +84,16 @@ bool Collectives::reads_once(int64_t bytes, const Offers& offers) {
     return true;
 }
 
-// One step in which the takers read the other ranks' memory. A rank leaves once all takers have: the memory is its caller's.
+// One step in which all ranks read the other ranks' memory. A rank leaves once all have: the memory is its caller's.
 template <class Take>
-void Collectives::take_once(int taker, const Take& take) {
+void Collectives::take_once(const Take& take) {
     RankControl& control = own();
     const uint64_t end = base_ + 1;
-    const bool takes = taker == kEverybody || taker == rank_;
-    if (takes && control.combined.load(std::memory_order_relaxed) < end) take();
+    if (control.combined.load(std::memory_order_relaxed) < end) take();
     post(control.produced, end);
     post(control.collected, end);
     post(control.combined, end);
-    reach_all(taker, &RankControl::combined, end);
+    reach_all(kEverybody, &RankControl::combined, end);
     base_ = end;
 }
 
