@@ -131,6 +131,7 @@ class Rank {
         m->tag = tag;
         m->data = reinterpret_cast<std::byte*>(block.data());
         m->bytes = static_cast<int64_t>(block.size()) * 4;
+        m->may_be_offered = sends;
         m->timeout_s = kPatience;
         return m;
     }
