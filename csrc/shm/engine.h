@@ -17,6 +17,7 @@ struct Engine : Shared {
     // Idempotent. Calls in flight end with Outcome::Closed, or with the group's fault.
     void stop() {
         if (members.forked()) return;
+        messages.end_offers();
         members.leave();
         progress.stop();
         messages.stop();

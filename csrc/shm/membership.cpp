@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "shm/peer_memory.h"
@@ -41,6 +42,15 @@ int visible_pid(const Peer& peer) {
     while (std::fgets(line, sizeof line, file) != nullptr && std::sscanf(line, "Pid: %d", &pid) != 1) {}
     std::fclose(file);
     return pid;
+}
+
+// Likewise, for system calls; 0 if unknown. Peers in other PID namespaces may have this process's number, and where /proc is that
+// of another namespace, it has other numbers than the system calls. A rank may also be a thread of this process.
+int readable_pid(const Peer& peer) {
+    char own[32] = {};
+    if (readlink("/proc/self", own, sizeof own - 1) < 0 || std::atoi(own) != getpid()) return 0;
+    if (peer.pidfd < 0) return peer.pid == getpid() ? getpid() : 0;
+    return visible_pid(peer);
 }
 
 // A process that was killed and is not yet reaped has its exit code at the end of its stat line.
@@ -117,8 +127,7 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, 
     int64_t from = read_once_from(size_);
     for (int peer = 0; peer < size_; ++peer) {
         const Peer& other = *peers_[static_cast<size_t>(peer)];
-        const bool here = peer == rank_ || other.pid == getpid();
-        pids_.push_back(from == INT64_MAX ? 0 : here ? getpid() : other.pidfd < 0 ? 0 : visible_pid(other));
+        pids_.push_back(from == INT64_MAX ? 0 : peer == rank_ ? getpid() : readable_pid(other));
         if (!may_read(pids_.back())) from = INT64_MAX;
     }
     segment_.header().reads_from[rank_].store(std::max<int64_t>(from, 1), std::memory_order_seq_cst);
@@ -258,9 +267,10 @@ void Membership::report_timeout(const CallFacts& own, double waited, const std::
 }
 
 void Membership::leave() {
-    if (forked() || leaving_.exchange(true)) return;
+    if (forked()) return;
+    // First, because ranks that read this one's memory look at it, and `leaving_` lets this rank's calls end.
     segment_.header().left[rank_].store(1, std::memory_order_seq_cst);
-    wake_everybody();
+    if (!leaving_.exchange(true)) wake_everybody();
 }
 
 }  // namespace ringway::shm

@@ -89,6 +89,8 @@ class PointToPoint final : public Guard {
     bool wait(const Message& message, double timeout_s, Host& host);
     // Cancels a message of which nothing has been sent or received yet. False if it is too late: the message goes on.
     bool withdraw(const Message& message);
+    // Withdraws what is offered, or waits until it has been read. For a rank that is about to leave.
+    void end_offers();
     // Ends all messages. The rank must have left the membership.
     void stop();
     // After `stop`: waits for the thread to end, see Worker::join.
@@ -103,6 +105,8 @@ class PointToPoint final : public Guard {
     static constexpr int64_t kAway = 500'000;
     // With nothing to do it still looks this many times, so that the next message need not wake it.
     static constexpr int kIdleLooks = 20;
+    // A rank that leaves waits this many nanoseconds for another one that is reading its memory.
+    static constexpr int64_t kLeaving = 1'000'000'000;
     // A send that has not moved for this many nanoseconds is stuck, even if nobody waits for it.
     static constexpr int64_t kStuck = 20'000'000;
 
@@ -213,6 +217,7 @@ class PointToPoint final : public Guard {
     bool is_to_be_offered(const Message& message) const;
     void note_crossing(int peer, int64_t bytes);
     bool end_offer(Message& message);
+    bool withdraw_offers();
     bool take_offer(int peer);
     bool read_offer(const Message& message, uint64_t end);
 

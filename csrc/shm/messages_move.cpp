@@ -1,4 +1,6 @@
 // How messages move: into the rings, out of them, and to their receives. messages.cpp starts, waits for and ends them.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -182,7 +184,8 @@ bool PointToPoint::end_offer(Message& message) {
         taken ? offers_.taken() : offers_.in_vain();
     } else if (now_ns() < message.offer_ends_ns) {
         return false;
-    } else if (Offer open = Offer::Open; !ring.offer.compare_exchange_strong(open, Offer::Withdrawn)) {
+    } else if (Offer offer = Offer::Open;
+               !ring.offer.compare_exchange_strong(offer, Offer::Withdrawn) && offer != Offer::Withdrawn) {
         message.offer_ends_ns = INT64_MAX;  // it is being read
         return false;
     } else {
@@ -191,6 +194,32 @@ bool PointToPoint::end_offer(Message& message) {
     message.offered = false;
     message.offer_ends_ns = INT64_MAX;
     return true;
+}
+
+void PointToPoint::end_offers() {
+    const int64_t until = now_ns() + kLeaving;
+    while (withdraw_offers() && !members_.faulted() && now_ns() < until) usleep(50);
+}
+
+// Whether others still read what was offered.
+bool PointToPoint::withdraw_offers() {
+    bool read = false;
+    Messages finished;
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        for (int peer = 0; peer < size_; ++peer) {
+            auto& box = outbox_[static_cast<size_t>(peer)];
+            if (box.empty() || !box.front()->offered || !box.front()->framed || members_.has_ended(peer)) continue;
+            box.front()->offer_ends_ns = 0;
+            try {
+                push(peer, finished);
+            } catch (const Unfinished&) {  // the others find the fault
+            }
+            read = read || (!box.empty() && box.front()->offered && box.front()->framed);
+        }
+    }
+    tell(finished);
+    return read;
 }
 
 // Whether the message whose frame was just read from `peer` is to be read where it is. If not, it follows in the ring.
@@ -288,7 +317,7 @@ bool PointToPoint::push(int peer, Messages& finished) {
             box.pop_front();
         }
     }
-    full_ = full_ || (!box.empty() && !box.front()->offered);
+    full_ = full_ || (!box.empty() && box.front()->offer_ends_ns == INT64_MAX);  // an offer ends by itself
     return head != start || ended;
 }
 

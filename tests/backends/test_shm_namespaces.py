@@ -14,17 +14,21 @@ import pytest
 
 RANK = """
 import os, sys, time
+import torch
 import torch.distributed as c10d
 from ringway.backends.base import GroupInfo
 from ringway.backends.process import Process
 from ringway.backends.shm.backend import ShmBackend
-from ringway.call import BARRIER, Call
+from ringway.call import ALL_REDUCE, BARRIER, Call
 from ringway.errors import PeerLost
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 store = c10d.FileStore(path, 2)
 group = ShmBackend(GroupInfo(rank=rank, size=2, ranks=range(2), store=store, name="two", timeout=60, process=Process()))
 group.barrier(Call(BARRIER, size=2))
+large = torch.full((1 << 20,), float(1 + rank))
+group.all_reduce(Call(ALL_REDUCE, (large,), (large,), size=2))
+assert bool((large == 3).all()), large
 print("pid", os.getpid(), flush=True)
 if rank == 1:
     time.sleep(600)

@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
@@ -215,6 +216,52 @@ def _sends_before_receives(context: RankContext) -> None:
 
 def test_ranks_that_both_wait_for_their_sends(pool: RankPool) -> None:
     pool.run(_sends_before_receives, world_size=2, timeout=60)
+
+
+def _fill_the_ring(context: RankContext) -> None:
+    """The first message and its frame leave no room in the ring of 1 MiB for the frame of the second."""
+    with _reading():
+        context.start("shm", timeout=timedelta(seconds=20))
+    other = 1 - context.rank
+    for round_, taken in enumerate([64, 192] * 4):
+        for _ in range(5):
+            _exchange_of(context, 30_000)
+        counts = ((1 << 20) - taken) // 4, 50_000
+        sent = [dist.isend(torch.full((count,), float(round_ + context.rank)), other) for count in counts]
+        for work in sent:
+            assert work is not None
+            work.wait()
+        for count in counts:
+            found = torch.empty(count)
+            dist.recv(found, other)
+            assert torch.equal(found, torch.full((count,), float(round_ + other)))
+    leave(dist)
+
+
+def test_a_full_ring_and_an_offered_message_behind_it(pool: RankPool) -> None:
+    pool.run(_fill_the_ring, world_size=2, timeout=60)
+
+
+def _leave_at_once(context: RankContext, count: int) -> None:
+    """Rank 0 does not wait for its last message, and leaves."""
+    with _reading():
+        context.start("shm")
+    for _ in range(5):
+        _exchange_of(context, count)
+    if context.rank == 0:
+        dist.isend(torch.full((count,), 7.0), 1)
+        leave(dist)
+    else:
+        time.sleep(random.choice([0.0, 0.0001, 0.01]))
+        found = torch.empty(count)
+        dist.recv(found, 0)
+        assert torch.equal(found, torch.full((count,), 7.0))
+        leave(dist)
+
+
+def test_a_message_of_a_rank_that_leaves_arrives_if_it_fits_the_ring(pool: RankPool) -> None:
+    for _ in range(5):
+        pool.run(_leave_at_once, 100_000, world_size=2, timeout=60)
 
 
 # Deaths
