@@ -44,8 +44,8 @@ int visible_pid(const Peer& peer) {
     return pid;
 }
 
-// Likewise, for system calls; 0 if unknown. Peers in other PID namespaces may have this process's number, and where /proc is that
-// of another namespace, it has other numbers than the system calls. A rank may also be a thread of this process.
+// Likewise, for system calls; 0 if unknown. Peers in other PID namespaces may have this process's number, and where /proc is
+// that of another namespace, it has other numbers than the system calls. A rank may also be a thread of this process.
 int readable_pid(const Peer& peer) {
     char own[32] = {};
     if (readlink("/proc/self", own, sizeof own - 1) < 0 || std::atoi(own) != getpid()) return 0;

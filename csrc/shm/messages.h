@@ -6,10 +6,11 @@
 // its tag from its source (or from anyone). Messages before it with another tag are set aside. So are those that arrive
 // while this rank waits for a send whose ring is full, so that two ranks that both send first make progress.
 //
-// Large messages that cross, as in an exchange or around a ring, are offered: a frame says where the message is, and the receiver reads it
-// there (peer_memory.h), one copy instead of two. If the receiver does not come soon, the sender withdraws the offer, and the
-// message follows its frame like any other. So offers change how long a message takes, but not what it waits for. A message
-// that goes one way is not offered: through the ring both ranks copy at the same time.
+// Large messages that cross, as in an exchange or around a ring, are offered (message_offers.cpp): a frame says where the
+// message is, and the receiver reads it there (peer_memory.h), one copy instead of two. If the receiver does not come soon,
+// the sender withdraws the offer, and the message follows its frame like any other. So offers change how long a message
+// takes, but not what it waits for. A message that goes one way is not offered: through the ring both ranks copy at the same
+// time.
 //
 // A message of device memory may be sent by reference: instead of its bytes, a few bytes travel that say where they are. The
 // sender decides, so its receive takes both.
@@ -105,6 +106,7 @@ class PointToPoint final : public Guard {
     static constexpr int64_t kAway = 500'000;
     // With nothing to do it still looks this many times, so that the next message need not wake it.
     static constexpr int kIdleLooks = 20;
+    static constexpr int64_t kReadPiece = 1 << 20;  // the most bytes of an offered message that are read at a time
     // A rank that leaves waits this many nanoseconds for another one that is reading its memory.
     static constexpr int64_t kLeaving = 1'000'000'000;
     // A send that has not moved for this many nanoseconds is stuck, even if nobody waits for it.
@@ -216,10 +218,12 @@ class PointToPoint final : public Guard {
     bool is_large(int peer, int64_t bytes) const;
     bool is_to_be_offered(const Message& message) const;
     void note_crossing(int peer, int64_t bytes);
+    void open_offer(Message& message, uint64_t at);
     bool end_offer(Message& message);
     bool withdraw_offers();
     bool take_offer(int peer);
     bool read_offer(const Message& message, uint64_t end);
+    bool read_piece_of_offer(int peer);
 
     void end(std::shared_ptr<Message> message, Outcome outcome, Messages& finished);
     void end_all(Outcome outcome, Messages& finished);

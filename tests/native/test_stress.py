@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHM = ("algorithms", "all_to_all", "collectives", "membership", "messages", "messages_move", "peer_memory", "progress")
-ENGINE = [f"shm/{name}" for name in (*SHM, "segment", "wait")]
+ENGINE = [
+    f"shm/{name}" for name in ("algorithms", "all_to_all", "collectives", "membership", "peer_memory", "progress")
+]
+ENGINE += [f"shm/{name}" for name in ("messages", "message_offers", "messages_move", "segment", "wait")]
 ENGINE += ["cgroup", "reduce/reduce", "reduce/plain"]
 pytestmark = pytest.mark.sanitizers
 PROGRAMS = 200 if os.environ.get("RINGWAY_SOAK") else 2
