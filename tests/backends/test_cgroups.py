@@ -152,10 +152,10 @@ def test_a_group_that_does_not_fit_its_cgroup_is_refused(limited: _Limited) -> N
 def test_a_large_call_that_does_not_fit_its_cgroup_ends_with_the_limit_by_name(limited: _Limited) -> None:
     def work() -> None:
         limited.enter()
-        store, process, joined, told = c10d.HashStore(), Process(), threading.Barrier(2, timeout=30), []
+        store, process, joined, told = c10d.HashStore(), Process(), threading.Barrier(4, timeout=30), []
 
         def rank(number: int) -> None:
-            info = GroupInfo(rank=number, size=2, ranks=[0, 1], store=store, name="g", timeout=30, process=process)
+            info = GroupInfo(rank=number, size=4, ranks=range(4), store=store, name="g", timeout=30, process=process)
             backend, tensor = ShmBackend(info), torch.ones(1 << 18)
             if joined.wait() == 0:
                 limited.leave(4 * MB)
@@ -166,12 +166,12 @@ def test_a_large_call_that_does_not_fit_its_cgroup_ends_with_the_limit_by_name(l
                 told.append(str(error))
             backend.close()
 
-        threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(told) == 2, told
+        assert len(told) == 4, told
         for text in told:
             assert "bytes are left in the cgroup" in text, text
             assert "docker's --memory" in text, text
