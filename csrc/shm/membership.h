@@ -76,8 +76,8 @@ class Membership {
     int64_t all_read_from() const;
     // Copies from the memory of `peer`, which is in a call with this rank. Throws Unfinished if the peer is gone.
     void read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
-    // Likewise. False if the kernel does not let this rank read any more.
-    bool may_still_read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
+    // Likewise. Reads nothing and returns false if the kernel does not let this rank any more.
+    bool read_if_allowed(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
 
     // Ends this rank's waits, and tells the others that it makes no more calls.
     void leave();
