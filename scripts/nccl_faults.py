@@ -12,6 +12,7 @@ import argparse
 import atexit
 import os
 import platform
+import random
 import signal
 import sys
 import threading
@@ -144,6 +145,66 @@ def victim(context: RankContext, how: str) -> Any:
     return said
 
 
+def dies_while_connecting(context: RankContext) -> Any:
+    """Rank 1 is killed before, during or soon after the first call, in which NCCL makes its communicators."""
+    torch.cuda.set_device(0)
+    dist = context.start("nccl", timeout=timedelta(seconds=20), group_name=str(time.monotonic_ns()))
+    kept, tensor = torch.full((1 << 20,), 7.0, device="cuda"), torch.ones(4096, device="cuda")
+    torch.cuda.synchronize()
+    context.store.set(f"ready{context.rank}", "1")
+    context.store.wait(["ready0", "ready1"])
+    delay = random.choice([0.0, random.uniform(0.0, 1.0)])
+    if context.rank == 1:
+        context.store.set("time", str(time.monotonic() + delay))
+        if delay:
+            threading.Timer(delay, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train() -> None:
+        for _ in range(10_000):
+            dist.all_reduce(tensor)
+            dist.settled()
+
+    said = _told(dist, float(context.store.get("time")), train)
+    _alive_after(dist, kept)
+    return said
+
+
+def torchs_options(context: RankContext) -> Any:
+    """What the user sets for torch's group reaches it, and the group works."""
+    torch.cuda.set_device(0)
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 2
+    dist = context.start("nccl", timeout=timedelta(seconds=20), pg_options=options, group_name=str(time.monotonic_ns()))
+    sub = dist.new_group([0, 1], pg_options=options)
+    tensor = torch.ones(16, device="cuda")
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=sub)
+    dist.settled()
+    inner = [group._get_backend(torch.device("cuda")).options for group in (torch.distributed.group.WORLD, sub)]
+    found = tensor[0].item(), [(each.is_high_priority_stream, each.config.max_ctas) for each in inner]
+    dist.destroy_process_group()
+    return found
+
+
+def memory_pool(context: RankContext) -> Any:
+    """Tensors in memory that NCCL has allocated and registered: its kernels read and write them without a copy."""
+    dist = _join(context)
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cuda"))
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        tensor = torch.ones(1 << 20, device="cuda")
+    backend.register_mem_pool(pool)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    dist.settled()
+    value = tensor[-1].item()
+    backend.deregister_mem_pool(pool)
+    dist.destroy_process_group()
+    return value
+
+
 def training_is_recorded(context: RankContext) -> Any:
     dist = _join(context)
     before = len(dist.recent_calls(4096))
@@ -264,6 +325,8 @@ ONCE = (
     Check("coalesced blocks", coalesced, (), lambda v: v[0][0] == [2.0] * 3 and v[0][1] == [[0.0, 1.0]] * 2),
     Check("a group's members change", reconfigured, ("changes",), lambda v: v == list(rank_reconfigure.CHANGES), 3),
     Check("a group goes on without a dead rank", reconfigured, ("survivors",), lambda v: v[::2] == SURVIVORS, 3),
+    Check("torch's options", torchs_options, (), lambda v: v == [(4.0, [(True, 2)] * 2)] * 2),
+    Check("memory that NCCL registered", memory_pool, (), lambda v: v == [8.0, 8.0]),
     Check("sub-groups of a bound world", sub_groups, (), lambda v: v[0][0] == 4.0 and v[0][1] == "Bridge"),
 )
 FAULTS = (
@@ -271,6 +334,7 @@ FAULTS = (
     Check("a missing call", missing_call, (), _named("CommTimeout", LIMIT + 3, "rank 1")),
     Check("kill -9", victim, ("kill",), _named("PeerLost", 1.0, "rank 1")),
     Check("an exception", victim, ("exception",), _named("PeerLost", 3.0, "rank 1")),
+    Check("kill -9 while communicators are made", dies_while_connecting, (), _named("PeerLost", 6.0, "rank 1")),
     *(Check(f"a mismatch of {kind}", mismatch, (kind,), _both("CollectiveMismatch")) for kind in MISMATCHES),
 )
 """The longest first."""
