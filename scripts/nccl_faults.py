@@ -189,10 +189,13 @@ def torchs_options(context: RankContext) -> Any:
 
 
 def memory_pool(context: RankContext) -> Any:
-    """Tensors in memory that NCCL has allocated and registered: its kernels read and write them without a copy."""
+    """Tensors in memory that NCCL has registered, and has allocated if this torch was built with an NCCL that can."""
     dist = _join(context)
     backend = torch.distributed.group.WORLD._get_backend(torch.device("cuda"))
-    pool = torch.cuda.MemPool(backend.mem_allocator)
+    try:
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+    except RuntimeError:  # torch's own groups raise it too
+        pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         tensor = torch.ones(1 << 20, device="cuda")
     backend.register_mem_pool(pool)

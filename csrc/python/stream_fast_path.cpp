@@ -63,14 +63,16 @@ bool StreamFastPath::read_call(const FastCall& given, PlainCall& call) const {
     return reduce == Reduce::Sum || reduce == Reduce::Product || reduce == Reduce::Min || reduce == Reduce::Max;
 }
 
-const StreamFastPath::Kind& StreamFastPath::kind_of(const PlainCall& call, bool async) {
+const StreamFastPath::Kind* StreamFastPath::kind_of(const PlainCall& call, bool async) {
     const uint64_t key = static_cast<uint64_t>(call.root + 1) << 32 | static_cast<uint64_t>(variant) << 16 |
                          static_cast<uint64_t>(call.op) << 8 | static_cast<uint64_t>(call.reduce) << 1 | (async ? 1 : 0);
     const auto known = kinds_.find(key);
-    if (known != kinds_.end()) return known->second;
-    const nb::tuple made = nb::cast<nb::tuple>(
-        self().attr("_prepare")(static_cast<int>(call.op), call.root, static_cast<int>(call.reduce), async));
-    return kinds_.emplace(key, Kind{nb::cast<int>(made[0]), made[1], made[2]}).first->second;
+    if (known != kinds_.end()) return &known->second;
+    const nb::object prepared =
+        self().attr("_prepare")(static_cast<int>(call.op), call.root, static_cast<int>(call.reduce), async);
+    if (prepared.is_none()) return nullptr;
+    const auto made = nb::cast<nb::tuple>(prepared);
+    return &kinds_.emplace(key, Kind{nb::cast<int>(made[0]), made[1], made[2]}).first->second;
 }
 
 uintptr_t StreamFastPath::current_stream(int device) const {
@@ -102,7 +104,9 @@ nb::object StreamFastPath::call_torch(const PlainCall& call, const Kind& kind, c
 }
 
 nb::object StreamFastPath::begin_and_start(PlainCall& call, const FastCall& given) {
-    const Kind& kind = kind_of(call, given.async);
+    const Kind* const known = kind_of(call, given.async);
+    if (known == nullptr) return nb::bool_(false);
+    const Kind& kind = *known;
     const uintptr_t stream = current_stream(call.device_index);
     // A captured call never ends. The default stream cannot be captured.
     if (given.async && stream != 0 && calls_.watch().is_capturing(call.device_index, stream))

@@ -57,7 +57,8 @@ class StreamFastPath : public FastPath {
     };
 
     bool read_call(const FastCall& given, PlainCall& call) const;
-    const Kind& kind_of(const PlainCall& call, bool async);
+    // Null if the general path has to take the first call of this kind.
+    const Kind* kind_of(const PlainCall& call, bool async);
     uintptr_t current_stream(int device) const;
     nb::object call_torch(const PlainCall& call, const Kind& kind, const FastCall& given) const;
     nb::object begin_and_start(PlainCall& call, const FastCall& given);

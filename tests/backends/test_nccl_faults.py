@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +61,10 @@ class Group(ScriptedGroup):
         return self.work
 
 
-def _communicator(group: Group, timeout: float = 0.2, listeners: Sequence[Listener] = ()) -> Communicator:
-    info = scripted_info()
+def _communicator(
+    group: Group, timeout: float = 0.2, listeners: Sequence[Listener] = (), size: int = 1
+) -> Communicator:
+    info = scripted_info(size)
     backend = NcclBackend(type(info)(**{**info.__dict__, "timeout": timeout, "process": Process()}), group)
     return Communicator(info, {"cpu": backend}, _core.Recorder(64), list(listeners))
 
@@ -86,6 +88,64 @@ def test_an_overdue_call_ends_the_group_and_frees_the_device(cuda: ScriptedCuda)
             call()
     communicator.close()
     assert group.aborted == 1
+
+
+def _first_call(communicator: Communicator, call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """A call in a thread, and the error that it raises."""
+    communicator.info.store.set("ringway/mark", "scripted")
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except RingwayError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def test_nccl_makes_a_communicator_when_its_ranks_are_there(cuda: ScriptedCuda) -> None:
+    """Inside NCCL, a rank that waits for another one cannot be reached. A pair of ranks has a communicator of its
+    own, also in a group of two."""
+    group = Group()
+    group.work.finished.set()
+    communicator = _communicator(group, timeout=60.0, size=2)
+    for call, where, seen in (
+        (lambda: communicator.all_reduce(torch.ones(4)), "all", lambda: group.options is not None),
+        (lambda: communicator.send(torch.ones(4), 1), "(0, 1)", lambda: group.told == ["send"]),
+    ):
+        thread, raised = _first_call(communicator, call)
+        time.sleep(0.2)
+        assert not seen()
+        communicator.info.store.set(f"ringway/nccl/scripted/{where}/1", "")
+        thread.join(30)
+        assert seen()
+        assert not raised
+        call()  # they meet once
+
+
+def test_a_rank_that_dies_before_nccl_connects_is_named(cuda: ScriptedCuda) -> None:
+    group = Group()
+    communicator = _communicator(group, timeout=60.0, size=2)
+    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
+    time.sleep(0.2)
+    communicator.health.end(PeerLost("rank 1: its process is gone", rank=1))  # as the watch does
+    thread.join(30)
+    assert [type(error) for error in raised] == [PeerLost]
+    assert "rank 1" in str(raised[0])
+    assert group.options is None
+
+
+def test_a_rank_that_does_not_come_before_nccl_connects_is_a_timeout(cuda: ScriptedCuda) -> None:
+    group = Group()
+    communicator = _communicator(group, timeout=0.2, size=2)
+    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
+    thread.join(30)
+    assert [type(error) for error in raised] == [CommTimeout]
+    assert "all_reduce #0" in str(raised[0])
+    assert group.options is None
 
 
 def test_a_call_that_ends_in_time_leaves_the_group_alone(cuda: ScriptedCuda) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 import ringway as dist
 from ringway.errors import UsageError
+from ringway.groups import factory
 from ringway.store import PASSING
 from ringway.testing import RankContext, RankPool
 
@@ -372,3 +373,24 @@ def test_ranks_outside_the_group_are_refused(pool: RankPool, backend: str) -> No
         assert "the root is rank -1 of the group" in said[0]
         assert "whose ranks are 0 to 1" in said[0]
         assert "the destination is rank 7 of the group" in said[5]
+
+
+def _splits(context: RankContext) -> tuple[str, float]:
+    context.start("gloo", timeout=timedelta(seconds=20))
+    stand_in = c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1, timedelta(seconds=20))  # for nccl; no tensor is on a GPU
+    factory.split_nccl = lambda *given: stand_in
+    whole: Any = c10d.group.WORLD
+    whole._torchs["cuda"] = stand_in
+    tensor = torch.ones(1)
+    part: Any = None
+    for number in range(2):  # torch's name has the number of a rank's groups in it
+        part = whole.split_group([1, 0], group_name=f"{context.rank + number} groups")
+        part.allreduce([tensor]).wait()
+    return part.communicator.name, tensor.item()
+
+
+def test_a_split_group_needs_no_name_that_all_ranks_know(pool: RankPool) -> None:
+    first, second = pool.run(_splits, world_size=2)
+    pool.replace()  # its ranks have a stand-in in them
+    assert first == second
+    assert first[1] == 4.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _bridge(
 ) -> Bridge:
     """The group around the backend that `make` makes, with `others` for further devices."""
     communicator, torchs = _behind(registration, info, make, others)
-    bridge = Bridge(registration.torch_name, communicator, torchs, partial(_split, registration, info))
+    bridge = Bridge(registration.torch_name, communicator, torchs, partial(_split, registration, info, count()))
     device = world.bound_device()
     if device is not None:
         bridge.bound_device_id = device
@@ -220,18 +221,26 @@ def _apart(info: GroupInfo, name: str) -> GroupInfo:
 
 
 def _split(
-    registration: registry.Registration, parent: GroupInfo, nccl: Any, ranks: list[int], name: str, **how: Any
+    registration: registry.Registration,
+    parent: GroupInfo,
+    splits: Iterator[int],
+    nccl: Any,
+    ranks: list[int],
+    name: str,
+    **how: Any,
 ) -> Bridge | None:
     """Some ranks of a group as a group of their own, which shares its NCCL communicator. Every rank of the parent calls
-    this; None on those that are not among `ranks`."""
+    this, so `splits` counts the same on all; None on those that are not among `ranks`."""
     member = parent.rank in ranks
+    # torch's name has the number of the rank's groups in it: it differs between ranks that are in other groups.
+    shared_name = f"{parent.name}:split {next(splits)}:{ranks[0] if ranks else ''}"
     info = replace(
         parent,
         rank=ranks.index(parent.rank) if member else -1,
         size=len(ranks),
         ranks=[parent.ranks[rank] for rank in ranks],
-        store=c10d.PrefixStore(f"{name}/", parent.store),
-        name=name,
+        store=c10d.PrefixStore(f"{shared_name}/", parent.store),
+        name=shared_name,
         timeout=how["timeout"].total_seconds(),
     )
     part = split_nccl(nccl, parent, ranks, how["options"], name, how["description"])

@@ -35,6 +35,7 @@ from ringway.backends.nccl.handles import (
     cuda_device,
     on_current_stream,
 )
+from ringway.backends.nccl.meeting import Meetings
 from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
@@ -70,6 +71,8 @@ class NcclBackend(TorchBackend):
         super().__init__(info, self.torch_group)
         self._works = Works(info.process, info.timeout if self._ours else None)
         self._works.group_error = weak_method(self._reported_error)
+        # The ranks of a group that torch made may be without ringway, and do not meet.
+        self._meetings = Meetings(info) if self._ours and info.bound_device is None else None
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
@@ -92,7 +95,7 @@ class NcclBackend(TorchBackend):
             return ()
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
         self._fast_path = NcclFastPath(
-            self.group, self._works, self._group, record, health, watch, summed, _FLOATS, _MOVED
+            self.group, self._works, self._meetings, self._group, record, health, watch, summed, _FLOATS, _MOVED
         )
         self._fast_path.set_timeout(self._limit)
         return (self._fast_path,)
@@ -137,11 +140,20 @@ class NcclBackend(TorchBackend):
     def _issued(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
+        self._meet(call)
         began = time.monotonic()
         try:
             return _core.pass_on(method, *arguments)
         except RuntimeError as error:
             raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
+
+    def _meet(self, call: Call) -> None:
+        """Waits for the other ranks if NCCL makes a communicator for this call."""
+        if self._meetings is None:
+            return
+        pair = self._meetings.pair(call.op, call.peer, coalesced=self._works.coalesced is not None)
+        if not self._meetings.have_met(pair):
+            self._meetings.meet(pair, call, call.timeout or self._works.limit or self.group.timeout)
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         work = self._issued(call, method, *arguments)

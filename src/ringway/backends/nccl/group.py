@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as c10d
 
 from ringway import torch_versions
 from ringway.backends.base import GroupInfo
+from ringway.backends.exchange import exchange
 from ringway.errors import BackendUnavailable
 
 _NEVER = timedelta(days=365)
@@ -41,10 +43,18 @@ class Nccl(_TorchsNccl):  # type: ignore[misc]
     """torch's nccl. If torch changes the group's timeout (`_set_pg_timeout`), it reports that and keeps its own."""
 
     timeout_changed: Callable[[float], None] | None = None
+    before_connecting: Callable[[], object] | None = None
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         if self.timeout_changed is not None:
             self.timeout_changed(timeout.total_seconds())
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """torch calls this while it makes a group that is bound to a device. NCCL waits for the ranks, and nothing can
+        end that, so they wait for each other first (`meeting.py`)."""
+        if self.before_connecting is not None:
+            self.before_connecting()
+        super().eager_connect_single_device(device)
 
 
 def make_nccl(info: GroupInfo) -> Any:
@@ -58,6 +68,8 @@ def make_nccl(info: GroupInfo) -> Any:
     with _watchdog_only_cleans_up():
         group = Nccl(c10d.PrefixStore("cuda", info.store), info.rank, info.size, options)
     group._set_sequence_number_for_group()
+    if info.size > 1:
+        group.before_connecting = partial(exchange, info, "NCCL's connection", b"")
     return group
 
 
