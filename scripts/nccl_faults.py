@@ -69,6 +69,14 @@ def _alive_after(dist: Any, kept: torch.Tensor) -> None:
     dist.destroy_process_group()
 
 
+def _go_on_alone(dist: Any) -> None:
+    survivors = torch.ones(1024, device="cuda")
+    dist.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(survivors)
+    dist.settled()
+    dist.destroy_process_group()
+
+
 def mismatch(context: RankContext, kind: str) -> Any:
     dist = _join(context)
     kept, tensor = torch.full((1 << 20,), 7.0, device="cuda"), torch.ones(4096, device="cuda")
@@ -137,11 +145,7 @@ def victim(context: RankContext, how: str) -> Any:
     if how == "stop":
         os.kill(int(context.store.get("pid")), signal.SIGCONT)
     _alive_after(dist, kept)
-    survivors = torch.ones(1024, device="cuda")
-    dist.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    dist.all_reduce(survivors)
-    dist.settled()
-    dist.destroy_process_group()
+    _go_on_alone(dist)
     return said
 
 
@@ -168,6 +172,7 @@ def dies_while_connecting(context: RankContext) -> Any:
 
     said = _told(dist, float(context.store.get("time")), train)
     _alive_after(dist, kept)
+    _go_on_alone(dist)
     return said
 
 

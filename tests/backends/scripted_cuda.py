@@ -71,7 +71,7 @@ def scripted_info(size: int = 1) -> GroupInfo:
 
 
 def others_come(info: GroupInfo, *pairs: tuple[int, int]) -> None:
-    """The other ranks come to the meetings of the group, and of its pairs of ranks."""
+    """The other ranks come to make the communicators of the group, and of these pairs of ranks."""
     info.store.set("ringway/mark", "scripted")
     for where in ("all", *pairs):
         for rank in range(1, info.size):

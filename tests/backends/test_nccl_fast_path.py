@@ -84,7 +84,7 @@ class Setting:
         if ours:
             others_come(info, (0, 1))
             for pair in (None, (0, 1)):
-                backend._meetings.meet(pair, Call(ALL_REDUCE), 30.0)
+                backend._connections.make(pair, Call(ALL_REDUCE), 30.0, list, same_thread=True)
         self.listeners: list[Listener] = []
         self.communicator = Communicator(info, {"cpu": backend}, self.recorder, self.listeners)
 

@@ -138,6 +138,43 @@ def test_a_rank_that_dies_before_nccl_connects_is_named(cuda: ScriptedCuda) -> N
     assert group.options is None
 
 
+def test_a_rank_that_dies_inside_nccls_connection_is_named(cuda: ScriptedCuda) -> None:
+    """NCCL waits for it, and an abort waits for NCCL: neither keeps the caller."""
+    inside, forever = threading.Event(), threading.Event()
+
+    class Waits(Group):
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            inside.set()
+            forever.wait(60)
+
+        def abort(self) -> None:
+            forever.wait(60)
+
+    communicator = _communicator(Waits(), timeout=60.0, size=2)
+    communicator.info.store.set("ringway/nccl/scripted/all/1", "")
+    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
+    assert inside.wait(30)
+    began = time.monotonic()
+    communicator.health.end(PeerLost("rank 1: its process is gone", rank=1))
+    thread.join(30)
+    assert time.monotonic() - began < 20
+    assert "rank 1" in str(raised[0])
+    communicator.close()
+    forever.set()
+
+
+def test_an_error_of_nccls_connection_is_raised(cuda: ScriptedCuda) -> None:
+    class Refuses(Group):
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            raise RuntimeError("ncclRemoteError: remote process exited")
+
+    communicator = _communicator(Refuses(), timeout=60.0, size=2)
+    communicator.info.store.set("ringway/nccl/scripted/all/1", "")
+    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
+    thread.join(30)
+    assert [type(error) for error in raised] == [PeerLost]
+
+
 def test_a_rank_that_does_not_come_before_nccl_connects_is_a_timeout(cuda: ScriptedCuda) -> None:
     group = Group()
     communicator = _communicator(group, timeout=0.2, size=2)

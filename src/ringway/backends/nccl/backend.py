@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
+from ringway.backends.nccl.connections import Connections
 from ringway.backends.nccl.fast_path import Driver, NcclFastPath
 from ringway.backends.nccl.group import Aborts, make_nccl
 from ringway.backends.nccl.handles import (
@@ -35,12 +37,12 @@ from ringway.backends.nccl.handles import (
     cuda_device,
     on_current_stream,
 )
-from ringway.backends.nccl.meeting import Meetings
 from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call, Reduce
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.references import weak_method
+from ringway.threads import start
 from ringway.torch_versions import set_async
 from ringway.work import DONE, Handle
 
@@ -72,7 +74,7 @@ class NcclBackend(TorchBackend):
         self._works = Works(info.process, info.timeout if self._ours else None)
         self._works.group_error = weak_method(self._reported_error)
         # The ranks of a group that torch made may be without ringway, and do not meet.
-        self._meetings = Meetings(info) if self._ours and info.bound_device is None else None
+        self._connections = Connections(info) if self._ours and info.bound_device is None else None
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
@@ -95,7 +97,7 @@ class NcclBackend(TorchBackend):
             return ()
         summed = [dtype for dtype in _REDUCED if self.can_reduce(dtype, Reduce.SUM)]
         self._fast_path = NcclFastPath(
-            self.group, self._works, self._meetings, self._group, record, health, watch, summed, _FLOATS, _MOVED
+            self.group, self._works, self._connections, self._group, record, health, watch, summed, _FLOATS, _MOVED
         )
         self._fast_path.set_timeout(self._limit)
         return (self._fast_path,)
@@ -140,20 +142,22 @@ class NcclBackend(TorchBackend):
     def _issued(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
-        self._meet(call)
         began = time.monotonic()
         try:
-            return _core.pass_on(method, *arguments)
+            return _core.pass_on(self._connected, call, method, *arguments)
         except RuntimeError as error:
             raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
 
-    def _meet(self, call: Call) -> None:
-        """Waits for the other ranks if NCCL makes a communicator for this call."""
-        if self._meetings is None:
-            return
-        pair = self._meetings.pair(call.op, call.peer, coalesced=self._works.coalesced is not None)
-        if not self._meetings.have_met(pair):
-            self._meetings.meet(pair, call, call.timeout or self._works.limit or self.group.timeout)
+    def _connected(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls torch's method. If NCCL makes a communicator there, it can be given up."""
+        connections, coalesced = self._connections, self._works.coalesced is not None
+        if connections is None:
+            return method(*arguments)
+        pair = connections.pair(call.op, call.peer, coalesced)
+        if connections.has(pair):
+            return method(*arguments)
+        limit = call.timeout or self._works.limit or self.group.timeout
+        return connections.make(pair, call, limit, partial(method, *arguments), coalesced or _is_captured(call))
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         work = self._issued(call, method, *arguments)
@@ -164,7 +168,7 @@ class NcclBackend(TorchBackend):
 
     def _started(self, call: Call, work: Any) -> Handle:
         # A call captured into a graph cannot be queried.
-        captured = cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+        captured = _is_captured(call)
         if work is None:
             return on_current_stream(self._works, call, captured)
         number = -1 if captured else self._works.issued(communicator_of(call), work)
@@ -266,7 +270,11 @@ class NcclBackend(TorchBackend):
             self._works.aborted_with = self._works.aborted_with or error
             if self._fast_path is not None:
                 self._fast_path.fail()
-            self.group.process.part(Aborts).abort(self._group)
+            aborts = self.group.process.part(Aborts)
+            if self._connections is not None and self._connections.waiting:
+                start("ringway-nccl-abort", aborts.abort, self._group)  # may wait for NCCL, which waits for a rank
+            else:
+                aborts.abort(self._group)
 
     def close(self) -> None:
         """torch's shutdown waits for calls in flight, forever if a rank is gone. So calls that do not finish in time
@@ -307,6 +315,10 @@ class NcclBackend(TorchBackend):
             self._fast_path.fail()
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
             self._group.abort()
+
+
+def _is_captured(call: Call) -> bool:
+    return cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

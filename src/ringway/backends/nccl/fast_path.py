@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d as native
 
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
+from ringway.backends.nccl.connections import Connections
 from ringway.backends.nccl.handles import Works, overdue
-from ringway.backends.nccl.meeting import Meetings
 from ringway.backends.nccl.open_calls import FastWork, OpenCalls
 from ringway.backends.torch.backend import REDUCE_OPS, options_for
 from ringway.backends.torch.handles import mapped
@@ -73,7 +73,7 @@ class NcclFastPath(_core.StreamFastPath):
         self,
         info: GroupInfo,
         works: Works,
-        meetings: Meetings | None,
+        connections: Connections | None,
         group: Any,
         record: _core.GroupRecord,
         health: Health,
@@ -84,7 +84,7 @@ class NcclFastPath(_core.StreamFastPath):
     ) -> None:
         ops = (ALL_REDUCE, BROADCAST, ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_TO_ALL_SINGLE, SEND, RECV)
         self.works = works
-        self._meetings = meetings
+        self._connections = connections
         self._record = record
         self._health = health
         self._info = info
@@ -217,10 +217,10 @@ class NcclFastPath(_core.StreamFastPath):
             self._failing = False
 
     def _prepare(self, op: int, peer: int, reduce: int, async_op: bool) -> tuple[int, Any, Any] | None:
-        """A number for a kind of calls, torch's method that issues them, and its options, made once. None if the ranks
-        have not met for such calls: the general path lets them."""
-        meetings = self._meetings
-        if meetings is not None and not meetings.have_met(meetings.pair(OPS[op], peer)):
+        """A number for a kind of calls, torch's method that issues them, and its options, made once. None if the
+        general path has to make the communicator first."""
+        connections = self._connections
+        if connections is not None and not connections.has(connections.pair(OPS[op], peer)):
             return None
         call = Call(
             OPS[op],

@@ -51,7 +51,7 @@ class Nccl(_TorchsNccl):  # type: ignore[misc]
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """torch calls this while it makes a group that is bound to a device. NCCL waits for the ranks, and nothing can
-        end that, so they wait for each other first (`meeting.py`)."""
+        end that, so they wait for each other first (`connections.py`)."""
         if self.before_connecting is not None:
             self.before_connecting()
         super().eager_connect_single_device(device)
