@@ -105,7 +105,7 @@ bool PointToPoint::read_offer(const Message& message, uint64_t end) {
     RingControl& ring = segment_.ring(message.peer, rank_);
     if (!take_offer(message.peer)) return false;
     const uint64_t from = inbox_[static_cast<size_t>(message.peer)]->frame.address;
-    if (!members_.read_if_allowed(message.peer, message.data, from, message.bytes, message.facts)) {
+    if (!members_.read_if_possible(message.peer, message.data, from, message.bytes, message.facts)) {
         ring.offer.store(Offer::Withdrawn, std::memory_order_relaxed);
         return false;
     }
@@ -120,7 +120,7 @@ bool PointToPoint::read_piece_of_offer(int peer) {
     const int64_t piece = std::min(box.left, kReadPiece);
     const auto from = box.frame.address + static_cast<uint64_t>(box.frame.bytes - box.left);
     const CallFacts& facts = box.into != nullptr ? box.into->facts : box.frame.facts;
-    if (members_.read_if_allowed(peer, box.target(), from, piece, facts)) {
+    if (members_.read_if_possible(peer, box.target(), from, piece, facts)) {
         box.took(piece);
         return box.left == 0;
     }

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <system_error>
 
-#include "shm/peer_memory.h"
-
 namespace ringway::shm {
 namespace {
 
@@ -49,7 +47,7 @@ void PointToPoint::start(const std::shared_ptr<Message>& message, bool in_backgr
         try {
             members_.check();
             if (message->sends) reserve(message->peer);
-            message->offered = is_to_be_offered(*message) && is_readable(message->data, message->bytes);
+            message->offered = is_to_be_offered(*message);
             if (message->sends)
                 outbox_[static_cast<size_t>(message->peer)].push_back(message);
             else

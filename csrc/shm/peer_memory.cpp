@@ -68,10 +68,12 @@ bool may_read(int pid) {
 }
 
 bool is_readable(const void* memory, int64_t bytes) {
-    std::byte byte;
-    const auto first = reinterpret_cast<uint64_t>(memory);
-    const auto ends = [&](uint64_t at) { return read_memory(getpid(), &byte, at, 1) == 0; };
-    return bytes > 0 && ends(first) && ends(first + static_cast<uint64_t>(bytes) - 1);
+    if (bytes <= 0) return false;
+    auto* const first = static_cast<std::byte*>(const_cast<void*>(memory));
+    std::byte copied[2];
+    iovec to{copied, sizeof copied};
+    iovec ends[]{{first, 1}, {first + bytes - 1, 1}};
+    return process_vm_readv(getpid(), &to, 1, ends, 2, 0) == sizeof copied;
 }
 
 int read_memory(int pid, void* to, uint64_t from, int64_t bytes) {

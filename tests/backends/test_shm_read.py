@@ -337,6 +337,35 @@ def test_ranks_that_may_not_read_copy_through_the_segment(pool: RankPool, first:
         pool.replace()
 
 
+def _kernels_page() -> torch.Tensor:
+    """A page that the process can read, and that the kernel copies for nobody, like the memory of a device."""
+    with open("/proc/self/maps") as maps:
+        found = [line for line in maps if line.endswith("[vvar]\n")]
+    if not found:
+        pytest.skip("this kernel has no [vvar] page")
+    page = (ctypes.c_uint8 * 4096).from_address(int(found[0].split("-")[0], 16))
+    return torch.frombuffer(page, dtype=torch.uint8)
+
+
+def _sends_what_cannot_be_read(context: RankContext) -> int:
+    with _reading():
+        context.start("shm")
+    other, page, plain = 1 - context.rank, _kernels_page(), torch.full((4096,), 7, dtype=torch.uint8)
+    arrived = 0
+    for source in [plain, page] * 20:
+        found = torch.empty(4096, dtype=torch.uint8)
+        work = dist.isend(source, other)
+        dist.recv(found, other)
+        work.wait()
+        arrived += int(source is page or torch.equal(found, plain))
+    leave(dist)
+    return arrived
+
+
+def test_memory_that_the_kernel_does_not_copy_goes_through_the_ring(pool: RankPool) -> None:
+    assert pool.run(_sends_what_cannot_be_read, world_size=2, timeout=60) == [40, 40]
+
+
 def test_the_error_names_both_ranks_and_the_kernels_reason() -> None:
     """tests/native/stress.cpp shows that the engine reports it."""
     group = SimpleNamespace(name="world", rank=0, ranks=(4, 7))
