@@ -242,6 +242,54 @@ def messages_in_a_batch(context: RankContext) -> Any:
     return found
 
 
+def first_calls(context: RankContext, backend: str) -> Any:
+    """Each kind of call as the first one of its group, in which NCCL connects; once on a stream of the program's."""
+    torch.cuda.set_device(0)
+    dist = context.start(backend, timeout=timedelta(seconds=30), group_name=str(time.monotonic_ns()))
+    rank, other = context.rank, 1 - context.rank
+    found = []
+
+    def message(group: Any) -> float:
+        tensor = torch.full((8,), 5.0 if rank == 0 else 0.0, device="cuda")
+        dist.send(tensor, 1, group=group) if rank == 0 else dist.recv(tensor, 0, group=group)
+        return tensor[0].item()
+
+    def batch(group: Any) -> float:
+        tensor = torch.zeros(8, device="cuda")
+        mine = torch.full((8,), 5.0, device="cuda")
+        operations = [dist.P2POp(dist.irecv, tensor, other, group), dist.P2POp(dist.isend, mine, other, group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return tensor[0].item()
+
+    def gather(group: Any) -> float:
+        with torch.inference_mode():
+            parts = [torch.zeros(8, device="cuda") for _ in range(2)]
+            dist.all_gather(parts, torch.full((8,), 2.5, device="cuda"), group=group)
+            return float(parts[0][0] + parts[1][0])
+
+    def barrier(group: Any) -> float:
+        dist.barrier(group=group)
+        return 5.0
+
+    def on_a_stream(group: Any) -> float:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tensor = torch.zeros(1 << 24, device="cuda")
+            for _ in range(50):
+                tensor += 0.05
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            work.wait()
+            return round(tensor[-1].item(), 3)
+
+    for call in (message, batch, gather, barrier, on_a_stream):
+        found.append(call(dist.new_group([0, 1])))
+    on_cpu = torch.ones(1)
+    dist.all_reduce(on_cpu)
+    dist.settled()
+    dist.destroy_process_group()
+    return found, on_cpu.item()
+
+
 def sub_groups(context: RankContext) -> Any:
     """new_group with a non-member, and split_group, on a world that is bound to its device."""
     torch.cuda.set_device(0)
@@ -333,6 +381,10 @@ ONCE = (
     Check("coalesced blocks", coalesced, (), lambda v: v[0][0] == [2.0] * 3 and v[0][1] == [[0.0, 1.0]] * 2),
     Check("a group's members change", reconfigured, ("changes",), lambda v: v == list(rank_reconfigure.CHANGES), 3),
     Check("a group goes on without a dead rank", reconfigured, ("survivors",), lambda v: v[::2] == SURVIVORS, 3),
+    *(
+        Check(f"first calls on {backend}", first_calls, (backend,), lambda v: v == [([5.0] * 5, 2.0)] * 2)
+        for backend in ("nccl", "cpu:shm,cuda:nccl")
+    ),
     Check("torch's options", torchs_options, (), lambda v: v == [(4.0, [(True, 2)] * 2)] * 2),
     Check("memory that NCCL registered", memory_pool, (), lambda v: v == [8.0, 8.0]),
     Check("sub-groups of a bound world", sub_groups, (), lambda v: v[0][0] == 4.0 and v[0][1] == "Bridge"),

@@ -76,8 +76,8 @@ class Membership {
     int64_t all_read_from() const;
     // Copies from the memory of `peer`, which is in a call with this rank. Throws Unfinished if the peer is gone.
     void read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
-    // Likewise. False if the kernel does not let this rank, or if one of the two memories is not of a kind that it copies,
-    // such as a device's: then a part may have been copied.
+    // Likewise. False if the kernel does not let this rank, or does not copy this kind of memory, as that of a device: then a
+    // part may have been copied.
     bool read_if_possible(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
 
     // Ends this rank's waits, and tells the others that it makes no more calls.

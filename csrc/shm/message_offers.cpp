@@ -100,7 +100,7 @@ bool PointToPoint::take_offer(int peer) {
     return false;
 }
 
-// Reads an offered message. False if it was withdrawn.
+// Reads an offered message. False if it was withdrawn or cannot be read: it follows in the ring.
 bool PointToPoint::read_offer(const Message& message, uint64_t end) {
     RingControl& ring = segment_.ring(message.peer, rank_);
     if (!take_offer(message.peer)) return false;

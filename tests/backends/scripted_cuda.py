@@ -70,14 +70,6 @@ def scripted_info(size: int = 1) -> GroupInfo:
     return GroupInfo(rank=0, size=size, ranks=list(range(size)), store=c10d.HashStore(), name="scripted", timeout=5)
 
 
-def others_come(info: GroupInfo, *pairs: tuple[int, int]) -> None:
-    """The other ranks come to make the communicators of the group, and of these pairs of ranks."""
-    info.store.set("ringway/mark", "scripted")
-    for where in ("all", *pairs):
-        for rank in range(1, info.size):
-            info.store.set(f"ringway/nccl/scripted/{where}/{rank}", "")
-
-
 class ScriptedTensor:
     """The attributes of a CUDA tensor that ringway reads."""
 

@@ -18,17 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_cuda import (
-    ASIDE,
-    STREAM,
-    ScriptedCuda,
-    ScriptedWork,
-    StandInDriver,
-    build_stand_in,
-    others_come,
-    scripted_info,
-    until,
-)
+from scripted_cuda import ASIDE, STREAM, ScriptedCuda, ScriptedWork, StandInDriver, build_stand_in, scripted_info, until
 
 import ringway._core as _core
 from ringway.backends.nccl.backend import NcclBackend
@@ -36,7 +26,7 @@ from ringway.backends.nccl.fast_path import Driver, NcclFastPath
 from ringway.backends.nccl.open_calls import FastWork
 from ringway.backends.process import Process
 from ringway.backends.torch.adopt import adopt
-from ringway.call import ALL_REDUCE, BARRIER, OPS, Call, ReduceOp
+from ringway.call import ALL_REDUCE, BARRIER, OPS, ReduceOp
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.bridge import Bridge
 from ringway.groups.communicator import Communicator
@@ -81,10 +71,6 @@ class Setting:
         self.recorder = _core.Recorder(64)
         info = replace(scripted_info(size=2), timeout=0.3, process=Process())
         backend = NcclBackend(info, self.group) if ours else adopt(info, self.group, "nccl")
-        if ours:
-            others_come(info, (0, 1))
-            for pair in (None, (0, 1)):
-                backend._connections.make(pair, Call(ALL_REDUCE), 30.0, list, same_thread=True)
         self.listeners: list[Listener] = []
         self.communicator = Communicator(info, {"cpu": backend}, self.recorder, self.listeners)
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from ringway.backends.nccl.backend import NcclBackend
 from ringway.backends.nccl.group import Aborts
 from ringway.backends.process import Process
 from ringway.call import ALL_REDUCE, SEND, Call
-from ringway.errors import BackendUnavailable, CommTimeout, PeerLost, RingwayError
+from ringway.errors import BackendUnavailable, CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.groups.communicator import Communicator
 from ringway.groups.listener import Listener
 
@@ -90,99 +92,139 @@ def test_an_overdue_call_ends_the_group_and_frees_the_device(cuda: ScriptedCuda)
     assert group.aborted == 1
 
 
-def _first_call(communicator: Communicator, call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """A call in a thread, and the error that it raises."""
-    communicator.info.store.set("ringway/mark", "scripted")
-    raised: list[BaseException] = []
+class Connecting(Group):
+    """Its ranks are not there yet: the calls in which torch makes a communicator wait, and an abort waits for them."""
 
-    def run() -> None:
-        try:
-            call()
-        except RingwayError as error:
-            raised.append(error)
+    connects_later = True
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, raised
+    def __init__(self) -> None:
+        super().__init__()
+        self.work.finished.set()
+        self.there = threading.Event()
+        self.calls: list[tuple[str, int, bool]] = []
+        """Op, elements, and whether it was made on the program's thread."""
+        self.programs = threading.get_ident()
+
+    def _issued(self, op: str, tensors: Any) -> None:
+        self.calls.append((op, tensors[0].numel(), threading.get_ident() == self.programs))
+        self.there.wait(60)
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        self._issued("allreduce", tensors)
+        return super().allreduce(tensors, options)
+
+    def send(self, tensors: Any, peer: int, tag: int) -> None:
+        self._issued("send", tensors)
+
+    def abort(self) -> None:
+        self.there.wait(60)
+
+    def comes_later(self) -> None:
+        threading.Timer(0.2, self.there.set).start()
 
 
-def test_nccl_makes_a_communicator_when_its_ranks_are_there(cuda: ScriptedCuda) -> None:
-    """Inside NCCL, a rank that waits for another one cannot be reached. A pair of ranks has a communicator of its
-    own, also in a group of two."""
-    group = Group()
-    group.work.finished.set()
-    communicator = _communicator(group, timeout=60.0, size=2)
-    for call, where, seen in (
-        (lambda: communicator.all_reduce(torch.ones(4)), "all", lambda: group.options is not None),
-        (lambda: communicator.send(torch.ones(4), 1), "(0, 1)", lambda: group.told == ["send"]),
+@pytest.fixture
+def connecting() -> Iterator[Connecting]:
+    group = Connecting()
+    yield group
+    group.there.set()  # its threads end
+
+
+def test_nccl_connects_in_a_call_of_its_own(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    """On a thread that can be left, and once. A pair of ranks has its own communicator, also in a group of two."""
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+    for call, op in (
+        (lambda: communicator.all_reduce(torch.ones(4)), "allreduce"),
+        (lambda: communicator.send(torch.ones(4), 1), "send"),
     ):
-        thread, raised = _first_call(communicator, call)
-        time.sleep(0.2)
-        assert not seen()
-        communicator.info.store.set(f"ringway/nccl/scripted/{where}/1", "")
-        thread.join(30)
-        assert seen()
-        assert not raised
-        call()  # they meet once
+        connecting.there.clear()
+        connecting.comes_later()
+        connecting.calls.clear()
+        call()
+        call()
+        assert connecting.calls == [(op, 1, False), (op, 4, True), (op, 4, True)]
 
 
-def test_a_rank_that_dies_before_nccl_connects_is_named(cuda: ScriptedCuda) -> None:
-    group = Group()
-    communicator = _communicator(group, timeout=60.0, size=2)
-    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
-    time.sleep(0.2)
-    communicator.health.end(PeerLost("rank 1: its process is gone", rank=1))  # as the watch does
-    thread.join(30)
-    assert [type(error) for error in raised] == [PeerLost]
-    assert "rank 1" in str(raised[0])
-    assert group.options is None
+def test_a_group_that_torch_has_connected_needs_no_other_communicator(cuda: ScriptedCuda) -> None:
+    group = Connecting()
+    group.connects_later = False
+    group.there.set()
+    _communicator(group, timeout=60.0, size=2).send(torch.ones(4), 1)
+    assert group.calls == [("send", 4, True)]
 
 
-def test_a_rank_that_dies_inside_nccls_connection_is_named(cuda: ScriptedCuda) -> None:
-    """NCCL waits for it, and an abort waits for NCCL: neither keeps the caller."""
-    inside, forever = threading.Event(), threading.Event()
+def test_a_receive_from_any_rank_connects_nothing(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+    connecting.recv_anysource = lambda tensors, tag: connecting.work  # type: ignore[attr-defined]
+    with suppress(UsageError):
+        communicator.recv(torch.ones(4))
+    assert not connecting.calls
 
-    class Waits(Group):
-        def allreduce(self, tensors: Any, options: Any) -> Any:
-            inside.set()
-            forever.wait(60)
 
-        def abort(self) -> None:
-            forever.wait(60)
-
-    communicator = _communicator(Waits(), timeout=60.0, size=2)
-    communicator.info.store.set("ringway/nccl/scripted/all/1", "")
-    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
-    assert inside.wait(30)
+def test_a_rank_that_dies_while_nccl_connects_is_named(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+    lost = PeerLost("rank 1: its process is gone", rank=1)
+    threading.Timer(0.2, communicator.health.end, [lost]).start()  # as the watch does
     began = time.monotonic()
-    communicator.health.end(PeerLost("rank 1: its process is gone", rank=1))
-    thread.join(30)
-    assert time.monotonic() - began < 20
-    assert "rank 1" in str(raised[0])
+    with pytest.raises(PeerLost, match="rank 1"):
+        communicator.all_reduce(torch.ones(4))
+    assert time.monotonic() - began < 30
     communicator.close()
-    forever.set()
+    assert connecting.calls == [("allreduce", 1, False)]
 
 
-def test_an_error_of_nccls_connection_is_raised(cuda: ScriptedCuda) -> None:
-    class Refuses(Group):
+def test_ranks_that_do_not_come_while_nccl_connects_are_a_timeout(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    communicator = _communicator(connecting, timeout=0.2, size=2)
+    with pytest.raises(CommTimeout, match="all_reduce #0"):
+        communicator.all_reduce(torch.ones(4))
+    with pytest.raises(CommTimeout, match="all_reduce #0"):
+        communicator.all_reduce(torch.ones(4))
+    assert connecting.calls == [("allreduce", 1, False)]
+
+
+def test_an_interrupted_call_leaves_the_connection_to_the_next(
+    cuda: ScriptedCuda, connecting: Connecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+
+    class Alarm(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Alarm):
+            communicator.all_reduce(torch.ones(4))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    connecting.there.set()
+    communicator.all_reduce(torch.ones(4))
+    assert connecting.calls == [("allreduce", 1, False), ("allreduce", 4, True)]
+    assert communicator.fault is None
+    assert communicator.record.completed == 1, "the interrupted call has no number"
+
+
+def test_an_error_while_nccl_connects_is_raised(cuda: ScriptedCuda) -> None:
+    class Refuses(Connecting):
         def allreduce(self, tensors: Any, options: Any) -> Any:
             raise RuntimeError("ncclRemoteError: remote process exited")
 
-    communicator = _communicator(Refuses(), timeout=60.0, size=2)
-    communicator.info.store.set("ringway/nccl/scripted/all/1", "")
-    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
-    thread.join(30)
-    assert [type(error) for error in raised] == [PeerLost]
+        def abort(self) -> None:
+            pass
+
+    with pytest.raises(PeerLost, match="ncclRemoteError"):
+        _communicator(Refuses(), timeout=60.0, size=2).all_reduce(torch.ones(4))
 
 
-def test_a_rank_that_does_not_come_before_nccl_connects_is_a_timeout(cuda: ScriptedCuda) -> None:
-    group = Group()
-    communicator = _communicator(group, timeout=0.2, size=2)
-    thread, raised = _first_call(communicator, lambda: communicator.all_reduce(torch.ones(4)))
-    thread.join(30)
-    assert [type(error) for error in raised] == [CommTimeout]
-    assert "all_reduce #0" in str(raised[0])
-    assert group.options is None
+def test_a_coalesced_block_connects_before_it_begins(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    backend: Any = _communicator(connecting, timeout=60.0, size=2).devices.first
+    connecting.comes_later()
+    backend.start_coalescing(None)
+    assert connecting.calls == [("allreduce", 1, False)]
+    assert connecting.told == ["open"]
 
 
 def test_a_call_that_ends_in_time_leaves_the_group_alone(cuda: ScriptedCuda) -> None:

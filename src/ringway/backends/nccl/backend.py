@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 import ringway._core as _core
 from ringway.backends.base import GroupInfo, Health
 from ringway.backends.compose import reduced, reduced_share
-from ringway.backends.nccl.connections import Connections
+from ringway.backends.nccl.connections import Connections, Members
 from ringway.backends.nccl.fast_path import Driver, NcclFastPath
 from ringway.backends.nccl.group import Aborts, make_nccl
 from ringway.backends.nccl.handles import (
@@ -36,10 +35,11 @@ from ringway.backends.nccl.handles import (
     communicator_of,
     cuda_device,
     on_current_stream,
+    overdue,
 )
 from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
-from ringway.call import Call, Reduce
+from ringway.call import ALL_REDUCE_COALESCED, Call, Reduce
 from ringway.errors import CommTimeout, PeerLost, RingwayError, UsageError
 from ringway.references import weak_method
 from ringway.threads import start
@@ -73,8 +73,7 @@ class NcclBackend(TorchBackend):
         super().__init__(info, self.torch_group)
         self._works = Works(info.process, info.timeout if self._ours else None)
         self._works.group_error = weak_method(self._reported_error)
-        # The ranks of a group that torch made may be without ringway, and do not meet.
-        self._connections = Connections(info) if self._ours and info.bound_device is None else None
+        self._connections = Connections(info, self.torch_group)
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
@@ -133,7 +132,8 @@ class NcclBackend(TorchBackend):
         options = self._options(c10d.BarrierOptions, call)
         set_async(options, True)  # its work is what blocks the caller
         # torch would guess a device from the rank.
-        options.device = call.device or self.group.bound_device or torch.device("cuda", torch.cuda.current_device())
+        call.device = call.device or self.group.bound_device or torch.device("cuda", torch.cuda.current_device())
+        options.device = call.device
         if not self._ours:
             return self._start(call, self._group.barrier, options)
         work = self._issued(call, self._group.barrier, options)
@@ -142,22 +142,35 @@ class NcclBackend(TorchBackend):
     def _issued(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
+        self._connect(call)
         began = time.monotonic()
         try:
-            return _core.pass_on(self._connected, call, method, *arguments)
+            return _core.pass_on(method, *arguments)
         except RuntimeError as error:
             raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
 
-    def _connected(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls torch's method. If NCCL makes a communicator there, it can be given up."""
-        connections, coalesced = self._connections, self._works.coalesced is not None
-        if connections is None:
-            return method(*arguments)
-        pair = connections.pair(call.op, call.peer, coalesced)
-        if connections.has(pair):
-            return method(*arguments)
-        limit = call.timeout or self._works.limit or self.group.timeout
-        return connections.make(pair, call, limit, partial(method, *arguments), coalesced or _is_captured(call))
+    def _connect(self, call: Call) -> None:
+        """Makes the communicator that the call needs. A captured call is left to torch: CUDA knows a capture by its
+        thread."""
+        inside = self._works.coalesced is not None
+        if not inside and self._connections.needs(call.op, call.peer) and not _is_captured(call):
+            self._make_communicator(self._connections.members(call.op, call.peer), _device(call), call)
+
+    def _make_communicator(self, members: Members, device: torch.device | None, call: Call) -> None:
+        # Not the call's own timeout: NCCL may take longer to connect, and torch does not count that either.
+        limit, began = self._works.limit or self.group.timeout, time.monotonic()
+
+        def check() -> None:
+            if self._works.aborted_with is not None:
+                raise self._works.aborted_with
+            if call.check is not None:
+                call.check()
+
+        try:
+            if not self._connections.make(members, device, limit, check):
+                raise overdue(call, limit)
+        except RuntimeError as error:  # not a signal handler's
+            raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         work = self._issued(call, method, *arguments)
@@ -177,6 +190,9 @@ class NcclBackend(TorchBackend):
     # Coalesced blocks: NCCL starts their calls together, so a receive before a send cannot wait for it.
 
     def start_coalescing(self, device: torch.device) -> None:
+        block = Call(ALL_REDUCE_COALESCED, group=self.group.name, ranks=self.group.ranks, size=self.group.size)
+        if self._connections.needs(block.op, -1) and not torch.cuda.is_current_stream_capturing():
+            self._make_communicator(None, device, block)
         self._group._start_coalescing()
         self._works.coalesced = []
         if self._fast_path is not None:
@@ -271,8 +287,8 @@ class NcclBackend(TorchBackend):
             if self._fast_path is not None:
                 self._fast_path.fail()
             aborts = self.group.process.part(Aborts)
-            if self._connections is not None and self._connections.waiting:
-                start("ringway-nccl-abort", aborts.abort, self._group)  # may wait for NCCL, which waits for a rank
+            if self._connections.under_way:
+                start("ringway-nccl-abort", aborts.abort, self._group)
             else:
                 aborts.abort(self._group)
 
@@ -282,7 +298,7 @@ class NcclBackend(TorchBackend):
         if self._closed:
             return
         self._closed = self._works.closed = True
-        if self._works.aborted_with is not None:
+        if self._works.aborted_with is not None or self._connections.under_way:
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         while not self._all_ended() and time.monotonic() < deadline:
@@ -303,7 +319,7 @@ class NcclBackend(TorchBackend):
     def abort(self) -> None:
         if not self._closed:
             self._closed = self._works.closed = True
-            if self._works.aborted_with is None:
+            if self._works.aborted_with is None and not self._connections.under_way:
                 self._abort_group()
 
     def _abort_group(self) -> None:
@@ -319,6 +335,10 @@ class NcclBackend(TorchBackend):
 
 def _is_captured(call: Call) -> bool:
     return cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
+
+
+def _device(call: Call) -> torch.device | None:
+    return cuda_device(call) or call.device
 
 
 def _bytes(tensor: Tensor) -> Tensor:

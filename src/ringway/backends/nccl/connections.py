@@ -1,106 +1,115 @@
 """How NCCL's communicators are made, so that a rank that dies meanwhile is named.
 
 torch makes a communicator in the first call that needs it. There NCCL waits for the communicator's ranks in a function
-that nothing ends: not an abort, not a signal. So the ranks first wait for each other in the store, and then the call is
-issued on a thread of its own. The death of a rank, a mismatch or a timeout ends the caller's wait. If NCCL never
-returns, the thread is left to it.
+that nothing ends: not an abort, not a signal. So a small call of ringway's own comes first, on a thread of its own,
+with its own tensor and stream. The program's thread waits for that thread, and the death of a rank, a mismatch or a
+timeout ends its wait. If NCCL never returns, the thread is left to it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 
 from ringway.backends.base import GroupInfo
-from ringway.backends.exchange import mark_of
-from ringway.backends.nccl.handles import cuda_device, overdue
-from ringway.call import Call, Op
+from ringway.call import Op
 from ringway.store import Deadline
 from ringway.threads import start
+from ringway.torch_versions import set_async
 
-_LOOK = 0.01
+_SLICE = 0.01
 """Seconds between two looks whether the group has failed."""
 
-Pair = tuple[int, ...] | None
-"""The two ranks of a communicator for messages; None for that of the whole group."""
+Members = tuple[int, int] | None
+"""Whose communicator it is: that of two ranks, for their messages; or None, that of the whole group."""
+
+
+class Connecting:
+    """A call on a thread, which may never return."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._returned = threading.Event()
+        self._error: BaseException | None = None
+        start("ringway-nccl-connect", self._run)
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        self._returned.set()
+
+    @property
+    def under_way(self) -> bool:
+        return not self._returned.is_set()
+
+    def wait(self, seconds: float, check: Callable[[], None] | None = None) -> bool:
+        """Whether it returned in time. Raises its error, or what `check` raises."""
+        deadline = Deadline(seconds)
+        while not self._returned.wait(_SLICE):
+            if check is not None:
+                check()
+            if deadline.left() == 0:
+                return not self.under_way
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 class Connections:
-    """The communicators of one group that is not bound to a device: torch connects groups that are when it makes
-    them."""
+    """The communicators of one group, for the device that its calls are on."""
 
-    def __init__(self, info: GroupInfo) -> None:
-        self._info = info
-        self._made: set[Pair] = set()
-        self._mark = ""
-        self.waiting = 0
-        """How many calls wait for NCCL to make a communicator."""
+    def __init__(self, info: GroupInfo, group: Any) -> None:
+        """`group` is torch's. If it has no `connects_later`, or is connected by now, torch needs no help."""
+        self._rank, self._size = info.rank, info.size
+        self._group = group
+        self._lock = threading.Lock()
+        self._begun: dict[Members, Connecting] = {}
+        self._made: set[Members] = set()
 
-    def pair(self, op: Op, peer: int, coalesced: bool = False) -> Pair:
-        """Whose communicator torch takes for a call. A message has one of its own, except in a coalesced block."""
-        return None if op.collective or coalesced else tuple(sorted((self._info.rank, peer)))
+    def members(self, op: Op, peer: int) -> Members:
+        """Whose communicator torch takes for a call outside a coalesced block. Inside, it is that of the group."""
+        return None if op.collective else (min(self._rank, peer), max(self._rank, peer))
 
-    def has(self, pair: Pair) -> bool:
-        return self._info.size == 1 or pair in self._made
+    def needs(self, op: Op, peer: int) -> bool:
+        """Whether torch would make a communicator in this call. A receive from any rank is refused by torch."""
+        connects = self._size > 1 and getattr(self._group, "connects_later", False) is True
+        return connects and (op.collective or peer >= 0) and self.members(op, peer) not in self._made
 
-    def make(self, pair: Pair, call: Call, limit: float, issue: Callable[[], Any], same_thread: bool) -> Any:
-        """What `issue` returns, in which torch makes the communicator. Every rank of the communicator comes here with
-        a call. Raises what ended the group, or CommTimeout. NCCL and CUDA know coalesced blocks and captures by their
-        thread, so these stay on it."""
-        deadline = Deadline(limit)
-        self._meet(pair, call, deadline)
-        issued = issue() if same_thread else self._issue_on_a_thread(call, deadline, issue)
-        self._made.add(pair)
-        return issued
+    @property
+    def under_way(self) -> bool:
+        """Whether a thread is inside NCCL, which may wait for a rank. An abort may wait for that thread."""
+        return any(each.under_way for each in list(self._begun.values()))
 
-    def _meet(self, pair: Pair, call: Call, deadline: Deadline) -> None:
-        store = self._info.store
-        self._mark = self._mark or mark_of(self._info)
-        where = f"ringway/nccl/{self._mark}/{pair or 'all'}"
-        store.set(f"{where}/{self._info.rank}", "")
-        keys = [f"{where}/{rank}" for rank in pair or range(self._info.size)]
+    def make(
+        self, members: Members, device: torch.device | None, seconds: float, check: Callable[[], None] | None
+    ) -> bool:
+        """Makes a communicator, for which each of its ranks comes here. False if it took too long. After an interrupt,
+        the next call goes on with the same attempt."""
+        with self._lock:
+            attempt = self._begun.get(members)
+            if attempt is None:
+                attempt = self._begun[members] = Connecting(lambda: self._first_call(members, device))
+        if not attempt.wait(seconds, check):
+            return False
+        self._made.add(members)
+        return True
 
-        def all_came() -> bool | None:
-            _check(call)
-            return store.check(keys) or None
-
-        if not deadline.poll(all_came):
-            raise overdue(call, deadline.seconds)
-
-    def _issue_on_a_thread(self, call: Call, deadline: Deadline, issue: Callable[[], Any]) -> Any:
-        device = cuda_device(call)
-        stream = None if device is None else torch.cuda.current_stream(device)
-        ended = threading.Event()
-        outcome: list[Any] = []
-        failure: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                with nullcontext() if stream is None else torch.cuda.stream(stream):
-                    outcome.append(issue())
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                ended.set()
-
-        self.waiting += 1
-        try:
-            start("ringway-nccl-connect", run)
-            while not ended.wait(_LOOK):
-                _check(call)
-                if deadline.left() == 0 and not ended.is_set():
-                    raise overdue(call, deadline.seconds)
-        finally:
-            self.waiting -= 1
-        if failure:
-            raise failure[0]
-        return outcome[0]
-
-
-def _check(call: Call) -> None:
-    if call.check is not None:
-        call.check()
+    def _first_call(self, members: Members, device: torch.device | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+        tensor = torch.zeros(1, device=device)
+        if members is None:
+            options = c10d.AllreduceOptions()
+            set_async(options, False)
+            self._group.allreduce([tensor], options)
+        elif self._rank == members[0]:
+            self._group.send([tensor], members[1], 0)
+        else:
+            self._group.recv([tensor], members[0], 0)

@@ -73,7 +73,7 @@ class NcclFastPath(_core.StreamFastPath):
         self,
         info: GroupInfo,
         works: Works,
-        connections: Connections | None,
+        connections: Connections,
         group: Any,
         record: _core.GroupRecord,
         health: Health,
@@ -219,8 +219,7 @@ class NcclFastPath(_core.StreamFastPath):
     def _prepare(self, op: int, peer: int, reduce: int, async_op: bool) -> tuple[int, Any, Any] | None:
         """A number for a kind of calls, torch's method that issues them, and its options, made once. None if the
         general path has to make the communicator first."""
-        connections = self._connections
-        if connections is not None and not connections.has(connections.pair(OPS[op], peer)):
+        if self._connections.needs(OPS[op], peer):
             return None
         call = Call(
             OPS[op],

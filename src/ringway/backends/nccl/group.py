@@ -21,7 +21,8 @@ import torch.distributed as c10d
 from ringway import torch_versions
 from ringway.backends.base import GroupInfo
 from ringway.backends.exchange import exchange
-from ringway.errors import BackendUnavailable
+from ringway.backends.nccl.connections import Connecting
+from ringway.errors import BackendUnavailable, RendezvousError
 
 _NEVER = timedelta(days=365)
 """torch's timeout for the group's calls. Each call's real deadline is kept by the device watch."""
@@ -43,7 +44,11 @@ class Nccl(_TorchsNccl):  # type: ignore[misc]
     """torch's nccl. If torch changes the group's timeout (`_set_pg_timeout`), it reports that and keeps its own."""
 
     timeout_changed: Callable[[float], None] | None = None
-    before_connecting: Callable[[], object] | None = None
+    connects_later = True
+    """Whether torch makes its communicators in the calls that need them."""
+    meet: Callable[[], object] | None = None
+    """Waits for the other ranks, for the group's timeout."""
+    limit = _NEVER.total_seconds()
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         if self.timeout_changed is not None:
@@ -51,10 +56,19 @@ class Nccl(_TorchsNccl):  # type: ignore[misc]
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """torch calls this while it makes a group that is bound to a device. NCCL waits for the ranks, and nothing can
-        end that, so they wait for each other first (`connections.py`)."""
-        if self.before_connecting is not None:
-            self.before_connecting()
-        super().eager_connect_single_device(device)
+        end that (`connections.py`), so they wait for each other first."""
+        if self.meet is not None:
+            self.meet()
+        connect = super().eager_connect_single_device
+
+        def on_its_device() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)
+            connect(device)
+
+        if not Connecting(on_its_device).wait(self.limit):
+            raise RendezvousError(f"NCCL has not connected within {self.limit:g} s: a rank may have died meanwhile")
+        self.connects_later = False
 
 
 def make_nccl(info: GroupInfo) -> Any:
@@ -69,7 +83,7 @@ def make_nccl(info: GroupInfo) -> Any:
         group = Nccl(c10d.PrefixStore("cuda", info.store), info.rank, info.size, options)
     group._set_sequence_number_for_group()
     if info.size > 1:
-        group.before_connecting = partial(exchange, info, "NCCL's connection", b"")
+        group.meet, group.limit = partial(exchange, info, "NCCL's connection", b""), info.timeout
     return group
 
 
