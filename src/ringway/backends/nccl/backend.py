@@ -52,6 +52,8 @@ _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
 _LEAVE_SECONDS = 10.0
 _SETTLE_SECONDS = 0.00005
+_CONNECT_SECONDS = 60.0
+"""The least time that ranks have for their first call."""
 _SLOW_SHUTDOWN = (
     "group %s: NCCL does not close its communicator. It waits for the CUDA graphs that captured the group's calls: "
     "delete them before you destroy the group"
@@ -158,7 +160,7 @@ class NcclBackend(TorchBackend):
 
     def _make_communicator(self, members: Members, device: torch.device | None, call: Call) -> None:
         # Not the call's own timeout: NCCL may take longer to connect, and torch does not count that either.
-        limit, began = self._works.limit or self.group.timeout, time.monotonic()
+        limit, began = max(self._works.limit or self.group.timeout, _CONNECT_SECONDS), time.monotonic()
 
         def check() -> None:
             if self._works.aborted_with is not None:
