@@ -91,7 +91,11 @@ PyObject* run_on_world(PyObject* self, PyObject* const* given, Py_ssize_t count)
     return nb::inst_ptr<WorldFastPath>(self)->run(given, count);
 }
 
-PyMethodDef world_methods[] = {fast_method("run", &run_on_world), {}};
+PyObject* run_on_group(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    return nb::inst_ptr<WorldFastPath>(self)->run_on(given, count);
+}
+
+PyMethodDef world_methods[] = {fast_method("run", &run_on_world), fast_method("run_on", &run_on_group), {}};
 PyType_Slot world_slots[] = {{Py_tp_methods, world_methods}, {0, nullptr}};
 
 }  // namespace
@@ -165,7 +169,7 @@ void bind_group(nb::module_& m) {
         .def("has", &PathTable::has, nb::arg("op"));
 
     nb::class_<WorldFastPath>(m, "WorldFastPath", nb::type_slots(world_slots))
-        .def(nb::init<nb::object, nb::object>(), nb::arg("c10d"), nb::arg("failure"))
+        .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("c10d"), nb::arg("bridge"), nb::arg("failure"))
         .def("serve", &WorldFastPath::serve, nb::arg("group").none(), nb::arg("table").none());
 
     m.def("pass_on", [](nb::object function, nb::args arguments) {

@@ -33,18 +33,37 @@ PyObject* WorldFastPath::run(PyObject* const* given, Py_ssize_t count) {
     if (!serves_default()) Py_RETURN_FALSE;
     const nb::object kept = table_;  // a call may end the group
     PyObject* const done = paths_->run(given, count);
-    if (done == nullptr) translate_error();
+    if (done == nullptr) translate_error(nb::none());
     return done;
 }
 
-void WorldFastPath::translate_error() {
+PyObject* WorldFastPath::run_on(PyObject* const* given, Py_ssize_t count) {
+    static PyObject* const paths_name = PyUnicode_InternFromString("paths");
+    if (count < 1) {
+        PyErr_SetString(PyExc_TypeError, "the group is missing");
+        return nullptr;
+    }
+    PyObject* const group = given[0];
+    if (group == Py_None) return run(given + 1, count - 1);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(group)) != bridge_.ptr()) Py_RETURN_FALSE;
+    const nb::object table = nb::steal(PyObject_GetAttr(group, paths_name));
+    PathTable* paths = nullptr;
+    if (!table.is_valid()) PyErr_Clear();  // it is not made yet
+    if (!table.is_valid() || !nb::try_cast(table, paths) || paths == nullptr) Py_RETURN_FALSE;
+    PyObject* const done = paths->run(given + 1, count - 1);
+    if (done == nullptr) translate_error(group);
+    return done;
+}
+
+void WorldFastPath::translate_error(nb::handle group) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (traceback != nullptr) PyException_SetTraceback(value, traceback);
     Py_XDECREF(type);
     Py_XDECREF(traceback);
-    const nb::object raised = nb::steal(PyObject_CallOneArg(failure_.ptr(), value));
+    PyObject* const arguments[] = {value, group.ptr()};
+    const nb::object raised = nb::steal(PyObject_Vectorcall(failure_.ptr(), arguments, 2, nullptr));
     Py_DECREF(value);
     if (raised.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }

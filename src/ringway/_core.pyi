@@ -123,10 +123,13 @@ class PathTable:
         """What the first path says that takes the call, else False."""
 
 class WorldFastPath:
-    """The fast paths of the default group. `c10d` is torch's module that knows this group; `failure` turns the error of
-    a path into the one to raise."""
+    """The fast paths of the default group and of ringway's other ones. `c10d` is torch's module that knows the default
+    group; `bridge` is the class of the others, which have their paths in `paths`; `failure` turns the error of a path,
+    and its group, None for the default one, into the error to raise."""
 
-    def __init__(self, c10d: Any, failure: Callable[[BaseException], BaseException]) -> None: ...
+    def __init__(
+        self, c10d: Any, bridge: type[Any], failure: Callable[[BaseException, Any], BaseException]
+    ) -> None: ...
     def serve(self, group: Any, table: PathTable | None) -> None:
         """The default group is this one from now on, with the paths of this table. None for no group."""
     def run(
@@ -141,6 +144,19 @@ class WorldFastPath:
         /,
     ) -> Work | bool:
         """What the table of torch's default group says, else False."""
+    def run_on(
+        self,
+        group: Any,
+        op: int,
+        outputs: Any,
+        inputs: Any,
+        peer: int = -1,
+        async_op: bool = False,
+        tag: int = 0,
+        reduce: int = 0,
+        /,
+    ) -> Work | bool:
+        """Like `run`, for this group, or for the default one if it is None. `peer` is the group's rank."""
 
 class StreamWatch:
     """Loads the CUDA driver, or raises RuntimeError."""

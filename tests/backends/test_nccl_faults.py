@@ -18,6 +18,7 @@ import torch
 from scripted_cuda import ScriptedCuda, ScriptedGroup, ScriptedWork, scripted_info, until
 
 import ringway._core as _core
+from ringway.backends.nccl import backend as nccl_backend
 from ringway.backends.nccl import group as nccl_group
 from ringway.backends.nccl import handles as nccl_handles
 from ringway.backends.nccl.backend import NcclBackend
@@ -173,7 +174,10 @@ def test_a_rank_that_dies_while_nccl_connects_is_named(cuda: ScriptedCuda, conne
     assert connecting.calls == [("allreduce", 1, False)]
 
 
-def test_ranks_that_do_not_come_while_nccl_connects_are_a_timeout(cuda: ScriptedCuda, connecting: Connecting) -> None:
+def test_ranks_that_do_not_come_while_nccl_connects_are_a_timeout(
+    cuda: ScriptedCuda, connecting: Connecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_backend, "_CONNECT_SECONDS", 0.1)
     communicator = _communicator(connecting, timeout=0.2, size=2)
     with pytest.raises(CommTimeout, match="all_reduce #0"):
         communicator.all_reduce(torch.ones(4))
@@ -182,9 +186,7 @@ def test_ranks_that_do_not_come_while_nccl_connects_are_a_timeout(cuda: Scripted
     assert connecting.calls == [("allreduce", 1, False)]
 
 
-def test_an_interrupted_call_leaves_the_connection_to_the_next(
-    cuda: ScriptedCuda, connecting: Connecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_the_connection_to_the_next(cuda: ScriptedCuda, connecting: Connecting) -> None:
     communicator = _communicator(connecting, timeout=60.0, size=2)
 
     class Alarm(Exception):
@@ -217,6 +219,35 @@ def test_an_error_while_nccl_connects_is_raised(cuda: ScriptedCuda) -> None:
 
     with pytest.raises(PeerLost, match="ncclRemoteError"):
         _communicator(Refuses(), timeout=60.0, size=2).all_reduce(torch.ones(4))
+
+
+def test_a_connection_that_failed_is_tried_again(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+    issue, errors = connecting.allreduce, [RuntimeError("out of memory")]
+
+    def first(tensors: Any, options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return issue(tensors, options)
+
+    connecting.allreduce = first  # type: ignore[method-assign]
+    connecting.there.set()
+    with pytest.raises(RingwayError, match="out of memory"):
+        communicator.all_reduce(torch.ones(4))
+    communicator.all_reduce(torch.ones(4))
+    assert connecting.calls == [("allreduce", 1, False), ("allreduce", 4, True)]
+
+
+def test_a_communicator_that_is_made_too_late_is_aborted(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    """torch's abort does not know it before."""
+    connecting.abort = lambda: connecting.told.append("abort")  # type: ignore[method-assign]
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+    threading.Timer(0.2, communicator.health.end, [PeerLost("rank 1: its process is gone", rank=1)]).start()
+    with pytest.raises(PeerLost):
+        communicator.all_reduce(torch.ones(4))
+    until(lambda: connecting.told == ["start", "abort", "end"])
+    connecting.there.set()
+    until(lambda: connecting.told == ["start", "abort", "end", "abort"])
 
 
 def test_a_coalesced_block_connects_before_it_begins(cuda: ScriptedCuda, connecting: Connecting) -> None:

@@ -226,6 +226,40 @@ def test_the_default_groups_fast_path(pool: RankPool) -> None:
     pool.replace()
 
 
+def _other_groups(context: RankContext) -> tuple[float, int]:
+    """The fast paths of a group that the program names."""
+    context.start("shm")
+    group = dist.new_group([0, 1])
+    tensor, calls = torch.ones(2), dist.communicator(group).record
+    for other in (object(), dist.GroupMember.NON_GROUP_MEMBER, tensor):
+        assert world.fast.run_on(other, ALL_REDUCE.code, tensor, tensor) is False
+    with pytest.raises(TypeError, match="missing"):
+        world.fast.run_on()  # type: ignore[call-arg]
+    before = calls.collectives
+    assert world.fast.run_on(group, ALL_REDUCE.code, tensor, tensor) is True
+    dist.all_reduce(tensor, group=group)
+    dist.broadcast(tensor, group=group, group_src=1)
+    dist.barrier(group=group)
+    assert calls.collectives == before + 4
+    with pytest.raises(UsageError, match="outside the group"):
+        dist.broadcast(tensor, group=group, group_src=2)
+    with pytest.raises(CollectiveMismatch) as caught:
+        dist.all_reduce(torch.ones(2 + context.rank), group=group)
+    with pytest.raises(CollectiveMismatch) as again:
+        dist.all_reduce(torch.ones(2), group=group)
+    assert str(again.value) == str(caught.value)
+    assert world.fast.run_on(group, ALL_REDUCE.code, tensor, tensor) is False
+    dist.all_reduce(tensor)  # the default group is sound
+    return tensor[0].item(), calls.collectives - before
+
+
+def test_the_fast_paths_of_other_groups(pool: RankPool) -> None:
+    first, second = pool.run(_other_groups, world_size=2)
+    pool.replace()
+    assert first == second
+    assert first[0] == 8.0
+
+
 def _beside_busy_processes(context: RankContext) -> tuple[bool, float]:
     """Ranks that start on one CPU, beside processes that want all CPUs. They may move, but keep their affinity."""
     context.start("shm")

@@ -1,8 +1,9 @@
 """The collectives as functions, with torch.distributed's names and signatures.
 
-A plain synchronous call of the default group goes straight to a fast path (`on_world`). Otherwise each function finds
-the communicator of its group and forwards to it. Under `torch.compile`, those that the compiler can trace
-forward to torch's own function instead; the others (messages, barriers, coalesced forms) are not part of a graph.
+A plain synchronous call goes straight to a fast path of its group (`on_group`; `on_world` if a rank is named, which
+other groups count differently). Otherwise each function finds the communicator of its group and forwards to it. Under
+`torch.compile`, those that the compiler can trace forward to torch's own function instead; the others (messages,
+barriers, coalesced forms) are not part of a graph.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from ringway.call import (
     ReduceOp,
 )
 from ringway.errors import UsageError
+from ringway.groups.bridge import Bridge
 from ringway.groups.communicator import Communicator
 from ringway.groups.world import NON_MEMBER, world
 from ringway.work import Work
 
 _compiling = torch.compiler.is_dynamo_compiling
 find = world.communicator
-on_world = world.fast.run
+on_world, on_group = world.fast.run, world.fast.run_on
 
 _SUM = ReduceOp.SUM
 _ALL_REDUCE, _BARRIER, _SEND, _RECV = ALL_REDUCE.code, BARRIER.code, SEND.code, RECV.code
@@ -50,6 +52,8 @@ Group = c10d.ProcessGroup | None
 
 def member_of(group: Any, op: str) -> Communicator | None:
     """The group's communicator. For a rank outside the group, warns as torch does and returns None."""
+    if type(group) is Bridge:  # the usual case: `find` takes as long as a small message
+        return group.communicator
     if group is not None and group == NON_MEMBER:
         warnings.warn(
             f"Running {op} on global rank {c10d.get_rank()} which does not belong to the given group.", stacklevel=3
@@ -74,9 +78,11 @@ def broadcast(
 ) -> Work | None:
     if _compiling():
         return c10d.broadcast(tensor, src, group, async_op, group_src)
-    plain = group is None and group_src is None and not async_op and log_name is None
-    if plain and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src):
-        return None
+    if not async_op and log_name is None:
+        if group is None and group_src is None and type(src) is int and on_world(BROADCAST.code, tensor, tensor, src):
+            return None
+        if src is None and type(group_src) is int and on_group(group, BROADCAST.code, tensor, tensor, group_src):
+            return None
     member = member_of(group, "broadcast")
     return None if member is None else member.broadcast(tensor, src, async_op, group_src, log_name=log_name)
 
@@ -86,7 +92,7 @@ def all_reduce(
 ) -> Work | None:
     if _compiling():
         return c10d.all_reduce(tensor, op, group, async_op)
-    if group is None and op is _SUM and not async_op and log_name is None and on_world(_ALL_REDUCE, tensor, tensor):
+    if op is _SUM and not async_op and log_name is None and on_group(group, _ALL_REDUCE, tensor, tensor):
         return None
     member = member_of(group, "all_reduce")
     return None if member is None else member.all_reduce(tensor, op, async_op, log_name=log_name)
@@ -131,7 +137,7 @@ def all_gather(
 ) -> Work | None:
     if _compiling():
         return c10d.all_gather(tensor_list, tensor, group, async_op)
-    if group is None and not async_op and log_name is None and on_world(ALL_GATHER.code, tensor_list, tensor):
+    if not async_op and log_name is None and on_group(group, ALL_GATHER.code, tensor_list, tensor):
         return None
     member = member_of(group, "all_gather")
     return None if member is None else member.all_gather(tensor_list, tensor, async_op, log_name=log_name)
@@ -147,8 +153,7 @@ def all_gather_into_tensor(
 ) -> Work | None:
     if _compiling():
         return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-    plain = group is None and not async_op and log_name is None
-    if plain and on_world(ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
+    if not async_op and log_name is None and on_group(group, ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
         return None
     member = member_of(group, "all_gather_into_tensor")
     if member is None:
@@ -205,8 +210,8 @@ def reduce_scatter(
 ) -> Work | None:
     if _compiling():
         return c10d.reduce_scatter(output, input_list, op, group, async_op)
-    plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(REDUCE_SCATTER.code, output, input_list):
+    plain = op is _SUM and not async_op and log_name is None
+    if plain and on_group(group, REDUCE_SCATTER.code, output, input_list):
         return None
     member = member_of(group, "reduce_scatter")
     return None if member is None else member.reduce_scatter(output, input_list, op, async_op, log_name=log_name)
@@ -223,8 +228,8 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     if _compiling():
         return c10d.reduce_scatter_tensor(output, input, op, group, async_op)
-    plain = group is None and op is _SUM and not async_op and log_name is None
-    if plain and on_world(REDUCE_SCATTER_SINGLE.code, output, input):
+    plain = op is _SUM and not async_op and log_name is None
+    if plain and on_group(group, REDUCE_SCATTER_SINGLE.code, output, input):
         return None
     member = member_of(group, "reduce_scatter_tensor")
     return None if member is None else member.reduce_scatter_tensor(output, input, op, async_op, log_name=log_name)
@@ -258,8 +263,8 @@ def all_to_all_single(
 ) -> Work | None:
     if _compiling():
         return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-    plain = group is None and not (output_split_sizes or input_split_sizes or async_op) and log_name is None
-    if plain and on_world(ALL_TO_ALL_SINGLE.code, output, input):
+    plain = not (output_split_sizes or input_split_sizes or async_op) and log_name is None
+    if plain and on_group(group, ALL_TO_ALL_SINGLE.code, output, input):
         return None
     member = member_of(group, "all_to_all_single")
     if member is None:
@@ -432,7 +437,7 @@ def barrier(
     *,
     log_name: str | None = None,
 ) -> Work | None:
-    if group is None and not async_op and timeout is None and log_name is None and on_world(_BARRIER, (), ()):
+    if not async_op and timeout is None and log_name is None and on_group(group, _BARRIER, (), ()):
         return None
     member = member_of(group, "barrier")
     return None if member is None else member.barrier(async_op, device_ids, timeout, log_name=log_name)

@@ -62,6 +62,7 @@ class Bridge(c10d.ProcessGroup):
 
     def _connect(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self.paths = communicator.paths  # for `WorldFastPath`
         communicator.paths.changed = weak_method(self._bind_methods)
         self._bind_methods()
 

@@ -71,9 +71,9 @@ class World:
         self._all: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._default: Communicator | None = None
         self._default_group: Callable[[], c10d.ProcessGroup | None] = lambda: None
-        self.fast = _core.WorldFastPath(c10d_module, self._fast_failure)
-        """The fast paths of the default group. Until `communicator` has found that group, and while its paths are
-        closed, they take no call."""
+        self.fast = _core.WorldFastPath(c10d_module, Bridge, self._fast_failure)
+        """The fast paths of the default group, and of bridges. Until `communicator` has found the default group, and
+        while a group's paths are closed, they take no call."""
 
     @cached_property
     def max_object_bytes(self) -> int:
@@ -125,8 +125,9 @@ class World:
         self._default = None
         self.fast.serve(None, None)
 
-    def _fast_failure(self, error: BaseException) -> BaseException:
-        return error if self._default is None else self._default.calls.fast_failure(error)
+    def _fast_failure(self, error: BaseException, group: Bridge | None) -> BaseException:
+        failed = self._default if group is None else group.communicator
+        return error if failed is None else failed.calls.fast_failure(error)
 
     def _find(self, group: Any) -> Communicator:
         if isinstance(group, Bridge):

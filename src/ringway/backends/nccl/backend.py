@@ -35,7 +35,6 @@ from ringway.backends.nccl.handles import (
     communicator_of,
     cuda_device,
     on_current_stream,
-    overdue,
 )
 from ringway.backends.torch.backend import TorchBackend, options_for
 from ringway.backends.torch.handles import mapped
@@ -156,23 +155,29 @@ class NcclBackend(TorchBackend):
         thread."""
         inside = self._works.coalesced is not None
         if not inside and self._connections.needs(call.op, call.peer) and not _is_captured(call):
-            self._make_communicator(self._connections.members(call.op, call.peer), _device(call), call)
+            members, began = self._connections.members(call.op, call.peer), time.monotonic()
+            try:
+                self._make_communicator(members, _device(call), call.describe(), call.check)
+            except RingwayError:
+                raise
+            except RuntimeError as error:  # not a signal handler's
+                raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
 
-    def _make_communicator(self, members: Members, device: torch.device | None, call: Call) -> None:
-        # Not the call's own timeout: NCCL may take longer to connect, and torch does not count that either.
-        limit, began = max(self._works.limit or self.group.timeout, _CONNECT_SECONDS), time.monotonic()
+    def _make_communicator(
+        self, members: Members, device: torch.device | None, what: str, check: Callable[[], None] | None = None
+    ) -> None:
+        """`what` needs it, for messages. `check` raises if the group has failed."""
+        # Not a call's own timeout: NCCL may take longer to connect, and torch does not count that either.
+        limit = max(self._works.limit or self.group.timeout, _CONNECT_SECONDS)
 
-        def check() -> None:
+        def look() -> None:
             if self._works.aborted_with is not None:
                 raise self._works.aborted_with
-            if call.check is not None:
-                call.check()
+            if check is not None:
+                check()
 
-        try:
-            if not self._connections.make(members, device, limit, check):
-                raise overdue(call, limit)
-        except RuntimeError as error:  # not a signal handler's
-            raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
+        if not self._connections.make(members, device, limit, look):
+            raise CommTimeout(f"{what}: NCCL has not connected the ranks within {limit:g} s", waited=limit)
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         work = self._issued(call, method, *arguments)
@@ -192,9 +197,10 @@ class NcclBackend(TorchBackend):
     # Coalesced blocks: NCCL starts their calls together, so a receive before a send cannot wait for it.
 
     def start_coalescing(self, device: torch.device) -> None:
-        block = Call(ALL_REDUCE_COALESCED, group=self.group.name, ranks=self.group.ranks, size=self.group.size)
-        if self._connections.needs(block.op, -1) and not torch.cuda.is_current_stream_capturing():
-            self._make_communicator(None, device, block)
+        if self._works.aborted_with is not None:
+            raise self._works.aborted_with
+        if self._connections.needs(ALL_REDUCE_COALESCED, -1) and not torch.cuda.is_current_stream_capturing():
+            self._make_communicator(None, _with_index(device), f"coalesced calls of group {self.group.name}")
         self._group._start_coalescing()
         self._works.coalesced = []
         if self._fast_path is not None:
@@ -288,8 +294,9 @@ class NcclBackend(TorchBackend):
             self._works.aborted_with = self._works.aborted_with or error
             if self._fast_path is not None:
                 self._fast_path.fail()
+            self._connections.give_up()
             aborts = self.group.process.part(Aborts)
-            if self._connections.under_way:
+            if self._connections.under_way:  # its thread may keep an abort waiting
                 start("ringway-nccl-abort", aborts.abort, self._group)
             else:
                 aborts.abort(self._group)
@@ -300,7 +307,10 @@ class NcclBackend(TorchBackend):
         if self._closed:
             return
         self._closed = self._works.closed = True
-        if self._works.aborted_with is not None or self._connections.under_way:
+        if self._works.aborted_with is not None:
+            return
+        if self._connections.under_way:
+            self._abort_aside()
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         while not self._all_ended() and time.monotonic() < deadline:
@@ -321,8 +331,13 @@ class NcclBackend(TorchBackend):
     def abort(self) -> None:
         if not self._closed:
             self._closed = self._works.closed = True
-            if self._works.aborted_with is None and not self._connections.under_way:
-                self._abort_group()
+            if self._works.aborted_with is None:
+                self._abort_aside() if self._connections.under_way else self._abort_group()
+
+    def _abort_aside(self) -> None:
+        """A thread waits inside NCCL for a rank, and may keep an abort waiting."""
+        self._connections.give_up()
+        start("ringway-nccl-abort", self._abort_group)
 
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
@@ -340,7 +355,14 @@ def _is_captured(call: Call) -> bool:
 
 
 def _device(call: Call) -> torch.device | None:
-    return cuda_device(call) or call.device
+    return cuda_device(call) or _with_index(call.device)
+
+
+def _with_index(device: torch.device | None) -> torch.device | None:
+    """Another thread has another current device."""
+    if device is None or ":" in str(device):
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,14 +33,18 @@ class Connecting:
     """A call on a thread, which may never return."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self._returned = threading.Event()
         self._error: BaseException | None = None
+
+    def begin(self) -> None:
         start("ringway-nccl-connect", self._run)
 
     def _run(self) -> None:
+        call, self._call = self._call, None  # it may hold this object's owner
         try:
-            self._call()
+            if call is not None:
+                call()
         except BaseException as error:
             self._error = error
         self._returned.set()
@@ -48,14 +53,18 @@ class Connecting:
     def under_way(self) -> bool:
         return not self._returned.is_set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def wait(self, seconds: float, check: Callable[[], None] | None = None) -> bool:
         """Whether it returned in time. Raises its error, or what `check` raises."""
         deadline = Deadline(seconds)
         while not self._returned.wait(_SLICE):
             if check is not None:
                 check()
-            if deadline.left() == 0:
-                return not self.under_way
+            if deadline.left() == 0 and self.under_way:
+                return False
         if self._error is not None:
             raise self._error
         return True
@@ -71,6 +80,7 @@ class Connections:
         self._lock = threading.Lock()
         self._begun: dict[Members, Connecting] = {}
         self._made: set[Members] = set()
+        self._given_up = False
 
     def members(self, op: Op, peer: int) -> Members:
         """Whose communicator torch takes for a call outside a coalesced block. Inside, it is that of the group."""
@@ -83,8 +93,12 @@ class Connections:
 
     @property
     def under_way(self) -> bool:
-        """Whether a thread is inside NCCL, which may wait for a rank. An abort may wait for that thread."""
+        """Whether a thread is inside NCCL, which may wait for a rank."""
         return any(each.under_way for each in list(self._begun.values()))
+
+    def give_up(self) -> None:
+        """The group has ended. If NCCL still makes a communicator, that is aborted: torch does not know it before."""
+        self._given_up = True
 
     def make(
         self, members: Members, device: torch.device | None, seconds: float, check: Callable[[], None] | None
@@ -95,12 +109,23 @@ class Connections:
             attempt = self._begun.get(members)
             if attempt is None:
                 attempt = self._begun[members] = Connecting(lambda: self._first_call(members, device))
-        if not attempt.wait(seconds, check):
-            return False
+                attempt.begin()
+        try:
+            if not attempt.wait(seconds, check):
+                return False
+        finally:
+            if attempt.failed:  # the next call tries again, as in torch
+                self._begun.pop(members, None)
         self._made.add(members)
         return True
 
     def _first_call(self, members: Members, device: torch.device | None) -> None:
+        self._issue(members, device)
+        if self._given_up:
+            with suppress(RuntimeError):
+                self._group.abort()
+
+    def _issue(self, members: Members, device: torch.device | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -66,7 +66,9 @@ class Nccl(_TorchsNccl):  # type: ignore[misc]
                 torch.cuda.set_device(device)
             connect(device)
 
-        if not Connecting(on_its_device).wait(self.limit):
+        connecting = Connecting(on_its_device)
+        connecting.begin()
+        if not connecting.wait(self.limit):
             raise RendezvousError(f"NCCL has not connected within {self.limit:g} s: a rank may have died meanwhile")
         self.connects_later = False
 
