@@ -11,7 +11,7 @@ import torch
 import torch.distributed as c10d
 
 from ringway.bench import CASES, Place, Ranks, WrongResult, measure, print_table, rows, to_json
-from ringway.bench.table import in_bytes, in_time
+from ringway.bench.table import in_bytes, in_time, rounded
 from ringway.call import OPS
 from ringway.testing import RankContext, RankPool
 
@@ -94,4 +94,6 @@ def test_a_table_for_people() -> None:
 
 def test_units() -> None:
     assert [in_time(value) for value in (2.0, 0.0125, 3.1e-6, 1.5e-7)] == ["2 s", "12.5 ms", "3.1 µs", "150 ns"]
+    assert in_time(0.0009996) == "1000 µs"
+    assert [rounded(value, 2) for value in (1.5, 41.6, 413.7, 4137.0, 0.0)] == ["1.5", "42", "410", "4100", "0"]
     assert [in_bytes(value) for value in (8, 2048, 3 << 20, 1 << 30)] == ["8 B", "2 KiB", "3 MiB", "1 GiB"]

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ringway.bench.reading import reading
-from ringway.bench.table import Row, in_bytes, in_ratio, in_time
+from ringway.bench.table import Row, in_bytes, in_ratio, in_time, rounded
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 520, 300, 62, 34, 12, 32
 _STYLE = """
@@ -87,7 +87,7 @@ def _chart(rows: Sequence[Row], colors: Mapping[str, str]) -> str:
         marks.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2'/>")
         for row in own:
             told = f"{name}, {in_bytes(row.nbytes)}: {in_time(row.seconds.median)} ({in_time(row.seconds.low)} to "
-            told += f"{in_time(row.seconds.high)}), {row.bus_bandwidth / 1e9:.3g} GB/s"
+            told += f"{in_time(row.seconds.high)}), {rounded(row.bus_bandwidth / 1e9)} GB/s"
             center = f"cx='{x(row.nbytes):.1f}' cy='{y(row.seconds.median):.1f}'"
             marks.append(f"<circle {center} r='4' fill='{color}'><title>{escape(told)}</title></circle>")
     title = f"{rows[0].op}, {rows[0].dtype}"
@@ -126,6 +126,6 @@ def _table_rows(table: Sequence[Row]) -> Iterator[str]:
         yield (
             f"<tr><td class='name'>{escape(row.op)}</td><td>{in_bytes(row.nbytes)}</td><td>{escape(row.dtype)}</td>"
             f"<td class='name'>{escape(row.candidate)}</td><td>{in_time(seconds.median)}</td>"
-            f"<td>{in_time(seconds.low)} to {in_time(seconds.high)}</td><td>{row.bus_bandwidth / 1e9:.3g}</td>"
+            f"<td>{in_time(seconds.low)} to {in_time(seconds.high)}</td><td>{rounded(row.bus_bandwidth / 1e9)}</td>"
             f"<td>{'' if row.ratio is None else in_ratio(row.ratio)}</td></tr>"
         )

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ringway.bench.table import Row, in_bytes, in_time
+from ringway.bench.table import Row, in_bytes, in_time, rounded
 
 _LATENCY_BOUND = 2.0
 """A size is latency-bound if its call takes less than this many times as long as the smallest one."""
@@ -48,7 +48,7 @@ def _op(table: Sequence[Row]) -> Iterator[str]:
     if len(best) > 2:
         bound = [s for s in best if best[s].seconds.median < _LATENCY_BOUND * smallest.seconds.median]
         text += f". Up to {in_bytes(max(bound))} latency-bound (about {in_time(smallest.seconds.median)})"
-        text += f"; {largest.bus_bandwidth / 1e9:.3g} GB/s at {in_bytes(largest.nbytes)}"
+        text += f"; {rounded(largest.bus_bandwidth / 1e9)} GB/s at {in_bytes(largest.nbytes)}"
     elif len(best) == 1:
         text += f": {in_time(smallest.seconds.median)}"
     yield text + "."
@@ -70,7 +70,9 @@ def _ahead(rows: Sequence[Row], best: Row) -> str:
         return ""
     factor = others[0].seconds.median / best.seconds.median
     return (
-        f" ({factor:.2g} × {others[0].candidate})" if factor >= 1.05 else f" (about as fast as {others[0].candidate})"
+        f" ({rounded(factor, 2)} × {others[0].candidate})"
+        if factor >= 1.05
+        else f" (about as fast as {others[0].candidate})"
     )
 
 

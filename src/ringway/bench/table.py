@@ -115,7 +115,7 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
             row.candidate,
             in_time(row.seconds.median),
             f"{in_time(row.seconds.low)} to {in_time(row.seconds.high)}",
-            f"{row.bus_bandwidth / 1e9:.3g}",
+            rounded(row.bus_bandwidth / 1e9),
             "" if row.ratio is None else in_ratio(row.ratio),
         )
     # A file or a pipe has no width, and a table with wrapped cells is unreadable.
@@ -160,11 +160,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """The value with some digits, without an exponent if it is large."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):.0f}" if "e+" in text else text
+
+
 def in_time(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+            return f"{rounded(seconds / scale)} {unit}"
+    return f"{rounded(seconds / 1e-9)} ns"
 
 
 def in_bytes(count: int) -> str:
