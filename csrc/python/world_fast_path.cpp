@@ -48,7 +48,7 @@ PyObject* WorldFastPath::run_on(PyObject* const* given, Py_ssize_t count) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(group)) != bridge_.ptr()) Py_RETURN_FALSE;
     const nb::object table = nb::steal(PyObject_GetAttr(group, paths_name));
     PathTable* paths = nullptr;
-    if (!table.is_valid()) PyErr_Clear();  // it is not made yet
+    if (!table.is_valid()) PyErr_Clear();  // the group is being made
     if (!table.is_valid() || !nb::try_cast(table, paths) || paths == nullptr) Py_RETURN_FALSE;
     PyObject* const done = paths->run(given + 1, count - 1);
     if (done == nullptr) translate_error(group);

@@ -26,8 +26,8 @@ class WorldFastPath {
 
     // What the table says of a call. False if torch's default group is another one.
     PyObject* run(PyObject* const* given, Py_ssize_t count);
-    // Likewise, for the group that is the first argument: None, or any object that a program passes. False if it is none of
-    // ringway's.
+    // Likewise, for the group that is the first argument: None, or any object that a program passes. False if it is no
+    // `bridge`, or a subclass's.
     PyObject* run_on(PyObject* const* given, Py_ssize_t count);
 
   private:

@@ -19,6 +19,7 @@ from scripted_cuda import ScriptedCuda, ScriptedGroup, ScriptedWork, scripted_in
 
 import ringway._core as _core
 from ringway.backends.nccl import backend as nccl_backend
+from ringway.backends.nccl import connections as nccl_connections
 from ringway.backends.nccl import group as nccl_group
 from ringway.backends.nccl import handles as nccl_handles
 from ringway.backends.nccl.backend import NcclBackend
@@ -236,6 +237,38 @@ def test_a_connection_that_failed_is_tried_again(cuda: ScriptedCuda, connecting:
         communicator.all_reduce(torch.ones(4))
     communicator.all_reduce(torch.ones(4))
     assert connecting.calls == [("allreduce", 1, False), ("allreduce", 4, True)]
+
+
+def test_a_connection_without_a_thread_is_tried_again(
+    cuda: ScriptedCuda, connecting: Connecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = _communicator(connecting, timeout=60.0, size=2)
+    connecting.there.set()
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nccl_connections, "start", no_thread)
+        with pytest.raises(RingwayError, match="can't start new thread"):
+            communicator.all_reduce(torch.ones(4))
+    communicator.all_reduce(torch.ones(4))
+    assert connecting.calls == [("allreduce", 1, False), ("allreduce", 4, True)]
+
+
+def test_a_block_whose_connection_fails_or_whose_group_ends_raises(cuda: ScriptedCuda, connecting: Connecting) -> None:
+    backend: Any = _communicator(connecting, timeout=60.0, size=2).devices.first
+    threading.Timer(0.2, backend.close).start()
+    with pytest.raises(RingwayError, match="destroyed while NCCL connected"):
+        backend.start_coalescing(None)
+
+    class Refuses(Connecting):
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            raise RuntimeError("connection reset")
+
+    refused: Any = _communicator(Refuses(), timeout=60.0, size=2).devices.first
+    with pytest.raises(RingwayError, match=r"coalesced calls .* connection reset"):
+        refused.start_coalescing(None)
 
 
 def test_a_communicator_that_is_made_too_late_is_aborted(cuda: ScriptedCuda, connecting: Connecting) -> None:

@@ -1,8 +1,8 @@
 """The collectives as functions, with torch.distributed's names and signatures.
 
-A plain synchronous call goes straight to a fast path of its group (`on_group`; `on_world` if a rank is named, which
-other groups count differently). Otherwise each function finds the communicator of its group and forwards to it. Under
-`torch.compile`, those that the compiler can trace forward to torch's own function instead; the others (messages,
+A plain synchronous call goes straight to a fast path of its group (`on_group`; `on_world` if a global rank is named,
+which other groups count differently). Otherwise each function finds the communicator of its group and forwards to it.
+Under `torch.compile`, those that the compiler can trace forward to torch's own function instead; the others (messages,
 barriers, coalesced forms) are not part of a graph.
 """
 
@@ -102,6 +102,8 @@ def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = 
     """The all_reduce with the lowest latency: always synchronous."""
     if _compiling():
         c10d.all_reduce(tensor, op, group)
+        return
+    if op is _SUM and on_group(group, _ALL_REDUCE, tensor, tensor):
         return
     member = member_of(group, "inference_all_reduce")
     if member is not None:

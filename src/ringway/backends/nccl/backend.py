@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -144,6 +145,8 @@ class NcclBackend(TorchBackend):
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
         self._connect(call)
+        if self._works.aborted_with is not None:
+            raise self._works.aborted_with
         began = time.monotonic()
         try:
             return _core.pass_on(method, *arguments)
@@ -157,27 +160,31 @@ class NcclBackend(TorchBackend):
         if not inside and self._connections.needs(call.op, call.peer) and not _is_captured(call):
             members, began = self._connections.members(call.op, call.peer), time.monotonic()
             try:
-                self._make_communicator(members, _device(call), call.describe(), call.check)
+                self._make_communicator(members, _device(call), call)
             except RingwayError:
                 raise
             except RuntimeError as error:  # not a signal handler's
                 raise mapped(self._works.aborted_with or error, call, time.monotonic() - began) from error
 
-    def _make_communicator(
-        self, members: Members, device: torch.device | None, what: str, check: Callable[[], None] | None = None
-    ) -> None:
-        """`what` needs it, for messages. `check` raises if the group has failed."""
+    def _make_communicator(self, members: Members, device: torch.device | None, call: Call | None) -> None:
+        """`call` needs it, or a coalesced block."""
         # Not a call's own timeout: NCCL may take longer to connect, and torch does not count that either.
         limit = max(self._works.limit or self.group.timeout, _CONNECT_SECONDS)
 
         def look() -> None:
             if self._works.aborted_with is not None:
                 raise self._works.aborted_with
-            if check is not None:
-                check()
+            if self._closed:
+                raise RingwayError(f"the group {self.group.name} was destroyed while NCCL connected its ranks")
+            if call is not None and call.check is not None:
+                call.check()
 
         if not self._connections.make(members, device, limit, look):
-            raise CommTimeout(f"{what}: NCCL has not connected the ranks within {limit:g} s", waited=limit)
+            what = f"coalesced calls of group {self.group.name}" if call is None else call.describe()
+            text = f"{what}: NCCL has not connected the ranks within {limit:g} s"
+            if call is None:
+                raise CommTimeout(text, waited=limit)
+            raise CommTimeout(text, op=call.op.name, sequence=call.sequence, waited=limit)
 
     def _start(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Handle:
         work = self._issued(call, method, *arguments)
@@ -200,7 +207,12 @@ class NcclBackend(TorchBackend):
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
         if self._connections.needs(ALL_REDUCE_COALESCED, -1) and not torch.cuda.is_current_stream_capturing():
-            self._make_communicator(None, _with_index(device), f"coalesced calls of group {self.group.name}")
+            try:
+                self._make_communicator(None, _with_index(device), None)
+            except RingwayError:
+                raise
+            except RuntimeError as error:
+                raise RingwayError(f"coalesced calls of group {self.group.name} failed: {error}") from error
         self._group._start_coalescing()
         self._works.coalesced = []
         if self._fast_path is not None:
@@ -297,7 +309,7 @@ class NcclBackend(TorchBackend):
             self._connections.give_up()
             aborts = self.group.process.part(Aborts)
             if self._connections.under_way:  # its thread may keep an abort waiting
-                start("ringway-nccl-abort", aborts.abort, self._group)
+                _start_or_leave(partial(aborts.abort, self._group))
             else:
                 aborts.abort(self._group)
 
@@ -332,12 +344,15 @@ class NcclBackend(TorchBackend):
         if not self._closed:
             self._closed = self._works.closed = True
             if self._works.aborted_with is None:
-                self._abort_aside() if self._connections.under_way else self._abort_group()
+                if self._connections.under_way:
+                    self._abort_aside()
+                else:
+                    self._abort_group()
 
     def _abort_aside(self) -> None:
         """A thread waits inside NCCL for a rank, and may keep an abort waiting."""
         self._connections.give_up()
-        start("ringway-nccl-abort", self._abort_group)
+        _start_or_leave(self._abort_group)
 
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
@@ -350,6 +365,12 @@ class NcclBackend(TorchBackend):
             self._group.abort()
 
 
+def _start_or_leave(abort: Callable[[], None]) -> None:
+    """Aborts on another thread. While the interpreter exits there is none, and the process takes the group along."""
+    with suppress(RuntimeError):
+        start("ringway-nccl-abort", abort)
+
+
 def _is_captured(call: Call) -> bool:
     return cuda_device(call) is not None and torch.cuda.is_current_stream_capturing()
 
@@ -359,8 +380,8 @@ def _device(call: Call) -> torch.device | None:
 
 
 def _with_index(device: torch.device | None) -> torch.device | None:
-    """Another thread has another current device."""
-    if device is None or ":" in str(device):
+    """The device by its number: another thread has another current device."""
+    if device is None or str(device) != device.type:
         return device
     return torch.device(device.type, torch.cuda.current_device())
 

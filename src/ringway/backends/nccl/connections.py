@@ -109,13 +109,18 @@ class Connections:
             attempt = self._begun.get(members)
             if attempt is None:
                 attempt = self._begun[members] = Connecting(lambda: self._first_call(members, device))
-                attempt.begin()
+                try:
+                    attempt.begin()
+                except RuntimeError:  # there is no thread to be had
+                    del self._begun[members]
+                    raise
         try:
             if not attempt.wait(seconds, check):
                 return False
         finally:
-            if attempt.failed:  # the next call tries again, as in torch
-                self._begun.pop(members, None)
+            with self._lock:
+                if attempt.failed and self._begun.get(members) is attempt:  # the next call tries again, as in torch
+                    del self._begun[members]
         self._made.add(members)
         return True
 

@@ -74,6 +74,6 @@ def _unfinished(calls: Sequence[TracedCall]) -> Iterator[str]:
 
 def _time(microseconds: float) -> str:
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= scale:
+        if microseconds >= 0.9995 * scale:  # else it would be rounded to 1e+03
             return f"{microseconds / scale:.3g} {unit}"
     return f"{microseconds:.3g} µs"
