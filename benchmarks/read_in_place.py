@@ -21,7 +21,7 @@ import ringway._core as _core
 
 NEVER = 1 << 60
 ALWAYS = 1
-TOTAL = 8 << 20
+TOTAL = 128 << 20
 """About as many bytes go into one sample."""
 
 

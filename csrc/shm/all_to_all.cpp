@@ -50,7 +50,8 @@ bool Collectives::announce_row(const Request& r) {
         }
     } else {
         // The other ranks' blocks may be larger, and then all are read.
-        const bool may_be_read = largest >= members_.reads_from(rank_) / 4;
+        const ReadSizes read = members_.reads(rank_);
+        const bool may_be_read = largest >= read.least / 4 && largest <= read.most;
         for (int rank = 0; rank < size_; ++rank) {
             const bool offers = may_be_read && rank != rank_;
             row->address(rank, size_) = offers ? static_cast<int64_t>(offered(r.in.at(rank), r.bytes_to(rank))) : 0;

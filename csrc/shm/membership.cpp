@@ -124,13 +124,14 @@ Membership::Membership(std::shared_ptr<Mapping> mapping, int rank, Peers peers, 
       peers_(std::move(peers)) {
     struct flock lock = byte_of(rank_);
     fcntl(segment_.fd(), F_SETLK, &lock);
-    int64_t from = read_once_from(size_);
+    ReadSizes sizes = read_sizes(size_);
     for (int peer = 0; peer < size_; ++peer) {
         const Peer& other = *peers_[static_cast<size_t>(peer)];
-        pids_.push_back(from == INT64_MAX ? 0 : peer == rank_ ? getpid() : readable_pid(other));
-        if (!may_read(pids_.back())) from = INT64_MAX;
+        pids_.push_back(sizes.none() ? 0 : peer == rank_ ? getpid() : readable_pid(other));
+        if (!may_read(pids_.back())) sizes = {};
     }
-    segment_.header().reads_from[rank_].store(std::max<int64_t>(from, 1), std::memory_order_seq_cst);
+    segment_.header().reads_to[rank_].store(sizes.most, std::memory_order_seq_cst);
+    segment_.header().reads_from[rank_].store(std::max<int64_t>(sizes.least, 1), std::memory_order_seq_cst);
     segment_.header().joined[rank_].store(1, std::memory_order_seq_cst);
 }
 
@@ -146,15 +147,16 @@ bool Membership::has_ended(int peer) {
     return fcntl(segment_.fd(), F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-int64_t Membership::reads_from(int rank) const {
-    const int64_t from = segment_.header().reads_from[rank].load(std::memory_order_seq_cst);
-    return from == 0 ? INT64_MAX : from;
+ReadSizes Membership::reads(int rank) const {
+    const int64_t least = segment_.header().reads_from[rank].load(std::memory_order_seq_cst);
+    if (least == 0) return {};
+    return {least, segment_.header().reads_to[rank].load(std::memory_order_seq_cst)};
 }
 
-int64_t Membership::all_read_from() const {
-    int64_t from = 0;
-    for (int rank = 0; rank < size_; ++rank) from = std::max(from, reads_from(rank));
-    return from;
+bool Membership::all_read(int64_t bytes) const {
+    for (int rank = 0; rank < size_; ++rank)
+        if (!reads(rank).contain(bytes)) return false;
+    return true;
 }
 
 void Membership::read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own) {

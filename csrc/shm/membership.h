@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "shm/peer_memory.h"
 #include "shm/segment.h"
 #include "shm/wait.h"
 
@@ -70,10 +71,10 @@ class Membership {
     void report_interrupted() { report(FaultKind::Interrupted, rank_, CallFacts{}); }
     void abort() { report(FaultKind::Aborted, rank_, CallFacts{}); }
 
-    // The fewest bytes of a block that a rank reads in the memory of others (peer_memory.h); and the fewest that all do, once
-    // all have joined.
-    int64_t reads_from(int rank) const;
-    int64_t all_read_from() const;
+    // The blocks that a rank reads in the memory of others (peer_memory.h); and whether all read one of this size, once all
+    // have joined.
+    ReadSizes reads(int rank) const;
+    bool all_read(int64_t bytes) const;
     // Copies from the memory of `peer`, which is in a call with this rank. Throws Unfinished if the peer is gone.
     void read(int peer, std::byte* to, uint64_t from, int64_t bytes, const CallFacts& own);
     // Likewise. False if the kernel does not let this rank, or does not copy this kind of memory, as that of a device: then a

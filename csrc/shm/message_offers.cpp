@@ -12,10 +12,14 @@ constexpr int64_t offer_ns(int64_t bytes) { return 50'000 + bytes / 2; }
 
 }  // namespace
 
-// Whether the peer reads a message of this size in this rank's memory.
+// Whether this rank and the peer read messages of this size in each other's memory. If only one of them did, it would wait
+// for the other's copy.
 bool PointToPoint::is_large(int peer, int64_t bytes) const {
-    const int64_t block = members_.reads_from(peer);
-    return bytes > Line::kInside && block <= bytes / kOfferBlocks;
+    const auto reads = [&](int rank) {
+        const ReadSizes sizes = members_.reads(rank);
+        return sizes.contain(bytes) && sizes.contain(bytes / kOfferBlocks);
+    };
+    return bytes > Line::kInside && reads(rank_) && reads(peer);
 }
 
 bool PointToPoint::is_to_be_offered(const Message& message) const {

@@ -5,9 +5,18 @@
 
 namespace ringway::shm {
 
-// The fewest bytes of a block that a group of `ranks` reads so. INT64_MAX: it never does. By default, groups of up to 16 ranks
-// do where a read takes less than two and a half copies, as measured once in a process.
-int64_t read_once_from(int ranks);
+// The sizes of blocks that are read so.
+struct ReadSizes {
+    int64_t least = INT64_MAX;
+    int64_t most = INT64_MAX;
+
+    bool contain(int64_t bytes) const { return least <= bytes && bytes <= most; }
+    bool none() const { return least == INT64_MAX; }
+};
+
+// Those of a group of `ranks`. Groups of up to 16 ranks read, unless the kernel takes unusually long for a copy, as measured once
+// in a process.
+ReadSizes read_sizes(int ranks);
 // For tests: from that many bytes on, in groups of any size that are made from now on. Negative: the default.
 void set_read_once_from(int64_t bytes);
 

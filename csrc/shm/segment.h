@@ -117,8 +117,9 @@ struct Header {
     alignas(kLine) std::atomic<uint8_t> joined[kMaxRanks];
     alignas(kLine) std::atomic<uint8_t> left[kMaxRanks];
     alignas(kLine) std::atomic<int32_t> have_cells;
-    // The fewest bytes of a block that the rank can read in the others' memory; 0 until it has joined.
+    // The fewest and the most bytes of a block that the rank reads in the others' memory; 0 until it has joined.
     alignas(kLine) std::atomic<int64_t> reads_from[kMaxRanks];
+    alignas(kLine) std::atomic<int64_t> reads_to[kMaxRanks];
 };
 
 struct RankControl {

@@ -75,9 +75,9 @@ void Collectives::stream(int64_t steps, int producer, int combiner, int collecto
 template <class Offers>
 bool Collectives::reads_once(int64_t bytes, const Offers& offers) {
     // A rank that does not read so need not wait for the others here: they find that out.
-    if (bytes < members_.reads_from(rank_)) return false;
+    if (!members_.reads(rank_).contain(bytes)) return false;
     compare_with_all();  // then all have joined, and their entries are there
-    if (bytes < members_.all_read_from()) return false;
+    if (!members_.all_read(bytes)) return false;
     for (int rank = 0; rank < size_; ++rank)
         if (!offers(rank)) return false;
     patience_->host.block();

@@ -134,6 +134,24 @@ def test_blocks_of_different_sizes(pool: RankPool) -> None:
         pool.run(_uneven, world_size=size, timeout=60)
 
 
+def _one_rank_reads(context: RankContext) -> int:
+    """How many bytes were read in place, though the rank with the number 1 does not read."""
+    leave(dist)
+    _core.shm_set_read_once_from(1 if context.rank == 0 else 1 << 60)
+    context.start("shm")
+    _core.shm_set_read_once_from(-1)
+    before = _core.shm_bytes_read_once()
+    for call in CALLS:
+        for _ in range(6):
+            call(context.rank, context.world_size)
+    leave(dist)
+    return _core.shm_bytes_read_once() - before
+
+
+def test_ranks_read_in_place_only_if_all_do(pool: RankPool) -> None:
+    assert pool.run(_one_rank_reads, world_size=2, timeout=60) == [0, 0]
+
+
 # Messages
 
 
