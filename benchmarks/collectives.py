@@ -9,7 +9,8 @@ environments that scripts/mpi_env.py makes from PyPI wheels; DeepSpeed's shared-
 `libccl.so.2` is found. They take turns, sample by sample, and the others sleep; oneCCL's threads, which never sleep,
 are stopped by a signal. fp32; the recorder and the mismatch check are on, as always. A sample's time is that of its
 slowest rank, and the root changes from call to call. The table shows medians in microseconds, how many times longer
-than ours the best peer takes, and our rate next to that of one core's `copy_`, measured in the same rounds.
+than ours the best peer takes (the median of the rounds' ratios and its 95 % interval), and our rate next to that of one
+core's `copy_`, measured in the same rounds.
 `send_recv` is an exchange: every rank sends to its right and receives from its left at the same time. `round_trip` is
 a message to a neighbor and one back.
 
@@ -33,8 +34,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from ringway.bench import median_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 DEEPSPEED = ROOT / ".cache" / "deepspeed"
@@ -82,13 +86,24 @@ class Team:
         signalled(self._restless, signal.SIGSTOP)
         return found
 
+    def turn(self, op: str, nbytes: int, seconds: float) -> tuple[float, float]:
+        """The mean and the 99th percentile of the slower rank, over calls of about so many seconds."""
+        if (op, nbytes) not in self._last:
+            self._last[op, nbytes] = self._ask(op, nbytes, 20)
+        answers = self._answers(op, nbytes, max(20, int(seconds / self._last[op, nbytes])), each=True)
+        self._last[op, nbytes] = mean = max(answer["mean"] for answer in answers)
+        return mean, max(answer["p99"] for answer in answers)
+
     def _ask(self, op: str, nbytes: int, calls: int) -> float:
+        return max(self._answers(op, nbytes, calls))
+
+    def _answers(self, op: str, nbytes: int, calls: int, **more: bool) -> list[Any]:
         for link in self._links:
-            print(json.dumps({"op": op, "bytes": nbytes, "calls": calls}), file=link, flush=True)
+            print(json.dumps({"op": op, "bytes": nbytes, "calls": calls, **more}), file=link, flush=True)
         answers = [link.readline() for link in self._links]
         if not all(answers):
             raise SystemExit(f"a rank of {self.peer} ended in {op} of {nbytes} bytes")
-        return max(json.loads(answer) for answer in answers)
+        return [json.loads(answer) for answer in answers]
 
 
 def signalled(processes: list[int], number: signal.Signals) -> None:
@@ -246,7 +261,7 @@ def measured(teams: list[Team], arguments: argparse.Namespace) -> list[dict[str,
     rows = []
     columns = [one.peer for one in teams if one.peer != COPY]
     print(f"{'op':<23}{'bytes':>10}" + "".join(f"{peer:>12}" for peer in columns), end="")
-    print(f"{'best peer / ours':>20}{'ours GB/s':>11}{'copy GB/s':>11}", flush=True)
+    print(f"{'best peer / ours':>20}{'interval':>16}{'ours GB/s':>11}{'copy GB/s':>11}", flush=True)
     for op in arguments.ops:
         reduced = op == "all_reduce"
         sizes = arguments.sizes or (SIZES if reduced else FEWEST_SIZES if op in MORE_OPS else FEWER_SIZES)
@@ -258,6 +273,10 @@ def measured(teams: list[Team], arguments: argparse.Namespace) -> list[dict[str,
                         samples[one.peer].append(one.sample(op, nbytes))
             seconds = {peer: statistics.median(times) for peer, times in samples.items()}
             rows.append({"op": op, "bytes": nbytes, "ranks": arguments.ranks, "seconds": seconds})
+            if rivals := _rivals(rows[-1]):
+                best = min(rivals, key=rivals.__getitem__)
+                ratios = [theirs / ours for theirs, ours in zip(samples[best], samples[OURS], strict=True)]
+                rows[-1]["best"] = {"peer": best, **asdict(median_interval(ratios))}
             print(_line(rows[-1], columns), flush=True)
     return rows
 
@@ -267,12 +286,12 @@ def _rivals(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _line(row: dict[str, Any], columns: list[str]) -> str:
-    seconds, rivals = row["seconds"], _rivals(row)
+    seconds = row["seconds"]
     cells = [f"{row['op']:<23}{row['bytes']:>10}"]
     cells += [f"{seconds[peer] * 1e6:>12.2f}" if peer in seconds else f"{'-':>12}" for peer in columns]
-    if rivals and OURS in seconds:
-        best = min(rivals, key=rivals.__getitem__)
-        cells.append(f"{best + f' {rivals[best] / seconds[OURS]:.2f}':>20}")
+    if best := row.get("best"):
+        ratio, interval = f"{best['peer']} {best['median']:.2f}", f"{best['low']:.2f} to {best['high']:.2f}"
+        cells.append(f"{ratio:>20}{interval:>16}")
     if row["bytes"] >= 64 << 10:
         cells += [f"{row['bytes'] / seconds[who] / 1e9:>11.2f}" for who in (OURS, COPY) if who in seconds]
     return "".join(cells)

@@ -1,7 +1,8 @@
 """One rank of one peer of benchmarks/collectives.py, which starts it: `python collectives_rank.py PEER ADDRESS`.
 
 It connects to the run's socket, reports that it is ready, and measures what the run orders until the orders end.
-An order is {"op", "bytes", "calls"}; the answer is the seconds that one call took here.
+An order is {"op", "bytes", "calls"}; the answer is the seconds that one call took here. If the order says "each", every
+call is timed, and the answer is {"mean", "p99"}.
 """
 
 from __future__ import annotations
@@ -57,10 +58,24 @@ def _measure(lines: Any, prepare: Prepare, barrier: Action) -> None:
             what = (order["op"], order["bytes"])
             action = prepare(*what)
         barrier()
-        started = time.perf_counter()
-        for _ in range(order["calls"]):
-            action()
-        print(json.dumps((time.perf_counter() - started) / order["calls"]), file=lines, flush=True)
+        timed = _each if order.get("each") else _all
+        print(json.dumps(timed(action, order["calls"])), file=lines, flush=True)
+
+
+def _all(action: Action, calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        action()
+    return (time.perf_counter() - started) / calls
+
+
+def _each(action: Action, calls: int) -> dict[str, float]:
+    at = [time.perf_counter()]
+    for _ in range(calls):
+        action()
+        at.append(time.perf_counter())
+    took = sorted(after - before for before, after in itertools.pairwise(at))
+    return {"mean": (at[-1] - at[0]) / calls, "p99": took[min(calls - 1, calls * 99 // 100)]}
 
 
 def _torch_calls(dist: Any, size: int) -> Prepare:

@@ -45,7 +45,8 @@ MADE_BY = {
     "torch_2_15": "make torch-versions",
     "torch_reconfigure": "python scripts/torch_reconfigure.py FILE",
     "vllm": "make vllm",
-    "wheels": "make wheels wheel-test",
+    "wheels_aarch64": "make wheels wheel-test",
+    "wheels_x86_64": "make wheels wheel-test",
 }
 """The expected pages, and the command that makes each."""
 ELSEWHERE = {"frameworks": ROOT / "docs" / "frameworks.md"}
