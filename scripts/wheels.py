@@ -50,6 +50,7 @@ UNWIND = (
 )
 """libgcc_s has these, with `_Unwind_` before each."""
 _INCLUDE = "import sysconfig; print(sysconfig.get_path('include'))"
+_FREE = "import sysconfig; print(int(bool(sysconfig.get_config_var('Py_GIL_DISABLED'))))"
 
 
 class Unavailable(Exception):
@@ -97,8 +98,9 @@ def interpreter(python: str) -> Path | None:
     for home in homes:
         places += sorted(home.glob(f"*/bin/{name}"), reverse=True)
     for place in places:
-        asked = subprocess.run([str(place), "-c", "import sys; print(sys.version)"], check=False, capture_output=True)
-        if asked.returncode == 0:  # pyenv has a stand-in for every version, whether chosen or not
+        # pyenv has a stand-in for every version, whether chosen or not. A free-threaded Python has the name without t, too.
+        asked = subprocess.run([str(place), "-c", _FREE], check=False, capture_output=True, text=True)
+        if asked.returncode == 0 and (asked.stdout.strip() == "1") == python.endswith("t"):
             return place
     return None
 

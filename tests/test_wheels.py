@@ -15,6 +15,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import wheels
 
+INTERPRETER = wheels.interpreter
+
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,6 +44,18 @@ def _package() -> bytes:
     for name, body in members.items():
         parts += [f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(body):<10}`\n".encode(), body, b"\n" * (len(body) % 2)]
     return b"".join(parts)
+
+
+def test_a_free_threaded_python_is_not_taken_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It installs both names."""
+    for version, free, name in (("9.9.1t", 1, "python9.9t"), ("9.9.1t", 1, "python9.9"), ("9.9.1", 0, "python9.9")):
+        place = tmp_path / ".pyenv" / "versions" / version / "bin" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"#!/bin/sh\necho {free}\n")
+        place.chmod(0o755)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert str(INTERPRETER("9.9")).endswith("9.9.1/bin/python9.9")
+    assert str(INTERPRETER("9.9t")).endswith("9.9.1t/bin/python9.9t")
 
 
 def test_headers_come_from_debian_if_no_interpreter_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
