@@ -98,7 +98,7 @@ def interpreter(python: str) -> Path | None:
     for home in homes:
         places += sorted(home.glob(f"*/bin/{name}"), reverse=True)
     for place in places:
-        # pyenv has a stand-in for every version, whether chosen or not. A free-threaded Python has the name without t, too.
+        # pyenv has a stand-in for every version, whether chosen or not. A free-threaded Python has both names.
         asked = subprocess.run([str(place), "-c", _FREE], check=False, capture_output=True, text=True)
         if asked.returncode == 0 and (asked.stdout.strip() == "1") == python.endswith("t"):
             return place
