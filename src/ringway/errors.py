@@ -164,7 +164,9 @@ class CommTimeout(RingwayError, TimeoutError):
     """A call waited until its deadline. `missing` lists the ranks that did not arrive, if known."""
 
     def __new__(cls, *arguments: Any, **facts: Any) -> CommTimeout:
-        return TimeoutError.__new__(cls)  # the inherited one is RuntimeError's, which refuses to make an OSError
+        # The inherited one is RuntimeError's, which refuses to make an OSError. From Python 3.14 on, `__init__` is
+        # OSError's, which leaves the message to this.
+        return TimeoutError.__new__(cls, *arguments)
 
     def __init__(
         self,
