@@ -225,8 +225,7 @@ class Ranks:
         for text, ranks in by_text.items():
             named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             print(f"[{named}] {text}", end="", file=sys.stderr)
-        last = next(iter(errors.values())).strip().rpartition("\n")[2]
-        raise CellFailed(f"{len(errors)} of {self.number} ranks failed: {last}", errors)
+        raise CellFailed(f"{len(errors)} of {self.number} ranks failed: {_reason(next(iter(errors.values())))}", errors)
 
 
 class _Start:
@@ -353,6 +352,14 @@ class _CtrlC:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
+
+
+def _reason(text: str) -> str:
+    """The line of a traceback that names the error. Its notes follow it."""
+    lines = text.strip().splitlines() or [""]
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    behind = (line for line in lines[frames[-1] :] if not line.startswith(" ")) if frames else iter(())
+    return next(behind, lines[-1])
 
 
 def _print(rank: int, stream: str, text: str) -> None:
