@@ -13,12 +13,11 @@ constexpr int64_t offer_ns(int64_t bytes) { return 50'000 + bytes / 2; }
 }  // namespace
 
 // Whether this rank and the peer read messages of this size in each other's memory. If only one of them did, it would wait
-// for the other's copy. While the peer waits for a CPU there are no messages too large: in the ring, each ring's worth would
-// take a turn of both.
+// for the other's copy.
 bool PointToPoint::is_large(int peer, int64_t bytes) const {
     const auto reads = [&](int rank) {
         const ReadSizes sizes = members_.reads(rank);
-        return sizes.least <= bytes / kOfferBlocks && (bytes <= sizes.most || waiter_.spins_in_vain());
+        return sizes.contain(bytes) && sizes.contain(bytes / kOfferBlocks);
     };
     return bytes > Line::kInside && reads(rank_) && reads(peer);
 }
@@ -43,9 +42,7 @@ void PointToPoint::note_crossing(int peer, int64_t bytes) {
 void PointToPoint::open_offer(Message& message, uint64_t at) {
     segment_.ring(rank_, message.peer).offer.store(Offer::Open, std::memory_order_relaxed);
     message.taken_at = at;
-    // A message that does not fit the ring waits for its receiver anyway.
-    const bool fits = message.bytes < static_cast<int64_t>(ring_bytes_);
-    message.offer_ends_ns = fits ? now_ns() + offer_ns(message.bytes) : INT64_MAX;
+    message.offer_ends_ns = now_ns() + offer_ns(message.bytes);
 }
 
 // Whether the message can go on: the receiver has read all of it, or the offer is withdrawn.

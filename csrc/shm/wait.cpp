@@ -68,7 +68,7 @@ void wake(std::atomic<uint32_t>& word) {
 }
 
 Waking Waiter::slowly(int peer, Patience& patience, const Look& ready) {
-    const bool hopeful = misses_.load(std::memory_order_relaxed) < kMissesBorne || ++waits_ % kOneIn == 0;
+    const bool hopeful = misses_ < kMissesBorne || ++waits_ % kOneIn == 0;
     if (may_spin_ && hopeful && spin(peer, patience, ready)) return Waking::Ready;
     patience.host.block();
     const Waking waking = sleep(peer, patience, ready);
@@ -99,7 +99,7 @@ bool Waiter::spin(int peer, Patience& patience, const Look& ready) {
         if (clocks % kClocksPerCpu == 0 && !leave_cpu_of(peer)) return false;
         for (int i = 0; i < kLooksPerClock; ++i) {
             if (ready()) {
-                misses_.store(0, std::memory_order_relaxed);
+                misses_ = 0;
                 return true;
             }
             relax();
@@ -107,7 +107,7 @@ bool Waiter::spin(int peer, Patience& patience, const Look& ready) {
         const int64_t spent = now_ns() - start;
         if (spent > kHoldGil) patience.host.block();
         if (spent > kSpin) {
-            misses_.fetch_add(1, std::memory_order_relaxed);
+            ++misses_;
             return false;
         }
     }

@@ -142,8 +142,6 @@ class Waiter {
     void tell(int peer) {
         if (words_[peer].load(std::memory_order_seq_cst) != 0) wake(words_[peer]);
     }
-    // Whether this rank's last spin was fruitless: then the peer probably waits for a CPU.
-    bool spins_in_vain() const { return misses_.load(std::memory_order_relaxed) > 0; }
     // Makes this rank's own sleeping thread, if there is one, look again.
     void nudge() { wake(words_[rank_]); }
 
@@ -164,7 +162,7 @@ class Waiter {
     uint32_t own_;
     Guard& guard_;
     bool may_spin_;
-    std::atomic<int> misses_{0};  // fruitless spins since the last fruitful one
+    int misses_ = 0;  // fruitless spins since the last fruitful one
     unsigned waits_ = 0;
     int64_t moved_ns_ = 0;  // when this rank last tried another CPU
 };

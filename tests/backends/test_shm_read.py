@@ -185,25 +185,6 @@ def test_messages_that_cross_are_read_in_place(pool: RankPool) -> None:
     assert any(min(pool.run(_crossing, world_size=2, timeout=60)) > 0.5 for _ in range(50))
 
 
-def _late_receiver(context: RankContext) -> bool:
-    """Whether a message that does not fit the ring was read in place, though its receiver came late."""
-    with _reading():
-        context.start("shm")
-    for _ in range(5):
-        _exchange_of(context, COUNT)
-    before = _core.shm_bytes_read_once()
-    if context.rank == 1:
-        time.sleep(0.05)
-    _exchange_of(context, COUNT)
-    read = _core.shm_bytes_read_once() - before
-    leave(dist)
-    return context.rank == 0 or read == 4 * COUNT
-
-
-def test_an_offer_lasts_if_the_message_has_to_wait_anyway(pool: RankPool) -> None:
-    assert any(all(pool.run(_late_receiver, world_size=2, timeout=60)) for _ in range(20))
-
-
 def _one_way_after_crossing(context: RankContext) -> None:
     """The receiver comes long after the sender has waited for its message, or has seen that it left."""
     with _reading():
