@@ -38,6 +38,7 @@ MADE_BY = {
     "sanitizers": "make sanitizers",
     "suite_gpu": "python scripts/suite_proof.py suite_gpu",
     "shm_cuda": "python scripts/shm_cuda_proof.py",
+    "shm_aarch64": "python benchmarks/collectives.py; python benchmarks/busy.py",
     "shm_x86": "python benchmarks/collectives.py",
     "timing": "make timing",
     "topk_gpu": "python scripts/topk_proof.py",
