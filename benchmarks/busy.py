@@ -43,10 +43,11 @@ class Neighbors:
         self._processes = [self._fork(8 * number) for number in range(count)]
 
     def _fork(self, at: int) -> int:
+        parent = os.getpid()
         process = os.fork()
         if process == 0:
             done = 0
-            while os.getppid() != 1:
+            while os.getppid() == parent:
                 for _ in range(20_000):
                     pass
                 done += 1

@@ -18,6 +18,7 @@ import ringway.notebook
 from ringway.errors import UsageError
 from ringway.notebook import CellFailed, Ranks
 from ringway.notebook.channel import TOKEN_BYTES, Channel, accept, introduce
+from ringway.notebook.ranks import _reason
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "notebook.ipynb"
 
@@ -199,3 +200,11 @@ def test_the_example_runs_in_a_kernel() -> None:
     texts = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
     assert "[rank 1] tensor([3., 3., 3., 3.])" in texts[2]
     assert "1 of 2 ranks failed: ValueError: rank 1 does not like this" in "".join(texts)
+
+
+def test_the_reason_of_an_error_is_not_its_note() -> None:
+    """pickle adds notes from Python 3.14 on."""
+    frames = 'Traceback (most recent call last):\n  File "<cell 1>", line 1, in <module>\n    send(lock)\n'
+    assert _reason(f"{frames}TypeError: cannot pickle 'lock'\nwhen serializing tuple item 2\n").startswith("TypeError")
+    assert _reason(f"{frames}CollectiveMismatch: ranks differ\n  rank 0: barrier\n").endswith("ranks differ")
+    assert _reason("rank 1 died") == "rank 1 died"
