@@ -5,13 +5,17 @@
 namespace ringway::device {
 namespace {
 
-constexpr int kMostEnded = 2;  // per call: as many as usually come in the meantime, and a lead
+// To ask torch about a call takes a caller some 10 us if the interpreter's memory is in another core's cache, as in the
+// autograd engine's thread: so many calls share one question.
+constexpr Py_ssize_t kManyOpen = 8;
+constexpr int64_t kOpenForLongNs = kLateNs / 4;
 constexpr uint64_t kNoteKinds = 1 << 16;  // a note is a call's number times this, plus the number of its kind
 
 // Interned once: a lookup by a C string would make a Python string each time. Never destroyed: the interpreter may have
 // ended by then.
 struct Names {
     PyObject *wait = text("wait"), *at = text("_at"), *is_completed = text("is_completed");
+    PyObject* explained = text("_explained");
     static PyObject* text(const char* name) { return PyUnicode_InternFromString(name); }
 };
 const Names& names() {
@@ -150,7 +154,7 @@ nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const
     const nb::object outputs = call.op == Op::Send ? nb::none() : nb::borrow(given.outputs);
     const nb::object at = nb::cast(new StreamWork{self(), kind.number, begun.sequence, begun.token, std::move(torchs), outputs,
                                                   timed ? nb::borrow(given.inputs) : nb::none(), call.device_index,
-                                                  began_ns, false},
+                                                  is_point_to_point(call.op), began_ns, false},
                                    nb::rv_policy::take_ownership);
     if ((!by_cpp && PyObject_SetAttr(work.ptr(), names().at, at.ptr()) != 0) ||
         PyDict_SetItem(open_.ptr(), nb::int_(begun.token).ptr(), at.ptr()) != 0)
@@ -160,22 +164,39 @@ nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const
     return work;
 }
 
-// Ends the first open calls that the device has passed: this thread has the GIL, so nobody else needs it for them. Calls
-// that took long may have failed, and are left to Python.
+// Of the calls that have been open for long or are many, ends the older half, if the device has passed them: this thread
+// has the GIL, so nobody else needs it for them. Calls that took long may have failed, and are left to Python.
 void StreamFastPath::end_passed() {
-    for (int ended = 0; ended < kMostEnded; ++ended) {
-        PyObject *token, *first;
-        Py_ssize_t at = 0;
-        if (PyDict_Next(open_.ptr(), &at, &token, &first) == 0) return;
-        const nb::object held = nb::borrow(first), key = nb::borrow(token);
-        const StreamWork& work = *nb::inst_ptr<StreamWork>(held);
-        if (calls_->failed() || monotonic_ns() - work.began_ns > kLateNs) return;
-        const nb::object passed = nb::steal(PyObject_CallMethodNoArgs(work.torchs.ptr(), names().is_completed));
-        if (!passed.is_valid()) PyErr_Clear();  // Python asks again, and reports it
-        if (passed.ptr() != Py_True || PyDict_Contains(open_.ptr(), token) != 1) return;
-        if (PyDict_DelItem(open_.ptr(), token) != 0) throw nb::python_error();
-        if (!work.followed) record().end(work.token, State::Completed);
+    const Py_ssize_t open = PyDict_Size(open_.ptr());
+    PyObject *token, *held;
+    Py_ssize_t at = 0;
+    if (open == 0 || calls_->failed() || PyDict_Next(open_.ptr(), &at, &token, &held) == 0) return;
+    const StreamWork& first = *nb::inst_ptr<StreamWork>(held);
+    const int64_t age = monotonic_ns() - first.began_ns;
+    if (age > kLateNs || (open < kManyOpen && age < kOpenForLongNs)) return;
+    std::vector<nb::object> asked{nb::borrow(held)};
+    // torch runs the collectives of a device on one stream: they end in order. Messages have streams of their own.
+    while (static_cast<Py_ssize_t>(asked.size()) < open / 2 && PyDict_Next(open_.ptr(), &at, &token, &held) != 0) {
+        const StreamWork& next = *nb::inst_ptr<StreamWork>(held);
+        if (first.is_message || next.is_message || next.device != first.device) break;
+        asked.push_back(nb::borrow(held));
     }
+    const StreamWork& last = *nb::inst_ptr<StreamWork>(asked.back());
+    const nb::object passed = nb::steal(PyObject_CallMethodNoArgs(last.torchs.ptr(), names().is_completed));
+    if (!passed.is_valid()) PyErr_Clear();  // Python asks again, and reports it
+    if (passed.ptr() != Py_True) return;
+    for (const nb::object& each : asked) {
+        const StreamWork& work = *nb::inst_ptr<StreamWork>(each);
+        if (take_open(work) && !work.followed) record().end(work.token, State::Completed);
+    }
+}
+
+// False if another thread has taken it.
+bool StreamFastPath::take_open(const StreamWork& work) {
+    const nb::int_ token(work.token);
+    const int open = PyDict_Contains(open_.ptr(), token.ptr());
+    if (open < 0 || (open == 1 && PyDict_DelItem(open_.ptr(), token.ptr()) != 0)) throw nb::python_error();
+    return open == 1;
 }
 
 void StreamFastPath::note_open() {
@@ -221,13 +242,28 @@ void StreamFastPath::follow(int kind, uint64_t sequence, uint64_t token, nb::han
 bool StreamFastPath::wait(StreamWork& work) {
     if (calls_->failed()) return false;
     checked(PyObject_CallMethodNoArgs(work.torchs.ptr(), names().wait));
-    const nb::int_ token(work.token);
-    const int open = PyDict_Contains(open_.ptr(), token.ptr());
-    if (open == 1 && PyDict_DelItem(open_.ptr(), token.ptr()) == 0 && !work.followed)
+    if (take_open(work) && !work.followed)
         follow(work.kind, work.sequence, work.token, work.outputs, work.device, current_stream(work.device), {});
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
     note_open();
     return true;
+}
+
+PyObject* WaitMethod::operator()(PyObject* arguments, PyObject* named) const {
+    if (PyTuple_GET_SIZE(arguments) == 1 && named == nullptr) {
+        PyObject* const self = PyTuple_GET_ITEM(arguments, 0);
+        const nb::object at = nb::steal(PyObject_GetAttr(self, names().at));
+        if (!at.is_valid()) return nullptr;
+        StreamWork& work = *nb::inst_ptr<StreamWork>(at);
+        StreamFastPath& path = *nb::inst_ptr<StreamFastPath>(work.path);
+        PyObject* const waited = or_raise([&] { return path.wait(work) ? Py_NewRef(Py_True) : Py_NewRef(Py_None); });
+        if (waited == nullptr && PyErr_ExceptionMatches(PyExc_RuntimeError))
+            replace_error([&](const nb::object& error) {
+                return checked(PyObject_CallMethodOneArg(self, names().explained, error.ptr()));
+            });
+        if (waited != Py_None) return waited;
+        Py_DECREF(waited);
+    }
+    return PyObject_Call(otherwise_.ptr(), arguments, named);
 }
 
 }  // namespace ringway::device

@@ -20,6 +20,7 @@ struct StreamWork {
     nb::object outputs;  // None if it has none
     nb::object inputs;   // only if torch may have let go of them
     int device;
+    bool is_message;
     int64_t began_ns;
     bool followed;  // the device watch reports its end
 };
@@ -65,6 +66,7 @@ class StreamFastPath : public FastPath {
     nb::object opened(const Kind& kind, const PlainCall& call, const FastCall& given, const GroupRecord::Begun& begun,
                       nb::object torchs, int64_t began_ns, Mark started);
     void end_passed();
+    bool take_open(const StreamWork& work);
     void follow_aside(StreamWork& work, Mark started);
     void follow(int kind, uint64_t sequence, uint64_t token, nb::handle outputs, int device, uintptr_t stream, Mark started);
     nb::object self() { return nb::find(this); }
@@ -76,6 +78,19 @@ class StreamFastPath : public FastPath {
     const std::unordered_map<int64_t, int> reductions_;
     std::unordered_map<uint64_t, Kind> kinds_;
     std::unordered_map<int, std::pair<nb::object, uintptr_t>> aside_;  // by device: a stream of ours
+};
+
+// The method `wait` of a FastWork. With a timeout, and if the group has failed, `otherwise` is called instead. The work's
+// `_explained` says what to raise instead of an error of torch's. No C function: torch's C++ takes those for its own.
+class WaitMethod {
+  public:
+    explicit WaitMethod(nb::object otherwise) : otherwise_(std::move(otherwise)) {}
+
+    // The first argument is the work. Null with a Python error set.
+    PyObject* operator()(PyObject* arguments, PyObject* named) const;
+
+  private:
+    const nb::object otherwise_;
 };
 
 }  // namespace ringway::device

@@ -1,8 +1,9 @@
 """Asynchronous calls on nccl's fast path, from their start until the current stream stands behind them.
 
 Once a stream has waited for a call, an event on that stream reports the call's end, and the interpreter is not needed.
-Until then only torch's work knows. DDP waits for futures, which nobody sees: each call asks about the ones before it,
-because it has the interpreter's lock anyway. The watch of streams asks only about calls that have been open for long.
+Until then only torch's work knows. DDP waits for futures, which nobody sees: a call asks about the ones before it, some
+at a time, because it has the interpreter's lock anyway. The watch of streams asks only about calls that have been open
+for long.
 """
 
 from __future__ import annotations
@@ -117,16 +118,20 @@ class FastWork(Work):
         return [] if self._at.outputs is None else [self._at.outputs]
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Orders the current stream behind the call."""
         if timeout is None or not seconds(timeout):  # from C++ the timeout is zero if there is none
             try:
                 if self._at.wait():
                     return True
-            except RingwayError:
-                raise
             except RuntimeError as error:
-                raise mapped(self._works.aborted_with or error, self._call, self._at.seconds) from None
+                raise self._explained(error) from None
         return super().wait(timeout)
+
+    wait = _core.WaitMethod(wait)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, RingwayError):
+            return error
+        return mapped(self._works.aborted_with or error, self._call, self._at.seconds)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """torch's own: its wait and its callbacks order streams, as DDP expects, and do not wait for the device."""
