@@ -135,6 +135,8 @@ void bind_group(nb::module_& m) {
         .def("take_back", &GroupRecord::take_back)
         .def("compare", &GroupRecord::compare, nb::arg("board"))
         .def_prop_ro("difference", &difference)
+        .def("announce_abort", &GroupRecord::announce_abort)
+        .def_prop_ro("abort_announced", &GroupRecord::abort_announced)
         .def_prop_ro("keeps_times", [](GroupRecord& self) { return self.recorder().keeps_times(); })
         .def_prop_ro("collectives", &GroupRecord::collectives)
         .def_prop_ro("messages", &GroupRecord::messages)

@@ -46,6 +46,7 @@ struct CallBoard::Header {
     int32_t seats;
     std::atomic<int32_t> taken;
     std::atomic<uint32_t> state;  // of the fault: 0 none, 1 being written, 2 readable
+    std::atomic<uint32_t> abort_announced;
     Fault fault;
 };
 
@@ -170,5 +171,9 @@ const CallBoard::Fault* CallBoard::fault() const {
     }
     return state == 2 ? &header_->fault : nullptr;
 }
+
+void CallBoard::announce_abort() { header_->abort_announced.store(1, std::memory_order_release); }
+
+bool CallBoard::abort_announced() const { return header_->abort_announced.load(std::memory_order_acquire) != 0; }
 
 }  // namespace ringway

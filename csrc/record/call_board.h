@@ -55,6 +55,11 @@ class CallBoard {
     // The group's fault; null while there is none.
     const Fault* fault() const;
 
+    // Whether a rank is about to abort the group, or has. An aborted NCCL kernel goes on to send, and what it sends is garbage:
+    // a rank that notices a death later than another may receive it and end its call as if all were well.
+    void announce_abort();
+    bool abort_announced() const;
+
   private:
     struct Slot;
     struct Place;

@@ -34,6 +34,11 @@ class GroupRecord {
     // From now on, collectives are compared with those of the other ranks.
     void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }
     const CallBoard* board() const { return board_.get(); }
+    // See CallBoard. Without a board, nobody is told.
+    void announce_abort() const {
+        if (board_ != nullptr) board_->announce_abort();
+    }
+    bool abort_announced() const { return board_ != nullptr && board_->abort_announced(); }
 
     // A call that is numbered in one step and started in a later one is `starting` in between. A signal handler that runs
     // there, on the same thread, must make no call of the group: it would get the later number and start first. Other

@@ -60,6 +60,11 @@ class GroupRecord:
     def compare(self, board: CallBoard) -> None: ...
     @property
     def difference(self) -> tuple[Any, ...] | None: ...
+    def announce_abort(self) -> None:
+        """Tells the ranks of this host that this one is about to abort the group."""
+    @property
+    def abort_announced(self) -> bool:
+        """Whether a rank of this host is about to abort the group, or has."""
     @property
     def keeps_times(self) -> bool: ...
     @property

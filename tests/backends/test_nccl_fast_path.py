@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -534,6 +535,40 @@ def test_settling_waits_for_the_fast_path(own: Setting) -> None:
     own.driver.reach()
     assert settled.wait(30)
     assert own.communicator.fault is None
+
+
+def boards(own: Setting) -> _core.GroupRecord:
+    """The record of another rank of this host."""
+    fd = _core.create_call_board(2, 2, "t" * 32)
+    other = _core.GroupRecord(_core.Recorder(16), "g", 2)
+    other.compare(_core.CallBoard(fd, 1, [0, 1], "t" * 32))
+    own.communicator.calls.compare(_core.CallBoard(fd, 0, [0, 1], "t" * 32), None)
+    os.close(fd)
+    return other
+
+
+def test_ranks_are_told_before_a_group_is_aborted(own: Setting) -> None:
+    other, announced = boards(own), list[bool]()
+    own.group.abort = lambda: announced.append(other.abort_announced)
+    own.communicator.health.end(PeerLost("rank 1 is gone", rank=1))
+    assert announced == [True]
+
+
+def test_a_call_that_ended_with_an_aborted_ranks_garbage_is_not_settled(
+    own: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of the rank that aborts goes on and sends garbage: this rank's call ends, and nothing else tells."""
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3))
+    own.driver.reach()
+    own.communicator.devices.settle()
+    own.communicator.health.require()
+    other.announce_abort()
+    own.communicator.devices.settle()
+    with pytest.raises(PeerLost, match="another rank has aborted the group"):
+        own.communicator.health.require()
 
 
 def test_calls_end_while_another_thread_holds_the_interpreters_lock(setting: Setting) -> None:

@@ -52,6 +52,8 @@ _MOVED = _REDUCED | {torch.bool}
 _BITWISE = frozenset({Reduce.BAND, Reduce.BOR, Reduce.BXOR})
 _LEAVE_SECONDS = 10.0
 _SETTLE_SECONDS = 0.00005
+_NOTICE_SECONDS = 1.0
+"""How long a rank whose group was aborted by another may take to notice what happened."""
 _CONNECT_SECONDS = 60.0
 """The least time that ranks have for their first call."""
 _SLOW_SHUTDOWN = (
@@ -79,6 +81,8 @@ class NcclBackend(TorchBackend):
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
+        self._record: _core.GroupRecord | None = None
+        self._health: Health | None = None
         self._limit: float | None = None
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
@@ -93,6 +97,7 @@ class NcclBackend(TorchBackend):
         return dtype in _MOVED
 
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+        self._record, self._health = record, health
         watch = self.group.process.part(Driver).watch
         if watch is None:
             return ()
@@ -286,8 +291,22 @@ class NcclBackend(TorchBackend):
             if self._fast_path is not None:
                 self._fast_path.settle()
                 if works.failing is None and self._all_ended():
-                    return
+                    break
             time.sleep(_SETTLE_SECONDS)
+        if self._record is not None and self._record.abort_announced:
+            self._fail_after_another()
+
+    def _fail_after_another(self) -> None:
+        """Another rank has aborted the group. Its kernel may have sent garbage, with which this rank's calls ended."""
+        works, until = self._works, time.monotonic() + _NOTICE_SECONDS
+        while not (works.closed or works.aborted_with) and time.monotonic() < until:
+            time.sleep(_SETTLE_SECONDS)  # what this rank sees itself says more
+        if not (works.closed or works.aborted_with) and self._health is not None:
+            self._health.fail(PeerLost(f"another rank has aborted the group {self.group.name}"))
+
+    def _announce_abort(self) -> None:
+        if self._record is not None:
+            self._record.announce_abort()
 
     def _reported_error(self) -> BaseException | None:
         try:
@@ -307,6 +326,7 @@ class NcclBackend(TorchBackend):
             if self._fast_path is not None:
                 self._fast_path.fail()
             self._connections.give_up()
+            self._announce_abort()
             aborts = self.group.process.part(Aborts)
             if self._connections.under_way:  # its thread may keep an abort waiting
                 _start_or_leave(partial(aborts.abort, self._group))
@@ -359,6 +379,7 @@ class NcclBackend(TorchBackend):
             return
         if not self._all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")
+            self._announce_abort()
         if self._fast_path is not None:
             self._fast_path.fail()
         with suppress(RuntimeError):  # a group that never connected has nothing to abort
