@@ -289,7 +289,9 @@ def _events(context: RankContext) -> list[tuple[str, bool, list[int]]]:
 def test_calls_are_events_of_the_profiler(pool: RankPool) -> None:
     reported = pool.run(_events, world_size=2)
     if TORCH >= (2, 13):  # earlier profilers drop an event that ends on another thread
-        assert ("shm:all_reduce", True, [5]) in reported[0]
+        (is_async,) = (event[1] for event in reported[0] if event[0] == "shm:all_reduce" and event[2] == [5])
+        # torch's CUDA builds do not tell a native thread from the one that began the event.
+        assert is_async or torch.version.cuda is not None
     for found in reported:
         names = [name for name, _, _ in found]
         assert names[:3] == ["shm:all_reduce", "shm:all_reduce", "shm:barrier"]
