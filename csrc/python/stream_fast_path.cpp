@@ -178,7 +178,8 @@ void StreamFastPath::end_passed() {
     // torch runs the collectives of a device on one stream: they end in order. Messages have streams of their own.
     while (static_cast<Py_ssize_t>(asked.size()) < open / 2 && PyDict_Next(open_.ptr(), &at, &token, &held) != 0) {
         const StreamWork& next = *nb::inst_ptr<StreamWork>(held);
-        if (first.is_message || next.is_message || next.device != first.device) break;
+        const StreamWork& before = *nb::inst_ptr<StreamWork>(asked.back());
+        if (first.is_message || next.is_message || next.device != first.device || next.sequence < before.sequence) break;
         asked.push_back(nb::borrow(held));
     }
     const StreamWork& last = *nb::inst_ptr<StreamWork>(asked.back());

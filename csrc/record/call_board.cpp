@@ -46,7 +46,7 @@ struct CallBoard::Header {
     int32_t seats;
     std::atomic<int32_t> taken;
     std::atomic<uint32_t> state;  // of the fault: 0 none, 1 being written, 2 readable
-    std::atomic<uint32_t> abort_announced;
+    std::atomic<uint64_t> abort_mark;  // the complement of the first collective that an abort may have spoilt; 0: no abort
     Fault fault;
 };
 
@@ -172,8 +172,18 @@ const CallBoard::Fault* CallBoard::fault() const {
     return state == 2 ? &header_->fault : nullptr;
 }
 
-void CallBoard::announce_abort() { header_->abort_announced.store(1, std::memory_order_release); }
+void CallBoard::announce_abort(uint64_t first) {
+    const uint64_t marked = ~first;
+    uint64_t known = header_->abort_mark.load();
+    while (known < marked && !header_->abort_mark.compare_exchange_weak(known, marked)) {
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // the abort comes after it
+}
 
-bool CallBoard::abort_announced() const { return header_->abort_announced.load(std::memory_order_acquire) != 0; }
+std::optional<uint64_t> CallBoard::aborted_from() const {
+    const uint64_t marked = header_->abort_mark.load();
+    if (marked == 0) return {};
+    return ~marked;
+}
 
 }  // namespace ringway

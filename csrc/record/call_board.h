@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,10 +56,12 @@ class CallBoard {
     // The group's fault; null while there is none.
     const Fault* fault() const;
 
-    // Whether a rank is about to abort the group, or has. An aborted NCCL kernel goes on to send, and what it sends is garbage:
-    // a rank that notices a death later than another may receive it and end its call as if all were well.
-    void announce_abort();
-    bool abort_announced() const;
+    // This rank is about to abort the group. An aborted NCCL kernel goes on to send, and what it sends is garbage: a rank that
+    // notices a death later than another may receive it and end its call as if all were well. Collectives before `first` are
+    // known to have ended well.
+    void announce_abort(uint64_t first);
+    // The first collective that a rank's abort may have spoilt; nothing if no rank has announced one.
+    std::optional<uint64_t> aborted_from() const;
 
   private:
     struct Slot;

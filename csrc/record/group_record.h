@@ -35,10 +35,10 @@ class GroupRecord {
     void compare(std::shared_ptr<CallBoard> board) { board_ = std::move(board); }
     const CallBoard* board() const { return board_.get(); }
     // See CallBoard. Without a board, nobody is told.
-    void announce_abort() const {
-        if (board_ != nullptr) board_->announce_abort();
+    void announce_abort(uint64_t first) const {
+        if (board_ != nullptr) board_->announce_abort(first);
     }
-    bool abort_announced() const { return board_ != nullptr && board_->abort_announced(); }
+    std::optional<uint64_t> aborted_from() const { return board_ == nullptr ? std::nullopt : board_->aborted_from(); }
 
     // A call that is numbered in one step and started in a later one is `starting` in between. A signal handler that runs
     // there, on the same thread, must make no call of the group: it would get the later number and start first. Other

@@ -60,11 +60,12 @@ class GroupRecord:
     def compare(self, board: CallBoard) -> None: ...
     @property
     def difference(self) -> tuple[Any, ...] | None: ...
-    def announce_abort(self) -> None:
-        """Tells the ranks of this host that this one is about to abort the group."""
+    def announce_abort(self, first: int) -> None:
+        """Tells the ranks of this host that this one is about to abort the group. Collectives before `first` are known
+        to have ended well."""
     @property
-    def abort_announced(self) -> bool:
-        """Whether a rank of this host is about to abort the group, or has."""
+    def aborted_from(self) -> int | None:
+        """The first collective that the abort of a rank of this host may have spoilt."""
     @property
     def keeps_times(self) -> bool: ...
     @property

@@ -548,27 +548,102 @@ def boards(own: Setting) -> _core.GroupRecord:
 
 
 def test_ranks_are_told_before_a_group_is_aborted(own: Setting) -> None:
-    other, announced = boards(own), list[bool]()
-    own.group.abort = lambda: announced.append(other.abort_announced)
+    """They are told which calls were sound: those that this rank has settled."""
+    other, announced = boards(own), list[int | None]()
+    own.communicator.set_timeout(60)
+    own.group.abort = lambda: announced.append(other.aborted_from)
+    own.communicator.all_reduce(torch.zeros(3))
+    own.driver.reach(1)
+    own.communicator.devices.settle()
+    own.communicator.all_reduce(torch.zeros(3))
     own.communicator.health.end(PeerLost("rank 1 is gone", rank=1))
-    assert announced == [True]
+    assert announced == [1]
 
 
-def test_a_call_that_ended_with_an_aborted_ranks_garbage_is_not_settled(
-    own: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel of the rank that aborts goes on and sends garbage: this rank's call ends, and nothing else tells."""
-    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+@pytest.mark.parametrize("how", ["failed", "closed"])
+def test_an_idle_rank_announces_no_abort(own: Setting, how: str) -> None:
     other = boards(own)
     own.communicator.set_timeout(60)
     own.communicator.all_reduce(torch.zeros(3))
     own.driver.reach()
     own.communicator.devices.settle()
-    own.communicator.health.require()
-    other.announce_abort()
-    own.communicator.devices.settle()
+    if how == "failed":
+        own.communicator.health.end(PeerLost("rank 1 is gone", rank=1))
+    else:
+        own.communicator.close(wait=False)
+    assert other.aborted_from is None
+
+
+def test_an_abort_of_the_program_is_announced_too(own: Setting) -> None:
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    own.communicator.isend(torch.zeros(3), dst=1)
+    own.communicator.close(wait=False)
+    assert other.aborted_from == 0, "a message: nothing is known about the calls of other ranks"
+
+
+@pytest.mark.parametrize("listened", [False, True])
+def test_a_call_that_ended_with_an_aborted_ranks_garbage_is_not_settled(
+    own: Setting, monkeypatch: pytest.MonkeyPatch, listened: bool
+) -> None:
+    """The kernel of the rank that aborts goes on and sends garbage: this rank's call ends, and nothing else tells."""
+
+    class Sees(Listener):
+        sees_calls = True
+
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    other, dist = boards(own), own.communicator
+    dist.set_timeout(60)
+    dist.all_reduce(torch.zeros(3))
+    own.driver.reach()
+    other.announce_abort(1)
+    dist.devices.settle()
+    dist.health.require()  # the call before was sound
+    if listened:
+        own.listeners.append(Sees())
+        dist.calls.refresh()
+    dist.all_reduce(torch.zeros(3))
+    own.driver.reach()
+    for work in own.group.works:
+        work.finished.set()
+    dist.devices.settle()
     with pytest.raises(PeerLost, match="another rank has aborted the group"):
-        own.communicator.health.require()
+        dist.health.require()
+
+
+def test_a_barrier_that_ended_with_garbage_raises(own: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    other = boards(own)
+    own.communicator.set_timeout(60)
+
+    def barrier() -> None:
+        own.group.works.clear()
+        ends = threading.Thread(target=lambda: (until(lambda: own.group.works), own.group.works[0].finished.set()))
+        ends.start()
+        try:
+            own.communicator.barrier()
+        finally:
+            ends.join()
+
+    barrier()
+    other.announce_abort(1)
+    with pytest.raises(PeerLost, match="another rank has aborted the group"):
+        barrier()
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("NCCL error: ncclRemoteError"), KeyboardInterrupt(), UsageError("x")])
+def test_what_torchs_wait_raises_is_explained(setting: Setting, raised: BaseException) -> None:
+    work: Any = setting.communicator.all_reduce(torch.zeros(3), async_op=True)
+
+    def wait() -> bool:
+        raise raised
+
+    setting.group.works[-1].wait = wait  # type: ignore[method-assign]
+    for ask in (work.wait, lambda: work.wait(timeout=None)):
+        with pytest.raises(PeerLost if type(raised) is RuntimeError else type(raised)) as seen:
+            ask()
+        assert type(raised) is RuntimeError or seen.value is raised
 
 
 def test_calls_end_while_another_thread_holds_the_interpreters_lock(setting: Setting) -> None:

@@ -129,6 +129,10 @@ class Backend(metaclass=_LikeTorch):
         """Whether data of this dtype may be passed unchanged. Other dtypes are passed as bytes."""
         return True
 
+    def belongs_to(self, record: _core.GroupRecord, health: Health) -> None:
+        """The backend's group keeps this record, and this health, a weak proxy. Called before the first call, and
+        perhaps again."""
+
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
         """The backend's fast paths; none by default.
 

@@ -6,6 +6,7 @@ The user's calls, torch's own functions and DDP all come through `CallPath.issue
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ class CallPath:
         """Listeners came or went, or a backend was made. The fast paths are for a healthy group on one host whose
         calls no listener sees."""
         self._watchers = [listener for listener in self._listeners if listener.sees_calls]
+        for backend in self._devices.made():
+            backend.belongs_to(self._record, weakref.proxy(self._health))
         quiet = self._health.fault is None and not self._watchers and self._across_hosts is None
         if quiet and self._devices.first_is_made:
             self._paths.open(self._devices.made(), self._health)

@@ -77,12 +77,15 @@ class NcclBackend(TorchBackend):
         super().__init__(info, self.torch_group)
         self._works = Works(info.process, info.timeout if self._ours else None)
         self._works.group_error = weak_method(self._reported_error)
+        self._works.spoilt_by_another = weak_method(self._spoilt_by_another)
         self._connections = Connections(info, self.torch_group)
         self._closed = False
         self._destroyed = destroyed
         self._fast_path: NcclFastPath | None = None
         self._record: _core.GroupRecord | None = None
         self._health: Health | None = None
+        self._sound = (0, 0)
+        """How many collectives and messages were known to have ended well."""
         self._limit: float | None = None
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
@@ -96,8 +99,10 @@ class NcclBackend(TorchBackend):
     def can_move(self, dtype: torch.dtype) -> bool:
         return dtype in _MOVED
 
-    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
+    def belongs_to(self, record: _core.GroupRecord, health: Health) -> None:
         self._record, self._health = record, health
+
+    def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
         watch = self.group.process.part(Driver).watch
         if watch is None:
             return ()
@@ -293,20 +298,29 @@ class NcclBackend(TorchBackend):
                 if works.failing is None and self._all_ended():
                     break
             time.sleep(_SETTLE_SECONDS)
-        if self._record is not None and self._record.abort_announced:
-            self._fail_after_another()
+        record = self._record
+        if record is not None and not (works.closed or works.aborted_with) and self._spoilt_by_another() is None:
+            self._sound = (record.collectives, record.messages)
 
-    def _fail_after_another(self) -> None:
-        """Another rank has aborted the group. Its kernel may have sent garbage, with which this rank's calls ended."""
-        works, until = self._works, time.monotonic() + _NOTICE_SECONDS
+    def _spoilt_by_another(self) -> BaseException | None:
+        """The group's error, if another rank has aborted it: its kernel may have sent garbage, with which calls of this
+        rank ended."""
+        works, record, health = self._works, self._record, self._health
+        first = None if record is None else record.aborted_from
+        if first is None or record is None or health is None or record.collectives <= first:
+            return None
+        until = time.monotonic() + _NOTICE_SECONDS
         while not (works.closed or works.aborted_with) and time.monotonic() < until:
-            time.sleep(_SETTLE_SECONDS)  # what this rank sees itself says more
-        if not (works.closed or works.aborted_with) and self._health is not None:
-            self._health.fail(PeerLost(f"another rank has aborted the group {self.group.name}"))
+            time.sleep(_NOTICE_SECONDS / 200)  # what this rank sees itself says more
+        if works.aborted_with is None and not works.closed:
+            health.fail(PeerLost(f"another rank has aborted the group {self.group.name}"))
+        return works.aborted_with or health.fault
 
     def _announce_abort(self) -> None:
-        if self._record is not None:
-            self._record.announce_abort()
+        """Before anything is aborted. Nobody waits for an idle rank."""
+        if self._record is not None and (self._connections.under_way or not self._all_ended()):
+            collectives, messages = self._sound
+            self._record.announce_abort(collectives if self._record.messages == messages else 0)
 
     def _reported_error(self) -> BaseException | None:
         try:
@@ -322,11 +336,11 @@ class NcclBackend(TorchBackend):
         """Calls in flight would wait for ever, and hold up the stream: ends them. torch's own watchdog looks after the
         groups that torch made."""
         if self._ours and not self._closed:
+            self._announce_abort()
             self._works.aborted_with = self._works.aborted_with or error
             if self._fast_path is not None:
                 self._fast_path.fail()
             self._connections.give_up()
-            self._announce_abort()
             aborts = self.group.process.part(Aborts)
             if self._connections.under_way:  # its thread may keep an abort waiting
                 _start_or_leave(partial(aborts.abort, self._group))
@@ -371,15 +385,16 @@ class NcclBackend(TorchBackend):
 
     def _abort_aside(self) -> None:
         """A thread waits inside NCCL for a rank, and may keep an abort waiting."""
+        self._announce_abort()
         self._connections.give_up()
         _start_or_leave(self._abort_group)
 
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
             return
+        self._announce_abort()
         if not self._all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")
-            self._announce_abort()
         if self._fast_path is not None:
             self._fast_path.fail()
         with suppress(RuntimeError):  # a group that never connected has nothing to abort

@@ -41,6 +41,8 @@ class Works:
         self.closed = False
         self.group_error: Callable[[], BaseException | None] = lambda: None
         """The error with which torch's watchdog has aborted the group: its streams go on as if all were well."""
+        self.spoilt_by_another: Callable[[], BaseException | None] = lambda: None
+        """The group's error, if calls that ended well may have garbage from a rank that aborted the group."""
         self.failing: BaseException | None = None
         """The error of a call that the group is about to fail with: its explanation takes a moment."""
         self._issued = 0
@@ -84,6 +86,11 @@ class Works:
         last = self.last(None)
         known = error_of(last) if last is not None and has_ended(last) else None
         return self.aborted_with or known or self.group_error()
+
+    def require_sound(self) -> None:
+        error = self.spoilt_by_another()
+        if error is not None:
+            raise error
 
     def will_fail(self, error: BaseException) -> None:
         """The group is about to fail with this error."""
@@ -140,6 +147,7 @@ class NcclHandle(C10dHandle):
         if timeout is not None and self._works.limit is not None:
             # At the end of its own wait, torch would abort the group.
             self._wait_until_done(timeout)
+            self._works.require_sound()
             timeout = None
         try:
             if timeout is None:
@@ -209,6 +217,7 @@ class Barrier(NcclHandle):
         error = self.outcome()
         if error is not None:
             raise error
+        self._works.require_sound()
 
 
 class OnStream(Handle):

@@ -196,6 +196,10 @@ class MixedBackend(BackendOfParts):
         certain = bool(about) and about[-1].up_to is None and about[-1].dtype is None and about[-1].device is None
         return ", else ".join([rule.in_words() for rule in about] + ([] if certain else [self._own.name]))
 
+    def belongs_to(self, record: _core.GroupRecord, health: Health) -> None:
+        for backend in self._backends.values():
+            backend.belongs_to(record, health)
+
     def fast_paths(self, record: _core.GroupRecord, health: Health) -> Sequence[_core.FastPath]:
         """Each backend's own, for the ops and sizes that go to it, while nothing is in flight on another backend."""
         found = []
