@@ -66,7 +66,9 @@ PARTS = {
         ("-m", "sanitizers"),
     ),
     "browser": Part(
-        "The report in a browser", ("src/ringway/observe/report", "tests/observe/browser.py"), ("-m", "browser")
+        "The pages of report and bench in a browser",
+        ("src/ringway/observe/report", "src/ringway/bench/page.py", "tests/browser.py"),
+        ("-m", "browser"),
     ),
     "attack": Part(
         "10,000 attacks on jobs with a secret",

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from browser import Browser, find_chromium
 from ringway.bench.cases import CASES, BenchCase, Place, _wrong_elements
 from ringway.bench.compare import compare, in_words
 from ringway.bench.page import page
@@ -168,6 +169,61 @@ def test_the_page_is_one_file_and_escapes_what_it_shows() -> None:
     assert "<script" not in text
     assert "http" not in text
     assert text.count("<circle") == 2
+
+
+_CONTRAST = """(() => {
+    const light = color => color.match(/[0-9.]+/g).slice(0, 3).map(part => part / 255)
+        .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0)
+    const back = light(getComputedStyle(document.body).backgroundColor)
+    const ratio = color => (Math.max(light(color), back) + 0.05) / (Math.min(light(color), back) + 0.05)
+    const shown = [...document.querySelectorAll('p, li, td, th, figcaption')].map(each => getComputedStyle(each).color)
+    const drawn = [...document.querySelectorAll('polyline')].map(each => getComputedStyle(each).stroke)
+    const written = [...document.querySelectorAll('svg text')].map(each => getComputedStyle(each).fill)
+    return [back, Math.min(...shown.map(ratio), ...written.map(ratio)), Math.min(...drawn.map(ratio))]
+})()"""
+
+
+@pytest.mark.browser
+def test_the_page_can_be_read_on_any_screen(tmp_path: Path) -> None:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no chromium on this machine: apt install chromium, or set RINGWAY_TEST_BROWSER")
+    candidates = ("shm", "gloo", "mpi4py", "shm onebit")
+    table = [
+        _row(op, size, name, (1 + place) * 1e-6 * size**0.5)
+        for op in ("all_reduce", "broadcast", "all_to_all_single")
+        for size in (8, 64 << 10, 256 << 20)
+        for place, name in enumerate(candidates)
+    ] + [_row(f"{a}-{b}", 8, "shm", 1e-6 * (1 + a), mode="pair") for a in range(8) for b in range(a + 1, 8)]
+    file = tmp_path / "bench.html"
+    file.write_text(page(table, {"torch": "2.13.0", "cpu": "a CPU with a long name " * 5}))
+    browser = Browser(program, tmp_path / "profile")
+    brightness = {}
+    try:
+        for scheme in ("light", "dark"):
+            media = [{"name": "prefers-color-scheme", "value": scheme}]
+            browser.command("Emulation.setEmulatedMedia", session=True, features=media)
+            for width in (390, 1440):
+                screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == 390}
+                browser.command("Emulation.setDeviceMetricsOverride", session=True, **screen)
+                browser.open(file.as_uri())
+                assert browser.requests() == [file.as_uri()]
+                count = lambda selector: browser.evaluate(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
+                assert (count("polyline"), count("circle")) == (12, 36)
+                root = "document.documentElement"
+                assert browser.evaluate(f"{root}.scrollWidth == {root}.clientWidth"), "it scrolls sideways"
+                narrowest = browser.evaluate(
+                    "Math.min(...[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().width))"
+                )
+                assert narrowest > min(width, 900) / 2 - 60
+                brightness[scheme], text, curves = browser.evaluate(_CONTRAST)
+                assert text > 4.5, "what the guidelines for accessibility ask of text"
+                assert curves > 3
+        assert browser.complaints() == []
+    finally:
+        browser.close()
+    assert brightness["light"] > 0.8 > 0.1 > brightness["dark"]
 
 
 def test_calls_that_an_op_refuses_are_noted_and_the_rest_goes_on(pool: RankPool) -> None:
