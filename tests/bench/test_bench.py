@@ -217,6 +217,11 @@ def test_the_page_can_be_read_on_any_screen(tmp_path: Path) -> None:
                     "Math.min(...[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().width))"
                 )
                 assert narrowest > min(width, 900) / 2 - 60
+                smallest = browser.evaluate(
+                    "Math.min(...[...document.querySelectorAll('svg text')].map(each => "
+                    "parseFloat(getComputedStyle(each).fontSize) * each.getScreenCTM().a))"
+                )
+                assert smallest > 9, "pixels"
                 brightness[scheme], text, curves = browser.evaluate(_CONTRAST)
                 assert text > 4.5, "what the guidelines for accessibility ask of text"
                 assert curves > 3

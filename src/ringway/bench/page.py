@@ -30,6 +30,7 @@ td, th { border-bottom: 1px solid var(--faint); padding: 3px 10px; text-align: r
 td.name, th.name { text-align: left } .soft { color: var(--soft) }
 .key { display: inline-block; margin-right: 14px } .key i { border-radius: 2px; display: inline-block; height: 10px;
   margin-right: 5px; width: 10px }
+@media (max-width: 560px) { svg text { font-size: 16px } } /* the picture shrinks, and its text with it */
 """
 
 
