@@ -611,6 +611,19 @@ def test_a_call_that_ended_with_an_aborted_ranks_garbage_is_not_settled(
         dist.health.require()
 
 
+def test_a_message_that_ended_with_garbage_is_not_settled(own: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    own.communicator.recv(torch.zeros(3), src=1)
+    own.driver.reach()
+    own.communicator.devices.settle()
+    other.announce_abort(0)
+    own.communicator.devices.settle()
+    with pytest.raises(PeerLost, match="another rank has aborted the group"):
+        own.communicator.health.require()
+
+
 def test_a_barrier_that_ended_with_garbage_raises(own: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
