@@ -510,6 +510,7 @@ def test_a_bridges_methods_are_native_while_the_fast_path_is_open(setting: Setti
 @pytest.mark.parametrize("how", ["synchronous", "waited for", "not waited for"])
 def test_an_overdue_call_ends_the_group(own: Setting, how: str) -> None:
     own.group.synchronous = True
+    other = boards(own)
     work = own.communicator.broadcast(torch.zeros(3), src=1, async_op=how != "synchronous")
     if how == "waited for":
         assert work is not None
@@ -519,6 +520,7 @@ def test_an_overdue_call_ends_the_group(own: Setting, how: str) -> None:
     assert "broadcast #0" in str(own.communicator.fault)
     until(lambda: "abort" in [name for name, *_ in own.group.asked])  # just after the fault is set
     until(lambda: own.records() == [("broadcast", "failed", 12)])
+    assert other.aborted_from == 0
     own.communicator.devices.settle()
     if work is not None:
         with pytest.raises(CommTimeout):
@@ -561,7 +563,7 @@ def test_ranks_are_told_before_a_group_is_aborted(own: Setting) -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "closed"])
-def test_an_idle_rank_announces_no_abort(own: Setting, how: str) -> None:
+def test_what_an_idle_rank_has_settled_is_sound(own: Setting, how: str) -> None:
     other = boards(own)
     own.communicator.set_timeout(60)
     own.communicator.all_reduce(torch.zeros(3))
@@ -571,7 +573,7 @@ def test_an_idle_rank_announces_no_abort(own: Setting, how: str) -> None:
         own.communicator.health.end(PeerLost("rank 1 is gone", rank=1))
     else:
         own.communicator.close(wait=False)
-    assert other.aborted_from is None
+    assert other.aborted_from == (1 if how == "failed" else None)
 
 
 def test_an_abort_of_the_program_is_announced_too(own: Setting) -> None:
@@ -639,10 +641,25 @@ def test_a_barrier_that_ended_with_garbage_raises(own: Setting, monkeypatch: pyt
         finally:
             ends.join()
 
-    barrier()
     other.announce_abort(1)
+    barrier()
     with pytest.raises(PeerLost, match="another rank has aborted the group"):
         barrier()
+
+
+def test_a_wait_with_a_timeout_does_not_end_well_with_garbage(own: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    works = [own.communicator.all_reduce(torch.zeros(3), async_op=True) for _ in range(2)]
+    other.announce_abort(1)
+    for each in own.group.works:
+        each.finished.set()
+    assert works[0] is not None
+    assert works[1] is not None
+    works[0].wait(timedelta(seconds=30))
+    with pytest.raises(PeerLost, match="another rank has aborted the group"):
+        works[1].wait(timedelta(seconds=30))
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("NCCL error: ncclRemoteError"), KeyboardInterrupt(), UsageError("x")])

@@ -291,36 +291,42 @@ class NcclBackend(TorchBackend):
     # The end
 
     def settle(self) -> None:
-        works = self._works
+        works, record = self._works, self._record
+        calls = None if record is None else (record.collectives, record.messages)
         while not (works.closed or works.aborted_with) and (works.failing is not None or not self._all_ended()):
             if self._fast_path is not None:
                 self._fast_path.settle()
                 if works.failing is None and self._all_ended():
                     break
             time.sleep(_SETTLE_SECONDS)
-        record = self._record
-        if record is not None and not (works.closed or works.aborted_with) and self._spoilt_by_another() is None:
-            self._sound = (record.collectives, record.messages)
+        if calls is not None and not (works.closed or works.aborted_with) and self._spoilt_by_another() is None:
+            self._sound = calls
 
-    def _spoilt_by_another(self) -> BaseException | None:
+    def _spoilt_by_another(self, call: Call | None = None) -> BaseException | None:
         """The group's error, if another rank has aborted it: its kernel may have sent garbage, with which calls of this
-        rank ended."""
+        rank ended, or this call."""
         works, record, health = self._works, self._record, self._health
         first = None if record is None else record.aborted_from
         if first is None or record is None or health is None:
             return None
-        if record.collectives <= first and not (first == 0 and record.messages):
-            return None  # its calls were sound
+        if call is not None and call.op.collective:
+            collectives, messages = call.sequence + 1, 0
+        else:
+            collectives, messages = record.collectives, record.messages
+        if collectives <= first and not (first == 0 and messages):
+            return None  # they were sound
         until = time.monotonic() + _NOTICE_SECONDS
         while not (works.closed or works.aborted_with) and time.monotonic() < until:
             time.sleep(_NOTICE_SECONDS / 200)  # what this rank sees itself says more
-        if works.aborted_with is None and not works.closed:
-            health.fail(PeerLost(f"another rank has aborted the group {self.group.name}"))
-        return works.aborted_with or health.fault
+        with suppress(ReferenceError):  # another thread has dropped the group
+            if works.aborted_with is None and not works.closed:
+                health.fail(PeerLost(f"another rank has aborted the group {self.group.name}"))
+            return works.aborted_with or health.fault
+        return works.aborted_with
 
     def _announce_abort(self) -> None:
-        """Before anything is aborted. Nobody waits for an idle rank."""
-        if self._record is not None and (self._connections.under_way or not self._all_ended()):
+        """Before anything is aborted. What this rank has not settled may be spoilt for others."""
+        if self._record is not None and self._connections.may_exist:
             collectives, messages = self._sound
             self._record.announce_abort(collectives if self._record.messages == messages else 0)
 
@@ -338,8 +344,8 @@ class NcclBackend(TorchBackend):
         """Calls in flight would wait for ever, and hold up the stream: ends them. torch's own watchdog looks after the
         groups that torch made."""
         if self._ours and not self._closed:
-            self._announce_abort()
             self._works.aborted_with = self._works.aborted_with or error
+            self._announce_abort()
             if self._fast_path is not None:
                 self._fast_path.fail()
             self._connections.give_up()
@@ -394,9 +400,9 @@ class NcclBackend(TorchBackend):
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
             return
-        self._announce_abort()
         if not self._all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")
+            self._announce_abort()
         if self._fast_path is not None:
             self._fast_path.fail()
         with suppress(RuntimeError):  # a group that never connected has nothing to abort

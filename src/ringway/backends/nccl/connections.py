@@ -96,6 +96,11 @@ class Connections:
         """Whether a thread is inside NCCL, which may wait for a rank."""
         return any(each.under_way for each in list(self._begun.values()))
 
+    @property
+    def may_exist(self) -> bool:
+        """Whether NCCL may have made a communicator."""
+        return bool(self._begun) or getattr(self._group, "connects_later", False) is not True
+
     def give_up(self) -> None:
         """The group has ended. If NCCL still makes a communicator, that is aborted: torch does not know it before."""
         self._given_up = True

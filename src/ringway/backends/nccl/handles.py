@@ -41,8 +41,8 @@ class Works:
         self.closed = False
         self.group_error: Callable[[], BaseException | None] = lambda: None
         """The error with which torch's watchdog has aborted the group: its streams go on as if all were well."""
-        self.spoilt_by_another: Callable[[], BaseException | None] = lambda: None
-        """The group's error, if calls that ended well may have garbage from a rank that aborted the group."""
+        self.spoilt_by_another: Callable[[Call], BaseException | None] = lambda call: None
+        """The group's error, if a call that ended well may have garbage from a rank that aborted the group."""
         self.failing: BaseException | None = None
         """The error of a call that the group is about to fail with: its explanation takes a moment."""
         self._issued = 0
@@ -87,8 +87,8 @@ class Works:
         known = error_of(last) if last is not None and has_ended(last) else None
         return self.aborted_with or known or self.group_error()
 
-    def require_sound(self) -> None:
-        error = self.spoilt_by_another()
+    def require_sound(self, call: Call) -> None:
+        error = self.spoilt_by_another(call)
         if error is not None:
             raise error
 
@@ -147,7 +147,7 @@ class NcclHandle(C10dHandle):
         if timeout is not None and self._works.limit is not None:
             # At the end of its own wait, torch would abort the group.
             self._wait_until_done(timeout)
-            self._works.require_sound()
+            self._works.require_sound(self._call)
             timeout = None
         try:
             if timeout is None:
@@ -217,7 +217,7 @@ class Barrier(NcclHandle):
         error = self.outcome()
         if error is not None:
             raise error
-        self._works.require_sound()
+        self._works.require_sound(self._call)
 
 
 class OnStream(Handle):
