@@ -245,7 +245,9 @@ in an environment of its own, in {time.monotonic() - began:.0f} s."
 
 
 def page(results: dict[str, Result], sdist: str) -> str:
-    lines = ["    make wheels wheel-test", "", f"{platform.machine()}, {os.cpu_count()} cores.", ""]
+    filtered = all(result.seccomp for result in results.values())
+    option = " SECCOMP=default.json" if filtered else ""
+    lines = [f"    make wheels wheel-test{option}", "", f"{platform.machine()}, {os.cpu_count()} cores.", ""]
     lines += ["| wheel | kB | tested |", "|---|---|---|"]
     for target in wheels.TARGETS.values():
         wheel = find(target)
@@ -256,7 +258,6 @@ def page(results: dict[str, Result], sdist: str) -> str:
             continue
         told = "yes" if target.name in results else f"**no**: {why_untested(target) or 'not in this run'}"
         lines.append(f"| `{wheel.name}` | {wheel.stat().st_size / 1e3:.0f} | {told} |")
-    filtered = all(result.seccomp for result in results.values())
     profile = "docker's default seccomp profile" if filtered else "without a seccomp profile"
     lines += [
         "",
