@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from browser import Browser, find_chromium
 
 import ringway
+from browser import Browser, find_chromium
 from ringway.errors import RingwayError, UsageError
 from ringway.groups.world import world
 from ringway.observe.log import straggler
