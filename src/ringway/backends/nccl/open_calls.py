@@ -118,6 +118,7 @@ class FastWork(Work):
         return [] if self._at.outputs is None else [self._at.outputs]
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Orders the current stream behind the call. Without a timeout, the native side does it."""
         if timeout is None or not seconds(timeout):  # from C++ the timeout is zero if there is none
             try:
                 if self._at.wait():
@@ -129,6 +130,7 @@ class FastWork(Work):
     wait = _core.WaitMethod(wait)
 
     def _explained(self, error: BaseException) -> BaseException:
+        """What to raise instead of an error of torch's wait. Called by the native side, too."""
         if isinstance(error, RingwayError):
             return error
         return mapped(self._works.aborted_with or error, self._call, self._at.seconds)
