@@ -1,6 +1,6 @@
 """The version of ringway. All ranks of a job must have the same."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 OLDEST_TORCH, NEWEST_TORCH = "2.8", "2.15"
 """The versions of torch that the suite has passed on."""
