@@ -275,7 +275,8 @@ def page(results: dict[str, Result], sdist: str) -> str:
         cases = list(next(iter(measured.values())))
         lines += [
             "",
-            "Time of a call on shm with two ranks, as a multiple of the native build's (g++), in alternation:",
+            "Time of a call on shm with two ranks, as a multiple of the native build's "
+            f"(g++, Python {platform.python_version()}), in alternation. Another Python has other costs of a call:",
             "",
             f"| wheel | {' | '.join(cases)} |",
             f"|---|{'---|' * len(cases)}",
