@@ -31,6 +31,7 @@ MADE_BY = {
     "kills": "make kills",
     "nccl": "python scripts/nccl_proof.py",
     "nccl_faults": "python scripts/nccl_faults.py",
+    "newcomer": "python scripts/newcomer.py",
     "numerics_gpu": "python scripts/numerics_proof.py",
     "onebit_gpu": "python benchmarks/onebit_gpu.py",
     "random_programs": "make random_programs",
