@@ -23,7 +23,7 @@ from typing import Any
 
 import proofs
 
-sys.path.insert(0, str(proofs.ROOT / "tests" / "observe"))
+sys.path.insert(0, str(proofs.ROOT / "tests"))
 from browser import Browser, find_chromium
 
 IMAGES = proofs.ROOT / "docs" / "images"
