@@ -23,6 +23,7 @@ MADE_BY = {
     "browser": "make browser",
     "busy": "make busy",
     "ccl": "make ccl-proof",
+    "compiled": "python benchmarks/compiled.py --check --output docs/proofs/compiled.md",
     "deepspeed_tests": "make deepspeed-tests CHECKOUT=...",
     "door_cost": "make door-cost",
     "elastic": "python benchmarks/elastic.py --chaos",
