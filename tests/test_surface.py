@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +92,65 @@ def test_all_lists_the_documented_names() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     documented = set(re.findall(r"^\| `([A-Za-z0-9_]+)", page, re.MULTILINE))
     assert documented == set(ringway.__all__)
+
+
+PUBLIC_MODULES = [
+    "ringway",
+    "ringway.compress",
+    "ringway.parallel",
+    "ringway.lowcomm",
+    "ringway.errors",
+    "ringway.testing",
+    "ringway.notebook",
+    "ringway.compat",
+    "ringway.compat.compressed",
+    "ringway.compat.deepspeed",
+    "ringway.compat.vllm",
+]
+DEEPSPEEDS = "ringway.compat.deepspeed"
+"""Its names mean what DeepSpeed's do, and most need no docstring of their own."""
+
+
+def _in_reference() -> Iterator[tuple[str, Any]]:
+    """The names on docs/reference.md and what they stand for, from its mkdocstrings directives: of a module, those
+    that `members` lists, or else its `__all__`, from which mkdocstrings leaves out what is also a module's name."""
+    page = (ROOT / "docs" / "reference.md").read_text()
+    for directive in re.finditer(r"^::: ([\w.]+)\n((?:    .*\n)*)", page, re.MULTILINE):
+        path = directive[1]
+        parent, _, last = path.rpartition(".")
+        if not _is_module(path):
+            yield last, getattr(importlib.import_module(parent), last)
+            continue
+        module = importlib.import_module(path)
+        yield last, module
+        members = re.findall(r"^        - (\w+)$", directive[2], re.MULTILINE)
+        if not members:
+            members = [name for name in module.__all__ if not _is_module(f"{path}.{name}")]
+        for name in members:
+            yield name, getattr(module, name)
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # its parent is not a package
+        return False
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = {(name, id(thing)) for name, thing in _in_reference()}
+    for path in PUBLIC_MODULES:
+        module = importlib.import_module(path)
+        missing = [name for name in module.__all__ if (name, id(getattr(module, name))) not in shown]
+        assert not missing, f"docs/reference.md lacks these names of {path}"
+
+
+@pytest.mark.parametrize("path", [path for path in PUBLIC_MODULES if path != DEEPSPEEDS])
+def test_every_public_name_has_a_docstring(path: str) -> None:
+    module = importlib.import_module(path)
+    things = {name: getattr(module, name) for name in module.__all__}
+    described = {name: thing for name, thing in things.items() if inspect.isroutine(thing) or inspect.isclass(thing)}
+    assert not [name for name, thing in described.items() if not inspect.getdoc(thing)]
 
 
 def test_all_exists_once() -> None:

@@ -94,6 +94,7 @@ from ringway.version import VERSION
 from ringway.work import Work
 
 ProcessGroup = _torch_distributed.ProcessGroup
+"""torch's class: every group is one."""
 __version__ = VERSION
 
 __all__ = [

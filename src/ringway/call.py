@@ -21,6 +21,7 @@ from ringway.errors import CommTimeout, UsageError
 from ringway.torch_versions import premul_factor
 
 ReduceOp = c10d.ReduceOp
+"""torch's class of reductions: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, and what `premul_sum` returns."""
 
 ANY_SOURCE = -1
 """`Call.peer` of a receive that accepts a message from any rank."""

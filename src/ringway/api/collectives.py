@@ -76,6 +76,7 @@ def broadcast(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Give every rank the tensor of rank `src`, or of the group's rank `group_src`."""
     if _compiling():
         return c10d.broadcast(tensor, src, group, async_op, group_src)
     if not async_op and log_name is None:
@@ -90,6 +91,7 @@ def broadcast(
 def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, *, log_name: str | None = None
 ) -> Work | None:
+    """Reduce the ranks' tensors with `op`, in place: every rank gets the result."""
     if _compiling():
         return c10d.all_reduce(tensor, op, group, async_op)
     if op is _SUM and not async_op and log_name is None and on_group(group, _ALL_REDUCE, tensor, tensor):
@@ -120,6 +122,7 @@ def reduce(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Reduce the ranks' tensors with `op`. Rank `dst`, or the group's rank `group_dst`, gets the result."""
     if _compiling():
         return c10d.reduce(tensor, dst, op, group, async_op, group_dst)
     plain = group is None and op is _SUM and group_dst is None and not async_op and log_name is None
@@ -137,6 +140,7 @@ def all_gather(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Give every rank all tensors, in rank order. Their sizes may differ between ranks."""
     if _compiling():
         return c10d.all_gather(tensor_list, tensor, group, async_op)
     if not async_op and log_name is None and on_group(group, ALL_GATHER.code, tensor_list, tensor):
@@ -153,6 +157,7 @@ def all_gather_into_tensor(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Give every rank all tensors, concatenated or stacked in one."""
     if _compiling():
         return c10d.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     if not async_op and log_name is None and on_group(group, ALL_GATHER_SINGLE.code, output_tensor, input_tensor):
@@ -173,6 +178,7 @@ def gather(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Give one rank all tensors, in rank order."""
     if _compiling():
         return c10d.gather(tensor, gather_list, dst, group, async_op, group_dst)
     plain = group is None and group_dst is None and not async_op and log_name is None
@@ -192,6 +198,7 @@ def scatter(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Give each rank one tensor of the source's list."""
     if _compiling():
         return c10d.scatter(tensor, scatter_list, src, group, async_op, group_src)
     plain = group is None and group_src is None and not async_op and log_name is None
@@ -210,6 +217,7 @@ def reduce_scatter(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Reduce the ranks' lists with `op`. Each rank gets the result of its own place in the list."""
     if _compiling():
         return c10d.reduce_scatter(output, input_list, op, group, async_op)
     plain = op is _SUM and not async_op and log_name is None
@@ -228,6 +236,7 @@ def reduce_scatter_tensor(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Reduce the ranks' tensors with `op`. Each rank gets its share of the result."""
     if _compiling():
         return c10d.reduce_scatter_tensor(output, input, op, group, async_op)
     plain = op is _SUM and not async_op and log_name is None
@@ -245,6 +254,7 @@ def all_to_all(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Send each rank its tensor of `input_tensor_list`, and receive one from each."""
     if _compiling():
         return c10d.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
     member = member_of(group, "all_to_all")
@@ -263,6 +273,7 @@ def all_to_all_single(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Send each rank a part of one tensor, and receive one from each. The sizes split the first dimension."""
     if _compiling():
         return c10d.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     plain = not (output_split_sizes or input_split_sizes or async_op) and log_name is None
@@ -282,6 +293,7 @@ def all_reduce_coalesced(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Reduce several tensors in one call, in place."""
     member = member_of(group, "all_reduce_coalesced")
     return None if member is None else member.all_reduce_coalesced(tensors, op, async_op, log_name=log_name)
 
@@ -318,6 +330,7 @@ def send(
     *,
     log_name: str | None = None,
 ) -> None:
+    """Send a message, and wait until the tensor may be used again."""
     plain = group is None and group_dst is None and tag is _NO_TAG and log_name is None
     if plain and type(dst) is int and on_world(_SEND, (), tensor, dst):
         return
@@ -335,7 +348,8 @@ def recv(
     *,
     log_name: str | None = None,
 ) -> int:
-    """Returns the global rank of the sender; -1 on a rank outside the group."""
+    """Receive a message, from any rank if none is named. Returns the global rank of the sender; -1 on a rank outside
+    the group."""
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
     if plain and type(src) is int and on_world(_RECV, tensor, (), src):
         return src
@@ -352,6 +366,7 @@ def isend(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Send a message. The tensor may be used again once the Work is done."""
     if group is None and type(dst) is int and group_dst is None and tag is _NO_TAG and log_name is None:
         done = on_world(_SEND, (), tensor, dst, True)
         if done:
@@ -369,6 +384,7 @@ def irecv(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Receive a message, from any rank if none is named. The tensor has it once the Work is done."""
     plain = group is None and group_src is None and tag is _NO_TAG and log_name is None
     if plain and type(src) is int:
         done = on_world(_RECV, tensor, (), src, True)
@@ -439,6 +455,7 @@ def barrier(
     *,
     log_name: str | None = None,
 ) -> Work | None:
+    """Wait until all ranks of the group have called this."""
     if not async_op and timeout is None and log_name is None and on_group(group, _BARRIER, (), ()):
         return None
     member = member_of(group, "barrier")
@@ -455,16 +472,20 @@ def monitored_barrier(
 
 
 def has_all_gather_into_tensor() -> bool:
+    """True. Programs for DeepSpeed ask."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
+    """True. Programs for DeepSpeed ask."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
+    """True. Programs for DeepSpeed ask."""
     return True
 
 
 def has_coalescing_manager() -> bool:
+    """Whether this torch has `_coalescing_manager`."""
     return hasattr(c10d, "_coalescing_manager")

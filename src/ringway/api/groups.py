@@ -28,10 +28,12 @@ from ringway.store import key_of
 
 
 def is_available() -> bool:
+    """Whether torch was built with distributed support."""
     return c10d.is_available()
 
 
 def is_initialized() -> bool:
+    """Whether this process has joined a job."""
     return c10d.is_initialized()
 
 
@@ -132,6 +134,7 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: Any = None,
 ) -> Any:
+    """Divide the world into groups of one size. Returns this rank's group and all groups."""
     return c10d.new_subgroups(group_size, group, timeout, _named(backend), pg_options, group_desc)
 
 
@@ -142,6 +145,7 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: Any = None,
 ) -> Any:
+    """Make one group for each list of ranks. Returns this rank's group and all groups."""
     return c10d.new_subgroups_by_enumeration(ranks_per_subgroup_list, timeout, _named(backend), pg_options, group_desc)
 
 
@@ -221,6 +225,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def get_world_group() -> c10d.ProcessGroup:
+    """The group of all ranks."""
     group = c10d.group.WORLD
     if group is None:
         raise UsageError("there is no group yet: call ringway.init_distributed() or init_process_group() first")
@@ -234,11 +239,13 @@ def _require_world() -> None:
 
 
 def get_world_size(group: c10d.ProcessGroup | None = None) -> int:
+    """The number of ranks in the group; -1 on a rank outside it."""
     _require_world()
     return c10d.get_world_size(group)
 
 
 def get_rank(group: c10d.ProcessGroup | None = None) -> int:
+    """This rank's number in the group; -1 on a rank outside it."""
     _require_world()
     return c10d.get_rank(group)
 
@@ -258,14 +265,17 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: c10d.ProcessGroup, group_rank: int) -> int:
+    """The global rank of a group's rank."""
     return c10d.get_global_rank(group, group_rank)
 
 
 def get_group_rank(group: c10d.ProcessGroup, global_rank: int) -> int:
+    """The group's rank of a global rank."""
     return c10d.get_group_rank(group, global_rank)
 
 
 def get_process_group_ranks(group: c10d.ProcessGroup | None) -> list[int]:
+    """The global ranks of the group's members, in the group's order."""
     return c10d.get_process_group_ranks(group)
 
 

@@ -29,6 +29,7 @@ def _places(op: str, name: str, value: Any) -> list[Any]:
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None, weights_only: bool = False) -> None:
+    """Fill `object_list` with all ranks' objects, in rank order."""
     channel = _channel(group, "all_gather_object", weights_only)
     if channel is None:
         return
@@ -47,6 +48,7 @@ def gather_object(
     group_dst: int | None = None,
     weights_only: bool = False,
 ) -> None:
+    """Fill the destination's `object_gather_list` with all ranks' objects, in rank order."""
     channel = _channel(group, "gather_object", weights_only)
     if channel is None:
         return
@@ -69,7 +71,8 @@ def broadcast_object_list(
     group_src: int | None = None,
     weights_only: bool = False,
 ) -> None:
-    """`device` is accepted for compatibility with torch; objects always travel on the CPU."""
+    """Fill every rank's `object_list` with the source's objects. `device` is accepted for compatibility with torch;
+    objects always travel on the CPU."""
     channel = _channel(group, "broadcast_object_list", weights_only)
     if channel is None:
         return
@@ -92,6 +95,7 @@ def scatter_object_list(
     group_src: int | None = None,
     weights_only: bool = False,
 ) -> None:
+    """Put one object of the source's list into each rank's output list."""
     channel = _channel(group, "scatter_object_list", weights_only)
     if channel is None:
         return
@@ -113,7 +117,8 @@ def send_object_list(
     use_batch: bool = False,
     weights_only: bool = False,
 ) -> None:
-    """`device` and `use_batch` are accepted for compatibility with torch; objects always travel on the CPU."""
+    """Send one rank the objects of this list. `device` and `use_batch` are accepted for compatibility with torch;
+    objects always travel on the CPU."""
     channel = _channel(group, "send_object_list", weights_only)
     if channel is not None:
         objects = _places("send_object_list", "object_list", object_list)
@@ -129,7 +134,8 @@ def recv_object_list(
     use_batch: bool = False,
     weights_only: bool = False,
 ) -> int:
-    """Returns the global rank of the sender; -1 on a rank outside the group."""
+    """Fill `object_list` with the objects that a rank sends. Returns the global rank of the sender; -1 on a rank
+    outside the group."""
     channel = _channel(group, "recv_object_list", weights_only)
     if channel is None:
         return -1
