@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 
 import ringway.notebook
-from ringway.errors import UsageError
+from ringway.backends.select import Obstacle
+from ringway.errors import BackendUnavailable, UsageError
 from ringway.notebook import CellFailed, Ranks
 from ringway.notebook.channel import TOKEN_BYTES, Channel, accept, introduce
 from ringway.notebook.ranks import _reason
@@ -131,6 +132,42 @@ def test_cells_values_errors_interrupts_and_deaths(
         ranks.run("rank")
     ranks.restart()
     assert ranks.pull("'tensor' in globals()") == [False, False]
+
+    # A start that is refused leaves the ranks and their variables alone.
+    ranks.run("kept = 5")
+    for number, backend, said in (
+        (0, None, "0 is not a number of ranks"),
+        ("two", None, "'two' is not a number of ranks"),
+        (2, "nosuch", "there is no backend 'nosuch'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            ringway.notebook.start(number, backend)  # type: ignore[arg-type]
+    monkeypatch.setattr("ringway.backends.select.obstacle", lambda name: Obstacle(f"no {name} here"))
+    with pytest.raises(BackendUnavailable, match="no shm here"):
+        ringway.notebook.start(2, "shm")
+    assert ranks.pull("kept") == [5, 5]
+    ringway.notebook.stop()
+    with pytest.raises(CellFailed, match=r"these ranks were stopped: restart\(\)"):
+        ranks.run("kept")
+
+
+def test_restart_makes_ranks_current_again_and_refuses_ranks_that_were_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "_start", lambda ranks: started.append(ranks))
+    first = ringway.notebook.start(2)
+    second = ringway.notebook.start(2)
+    with pytest.raises(UsageError, match=r"start\(\) has replaced these ranks"):
+        first.restart()
+    second.restart()
+    ringway.notebook.stop()
+    first.restart()
+    assert started == [first, second, second, first]
+    stopped: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "stop", lambda ranks: stopped.append(ranks))
+    ringway.notebook.stop()
+    assert stopped == [first]
 
 
 @pytest.mark.processes

@@ -20,18 +20,31 @@ import sys
 from typing import Any
 
 from ringway.errors import UsageError
-from ringway.notebook.ranks import CellFailed, Ranks
+from ringway.notebook.ranks import CellFailed, Ranks, check
 
 __all__ = ["CellFailed", "Ranks", "load_ipython_extension", "start", "stop"]
 
 _current: Ranks | None = None
 
 
+class _Current(Ranks):
+    """What `start` returns: the ranks of `%%ranks` and `stop`, until `start` is called again."""
+
+    def restart(self) -> None:
+        global _current
+        if _current is not None and _current is not self:
+            raise UsageError("start() has replaced these ranks: use those that it returned, or call it again")
+        super().restart()
+        _current = self
+
+
 def start(number: int, backend: str | None = None) -> Ranks:
-    """Start ranks on this host, and end those that were started before."""
+    """Start ranks on this host, and end those that were started before. If ranks cannot be started with these
+    arguments, those go on."""
     global _current
+    check(number, backend)
     stop()
-    _current = Ranks(number, backend)
+    _current = _Current(number, backend)
     shell = _shell()
     if shell is not None:
         load_ipython_extension(shell)

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import IO, Any, NoReturn
 
 from ringway import threads
-from ringway.errors import RingwayError, UsageError
+from ringway.backends import registry, select
+from ringway.errors import BackendUnavailable, RingwayError, UsageError
 from ringway.notebook.channel import TOKEN, TOKEN_BYTES, Channel, Unreadable, accept
 
 _START_SECONDS = 300.0
@@ -40,12 +41,21 @@ class CellFailed(RingwayError):
         return [f"CellFailed: {self}"]
 
 
+def check(number: int, backend: str | None) -> None:
+    """Raises if ranks cannot be started with these arguments."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise UsageError(f"{number!r} is not a number of ranks: start at least one, as in start(2)")
+    for name in () if backend is None else registry.parse(backend).values():
+        obstacle = select.obstacle(name)
+        if obstacle is not None:
+            raise BackendUnavailable(name, obstacle.reason, remedy=obstacle.remedy)
+
+
 class Ranks:
     """Ranks that run cells."""
 
     def __init__(self, number: int, backend: str | None = None) -> None:
-        if number < 1:
-            raise UsageError(f"{number} ranks cannot run anything: start at least one")
+        check(number, backend)
         self.number, self._backend, self._cells = number, backend, 0
         self._channels: dict[int, Channel] = {}
         self._pids: dict[int, int] = {}
@@ -128,6 +138,8 @@ class Ranks:
 
     def _ask(self, ranks: Collection[int] | None, *question: Any) -> dict[int, Any]:
         """What the ranks answer, in their order."""
+        if self._launcher is None:
+            raise CellFailed("these ranks were stopped: restart() starts new ones", {})
         if not self._in_order and len(self._channels) == self.number:
             self._in_order = True
             print(
