@@ -1,9 +1,10 @@
-"""The programs in the documentation run, print what the page says, and the files that pages name exist.
+"""The programs in the documentation run and print what the page says, the `ringway` commands on it are ones that the
+command takes, and the files that pages name exist.
 
 A program is a ```python block of README.md or docs/*.md. Its first line is a comment that says how to start it, as in
 `# python hello.py` or `# ringway run -n 2 hello.py`. A ```text output block after it holds lines that the program
 prints; `…` in it stands for any text. A block that cannot run here is marked ```python notest and listed in
-NOT_RUN with the reason.
+NOT_RUN with the reason. A `ringway` command in another block, or at the start of a program, is parsed, but not run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from programs import ended_with, run_launched, run_program, torchrun_variables
+from ringway.cli import app
 from ringway.config import resolve
 from ringway.testing import RankPool
 
@@ -126,6 +130,53 @@ def test_every_block_runs_or_has_a_reason() -> None:
             elif not info:
                 assert not PYTHON.search(text), f"{page.name}:{line}: Python in a block without a language is not run"
     assert not_run == set(NOT_RUN)
+
+
+COMMAND = re.compile(r"^.*?(?<![^\s/])ringway +(?P<arguments>[\w-]+(?: .*)?)$")
+"""A line with a command, perhaps behind a prompt, variables or a launcher. What ringway prints has a colon there."""
+EXPLAINED = re.compile(r"\s{2,}|\s#|\s[|&>;]")
+"""What may end a command: a comment, a description in a second column, or the shell's operators."""
+SUBCOMMANDS = typer.main.get_command(app).commands
+
+
+def _commands(page: Path) -> Iterator[tuple[str, int]]:
+    """The arguments of each `ringway` in a block of commands, or in the first line of a program, and their line."""
+    for info, text, line in _blocks(page):
+        if info == "text output":
+            continue
+        lines = text.splitlines()
+        for number, said in enumerate(lines[:1] if info.startswith("python") else lines, line + 1):
+            while found := COMMAND.match(said):
+                said = found["arguments"]
+                yield EXPLAINED.split(said)[0], number
+
+
+def test_commands_are_ones_that_ringway_takes() -> None:
+    """As its own parser reads them: a subcommand or an option that has another name by now is an error."""
+    found = set()
+    for page in PAGES:
+        for said, line in _commands(page):
+            name, *arguments = shlex.split(said)
+            where = f"{page.name}:{line}: ringway {said}"
+            assert name in SUBCOMMANDS or said == "--help", where
+            if name in SUBCOMMANDS:
+                found.add(name)
+                try:
+                    SUBCOMMANDS[name].make_context(name, arguments)
+                except Exception as error:
+                    raise AssertionError(f"{where}: {error}") from error
+    assert {"run", "env", "doctor", "bench", "tune", "report"} <= found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_in_the_text_exist(page: Path) -> None:
+    """In `ringway run --join HOST:PORT`, and what else is not a whole command."""
+    for said in re.findall(r"`ringway ([^`\n]+)`", BLOCK.sub("", page.read_text())):
+        name, *words = said.split()
+        assert name in SUBCOMMANDS, f"{page.name}: ringway {said}"
+        known = {option for parameter in SUBCOMMANDS[name].params for option in parameter.opts}
+        unknown = [word for word in re.findall(r"(?<!\S)\[?(--?[\w-]+)", " ".join(words)) if word not in known]
+        assert not unknown, f"{page.name}: ringway {said}: {name} has no {unknown}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
