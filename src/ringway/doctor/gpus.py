@@ -1,18 +1,21 @@
-"""GPUs: whether torch can use them, how many ranks share one, and how they reach each other."""
+"""GPUs: whether torch can use them, and how they are joined."""
 
 from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from ringway.doctor.finding import Finding, Findings, error, ok, warning
-from ringway.launch.info import LaunchInfo
+
+Card: TypeAlias = Mapping[str, str]
+"""What the driver says about a GPU of this host, by the names in `_QUERY`."""
 
 _SECONDS = 20.0
 _QUERY = (
@@ -24,10 +27,38 @@ _QUERY = (
     "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total",
 )
+_USERS = {
+    "Exclusive_Process": "at most one process",
+    "Exclusive_Thread": "at most one thread",
+    "Prohibited": "no process",
+}
+"""Who may use a GPU in each compute mode other than Default."""
+_ACROSS_SOCKETS = "SYS"
+"""`nvidia-smi topo`: over PCIe and the link between NUMA nodes. The other ways over PCIe stay within a node."""
 
 
-def gpus(info: LaunchInfo | None, environ: Mapping[str, str] = os.environ) -> Findings:
-    cards = _ask_driver()
+def ask_driver() -> list[Card]:
+    """All GPUs of this host, also those that this process may not use. None if there is no NVIDIA driver."""
+    said = _nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader")
+    rows = csv.reader(said.splitlines(), skipinitialspace=True)
+    return [dict(zip(_QUERY, row, strict=True)) for row in rows if len(row) == len(_QUERY)]
+
+
+def visible_gpus() -> list[str]:
+    """The UUIDs of the GPUs that torch can use in this process."""
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def nccl_version() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return "none"
+
+
+def gpus(cards: Sequence[Card], environ: Mapping[str, str] = os.environ) -> Findings:
     if not torch.cuda.is_available():
         if not cards:
             yield ok("GPUs", "none")
@@ -42,71 +73,73 @@ def gpus(info: LaunchInfo | None, environ: Mapping[str, str] = os.environ) -> Fi
         return
     count = torch.cuda.device_count()
     names = sorted({torch.cuda.get_device_properties(index).name for index in range(count)})
-    yield ok("GPUs", f"{count}: {', '.join(names)}; CUDA {torch.version.cuda}, NCCL {_nccl_version()}")
+    yield ok("GPUs", f"{count}: {', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl_version()}")
     yield from _cards(cards)
-    yield from _sharing(info, count, environ)
+    if len(cards) > 1:
+        yield from _links(_nvidia_smi("topo", "-m"))
     if count > 1:
         yield _peer_access(count)
 
 
-def _ask_driver() -> list[dict[str, str]]:
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; empty if it is absent, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
-    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
+        return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.SubprocessError):
-        return []
-    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
-    return [dict(zip(_QUERY, row, strict=True)) for row in rows if len(row) == len(_QUERY)]
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
-def _nccl_version() -> str:
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except (AttributeError, RuntimeError):
-        return "none"
-
-
-def _cards(cards: list[dict[str, str]]) -> Findings:
+def _cards(cards: Sequence[Card]) -> Findings:
     for card in cards:
-        name = f"GPU {card['index']}"
-        if card["compute_mode"] not in ("Default", "[N/A]"):
-            says = f"its compute mode is {card['compute_mode']}: at most one process may use it"
-            yield warning(name, says, "nvidia-smi -c DEFAULT, if ranks share it")
+        name, errors = f"GPU {card['index']}", card["ecc.errors.uncorrected.volatile.total"]
+        mode = card["compute_mode"]
+        if mode in _USERS:
+            says = f"its compute mode is {mode}: {_USERS[mode]} may use it"
+            yield warning(name, says, "nvidia-smi -c DEFAULT, if ranks use or share it")
         if card["mig.mode.current"] == "Enabled":
             yield warning(
                 name, "it is divided by MIG: NCCL cannot join its slices", "Use one slice a job, or disable MIG"
             )
-        if card["ecc.errors.uncorrected.volatile.total"] not in ("0", "[N/A]"):
-            says = f"{card['ecc.errors.uncorrected.volatile.total']} uncorrected memory errors since the last reset"
+        if errors.isdigit() and int(errors):  # cards without ECC say [N/A]
+            says = f"{errors} uncorrected memory errors since the last reset"
             yield error(name, says, "Reset or replace it: results may be wrong")
 
 
-def _sharing(info: LaunchInfo | None, count: int, environ: Mapping[str, str]) -> Findings:
-    ranks = info.local_size if info is not None else None
-    mps = _mps_runs(environ)
-    if ranks is not None and ranks > count:
-        says = f"{ranks} ranks share {count}"
-        if mps:
-            yield ok("GPU sharing", f"{says}, through MPS")
-        else:
-            advice = "Start nvidia-cuda-mps-control -d before the job, so that their kernels run at the same time"
-            yield warning("GPU sharing", f"{says}, and their kernels take turns", advice)
-    elif mps:
-        yield ok("GPU sharing", "MPS runs")
-
-
-def _mps_runs(environ: Mapping[str, str]) -> bool:
-    return Path(environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+def _links(topology: str) -> Findings:
+    """How the GPUs of this host are joined, by the matrix that `nvidia-smi topo -m` prints. Shown, not judged."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # its header is underlined
+    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s+(?!GPU)", line)]
+    ways: dict[str, list[str]] = {}
+    for one, row in enumerate(rows):
+        for other, way in enumerate(row[1 : one + 1]):
+            if re.fullmatch(r"NV\d+", way):
+                kind = "NVLink"
+            else:
+                kind = "PCIe across sockets" if way == _ACROSS_SOCKETS else "PCIe"
+            ways.setdefault(kind, []).append(f"{other}-{one}")
+    pairs = len(rows) * (len(rows) - 1) // 2
+    if len(ways) == 1:
+        yield ok("GPU links", f"{next(iter(ways))} between all {len(rows)}")
+    elif ways:
+        listed = (f"{kind} between {len(joined)} of {pairs} pairs ({_some(joined)})" for kind, joined in ways.items())
+        yield ok("GPU links", "; ".join(sorted(listed)))
 
 
 def _peer_access(count: int) -> Finding:
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    without = [f"{one}-{other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
     if without:
-        listed = ", ".join(f"{one}-{other}" for one, other in without[:8])
-        says = f"no direct access between {len(without)} of {len(pairs)} pairs ({listed}): data goes through the host"
-        return warning("GPU links", says, "nvidia-smi topo -p2p r shows why; ACS or IOMMU settings often do it")
-    return ok("GPU links", f"direct access between all {count}")
+        listed = f"{len(without)} of {len(pairs)} pairs ({_some(without)})"
+        says = f"no direct access between {listed}: data goes through the host"
+        return warning("peer access", says, "nvidia-smi topo -p2p r shows why; ACS or IOMMU settings often do it")
+    return ok("peer access", f"direct access between all {count}")
+
+
+def _some(pairs: list[str]) -> str:
+    return ", ".join(pairs[:8]) + (", ..." if len(pairs) > 8 else "")

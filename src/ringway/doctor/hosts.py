@@ -1,98 +1,71 @@
 """Between hosts: names, connections in both directions, clocks and versions. Every rank of a job takes part.
 
-One rank on each host examines it and tries to connect to the others. What the ranks say reaches rank 0 through the
-job's store, whose ranks have proved that they belong to the job.
+Every rank examines its process, and the first on each host examines the host and tries to connect to the others. What
+the ranks say reaches rank 0 through the job's store, whose ranks have proved that they belong to the job.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
-import torch
 import torch.distributed as c10d
 
 from ringway.doctor.finding import Finding, error, ok, warning
+from ringway.doctor.gpus import Card
+from ringway.doctor.place import Place, findings_as_text, own_place, read_findings, read_place
+from ringway.doctor.ranks import merge, sharing
 from ringway.launch.info import LaunchInfo
 from ringway.launch.ports import address_towards
-from ringway.launch.processes import boot_id
 from ringway.observe.trace.clock import answer, ask
-from ringway.version import VERSION
 
 _CONNECT_SECONDS = 3.0
 _AT_ONCE = 64
 _CLOCK_SECONDS = 0.5
-_LONGEST_TEXT = 1 << 20
+_VERSIONS = {"ringway": error, "torch": error, "NCCL": error, "Python": warning, "NVIDIA driver": warning}
+"""Of what all ranks should have the same, and how bad it is if they have not."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one rank is, as it says itself."""
-
-    rank: int
-    host: str
-    network: str
-    """Equal for ranks that share a kernel and a network namespace."""
-    address: str
-    port: int
-    versions: dict[str, str]
-
-
-def compare_hosts(store: c10d.Store, info: LaunchInfo, own: Sequence[Finding], seconds: float) -> list[Finding] | None:
-    """All findings, on rank 0; None on the others. `own` are those about this host."""
+def compare_hosts(
+    store: c10d.Store, info: LaunchInfo, own: Sequence[Finding], cards: Sequence[Card], seconds: float
+) -> list[Finding] | None:
+    """All findings, on rank 0; None on the others. `own` are those of this rank, `cards` the GPUs of this host."""
     shared = c10d.PrefixStore("ringway/doctor", store)
     limit = timedelta(seconds=seconds)
     with _listening(info) as (address, port):
-        here = Place(info.rank, socket.gethostname(), _network(), address, port, _versions())
-        shared.set(f"place/{info.rank}", json.dumps(asdict(here)))
+        here = own_place(info.rank, cards, address, port)
+        shared.set(f"own/{info.rank}", findings_as_text(own))
+        shared.set(f"place/{info.rank}", here.as_text())  # after what the leader reads when it has the places
         shared.wait([f"place/{rank}" for rank in range(info.size)], limit)
-        places = [Place(**_read(shared, f"place/{rank}")) for rank in range(info.size)]
+        places = [read_place(shared.get(f"place/{rank}"), rank) for rank in range(info.size)]
         leaders = _leaders(places)
         if info.rank in leaders:
+            neighbours = [place for place in places if place.network == here.network]
+            found = {place.rank: read_findings(shared.get(f"own/{place.rank}"), place.rank) for place in neighbours}
             others = [places[rank] for rank in leaders if rank != info.rank]
             # At the same time: a firewall or a name server may let each wait for seconds.
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 reached = list(pool.map(lambda other: _reach(here, other), others))
-            found = [replace(finding, host=here.host) if len(leaders) > 1 else finding for finding in (*own, *reached)]
-            shared.set(f"findings/{info.rank}", json.dumps([asdict(finding) for finding in found]))
+            of_host = [*merge(found, info.rank), *sharing(neighbours), *reached]
+            if len(leaders) > 1:
+                of_host = [replace(finding, host=here.host) for finding in of_host]
+            shared.set(f"findings/{info.rank}", findings_as_text(of_host))
         # Ends only after all have tried to connect, so the listeners stay open until then.
         shared.wait([f"findings/{rank}" for rank in leaders], limit)
         offsets = _clock_offsets(shared, info.rank, leaders, limit)
     if info.rank != 0:
         return None
-    findings = [Finding(**entry) for rank in leaders for entry in _read(shared, f"findings/{rank}")]
+    findings = [each for rank in leaders for each in read_findings(shared.get(f"findings/{rank}"), rank)]
     findings.append(_ranks_by_host(places, leaders))
     findings += _clocks(places, offsets)
     findings += _different_versions(places)
     return findings
-
-
-def _network() -> str:
-    try:
-        namespace = os.readlink("/proc/self/ns/net")
-    except OSError:
-        namespace = socket.gethostname()
-    return f"{boot_id()} {namespace}"
-
-
-def _versions() -> dict[str, str]:
-    return {"ringway": VERSION, "torch": torch.__version__}
-
-
-def _read(shared: c10d.Store, key: str) -> Any:
-    text = shared.get(key)
-    if len(text) > _LONGEST_TEXT:
-        raise ValueError(f"{key} has {len(text)} bytes")
-    return json.loads(text)
 
 
 def _leaders(places: Sequence[Place]) -> list[int]:
@@ -166,10 +139,10 @@ def _ranks_by_host(places: Sequence[Place], leaders: list[int]) -> Finding:
 
 
 def _different_versions(places: Sequence[Place]) -> Iterator[Finding]:
-    for package in sorted(places[0].versions):
+    for package, bad in _VERSIONS.items():
         by_version: dict[str, list[str]] = {}
         for place in places:
             by_version.setdefault(place.versions.get(package, "none"), []).append(f"rank {place.rank} on {place.host}")
         if len(by_version) > 1:
             listed = "; ".join(f"{version}: {', '.join(where[:4])}" for version, where in by_version.items())
-            yield error("versions", f"{package} differs. {listed}", f"Install the same {package} everywhere")
+            yield bad("versions", f"{package} differs. {listed}", f"Install the same {package} everywhere")

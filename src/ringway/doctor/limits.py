@@ -1,4 +1,4 @@
-"""What the kernel and the container allow a job on this host: memory, CPUs, descriptors, locked pages."""
+"""What the kernel and the container allow a job on this host: memory, CPU time, descriptors, locked pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DESCRIPTORS = 1024
 def limits(info: LaunchInfo | None, root: Path = Path("/")) -> Findings:
     """`root` replaces the root of the file system, for tests."""
     yield _memory(root)
-    yield from _cpus(info, root)
+    yield from _cpu_quota(root)
     yield _shared_memory(root)
     yield _descriptors(info)
     yield _locked_memory(root)
@@ -38,26 +38,14 @@ def _memory(root: Path) -> Finding:
     return warning("memory", says, advice)
 
 
-def _cpus(info: LaunchInfo | None, root: Path) -> Findings:
-    allowed, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    quota = cpu_quota(root)
-    usable = float(allowed)
+def _cpu_quota(root: Path) -> Findings:
+    allowed, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
     if quota is not None and quota < allowed:
-        usable = quota
         yield warning(
             "CPU quota",
             f"the container may use {quota:g} CPUs of the {allowed} that its processes see",
             "Raise the quota (docker: --cpus), or start no more ranks and threads than the quota allows",
         )
-    says = f"{allowed} of {present}"
-    ranks = (info.local_size or (info.size if info.on_one_host else None)) if info is not None else None
-    if ranks is not None and ranks > usable:
-        advice = "Start fewer ranks a host, or widen the affinity (taskset, Slurm: --cpus-per-task)"
-        yield warning("CPUs", f"{says}, for {ranks} ranks: ranks take turns and sleep instead of spin", advice)
-    elif allowed < present and info is not None and allowed == 1 and ranks is not None and ranks > 1:
-        yield warning("CPUs", f"{says}: all threads of this rank share one CPU", "Bind ranks to more CPUs, or to none")
-    else:
-        yield ok("CPUs", says)
 
 
 def _shared_memory(root: Path) -> Finding:

@@ -61,7 +61,6 @@ def network(info: LaunchInfo | None, environ: Mapping[str, str] = os.environ) ->
         yield _store_address(info, towards)
     yield _gloo(found, towards, several_hosts, environ)
     yield _nccl(found, towards, several_hosts, environ)
-    yield from _mpi(found, environ)
     if info is not None and info.port is not None and info.rank == 0 and not info.hosted_by_launcher:
         yield _store_port(info)
 
@@ -143,7 +142,7 @@ def _store_port(info: LaunchInfo) -> Finding:
     return ok("port", f"{info.port} is free")
 
 
-def _named(found: list[Interface], subject: str, variable: str, names: list[str]) -> Finding | None:
+def absent(found: list[Interface], subject: str, variable: str, names: list[str]) -> Finding | None:
     missing = [name for name in names if not any(each.name == name for each in found)]
     if not missing:
         return None
@@ -153,7 +152,7 @@ def _named(found: list[Interface], subject: str, variable: str, names: list[str]
     )
 
 
-def _leads_elsewhere(
+def leads_elsewhere(
     subject: str, variable: str, taken: list[Interface], towards: str | None, several_hosts: bool
 ) -> Finding | None:
     """A warning if the named interfaces are not the one that leads to the other ranks."""
@@ -179,8 +178,8 @@ def _gloo(found: list[Interface], towards: str | None, several_hosts: bool, envi
     names = [name.strip() for name in environ[variable].split(",")]
     taken = [each for each in found if each.name in names]
     return (
-        _named(found, "gloo", variable, names)
-        or _leads_elsewhere("gloo", variable, taken, towards, several_hosts)
+        absent(found, "gloo", variable, names)
+        or leads_elsewhere("gloo", variable, taken, towards, several_hosts)
         or ok("gloo", f"would use {', '.join(map(str, taken))} ({variable})")
     )
 
@@ -221,11 +220,4 @@ def _nccl(found: list[Interface], towards: str | None, several_hosts: bool, envi
         return warning("NCCL", f"{says}; {virtual[0].name} leads to containers of this host only", advice)
     if not setting and not all(each.loopback for each in taken):
         return ok("NCCL", says)  # its own choice: InfiniBand, or all interfaces
-    return _leads_elsewhere("NCCL", variable, taken, towards, several_hosts) or ok("NCCL", says)
-
-
-def _mpi(found: list[Interface], environ: Mapping[str, str]) -> Findings:
-    for variable in ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include"):
-        names = [name for name in environ.get(variable, "").split(",") if name and "/" not in name]
-        if names:
-            yield _named(found, "MPI", variable, names) or ok("MPI", f"would use {', '.join(names)} ({variable})")
+    return leads_elsewhere("NCCL", variable, taken, towards, several_hosts) or ok("NCCL", says)
