@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import io
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from rich.console import Console
 
 from browser import Browser, find_chromium
 from ringway.bench.cases import CASES, BenchCase, Place, _wrong_elements
 from ringway.bench.compare import compare, in_words
 from ringway.bench.page import page
-from ringway.bench.ranks import EVENTS, SCHEDULE
 from ringway.bench.reading import reading
 from ringway.bench.runner import Estimate
 from ringway.bench.schedule import PAIRS, Schedule, in_units, make_items, parse_sizes
 from ringway.bench.session import run_schedule
-from ringway.bench.table import Row, from_json, to_csv, to_json
-from ringway.cli import app
+from ringway.bench.table import Row, from_json, print_tables, to_csv, to_json
 from ringway.errors import UsageError
-from ringway.launch import run as launcher
 from ringway.testing import RankContext, RankPool
 from ringway.testing.pool import RanksFailed
 
@@ -60,8 +56,12 @@ def test_wrong_names_are_refused() -> None:
 
 def test_a_schedule_survives_being_written() -> None:
     schedule = Schedule(
-        make_items(["all_reduce", PAIRS], [8], ["int64"], ["async"]), ("shm",), ("int8",), rounds=5, seconds=2.0
+        make_items(["all_reduce", PAIRS], [8, 4096], ["float32"], ["async", "sync"], ["int8"]),
+        ("shm",),
+        rounds=5,
+        seconds=2.0,
     )
+    assert [item.codecs for item in schedule.items] == [(), (), (), (), ("int8",)]
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
@@ -73,10 +73,8 @@ def _measured(context: RankContext, schedule: Schedule) -> list[dict[str, Any]]:
 
 
 def test_every_op_and_mode_is_measured(pool: RankPool) -> None:
-    items = make_items([*CASES, PAIRS], [4096], modes=["sync", "async", "overlap"])
-    first, *others = pool.run(
-        _measured, Schedule(items, ("shm", "gloo"), ("int8",), rounds=3), world_size=3, timeout=200
-    )
+    items = make_items([*CASES, PAIRS], [4096], modes=["sync", "async", "overlap"], codecs=["int8"])
+    first, *others = pool.run(_measured, Schedule(items, ("shm", "gloo"), rounds=3), world_size=3, timeout=200)
     assert others == [[], []], "rank 0 tells"
     table = [Row.from_dict(event["row"]) for event in first if "row" in event]
     assert {row.op for row in table if row.mode == "sync"} == set(CASES)
@@ -85,8 +83,12 @@ def test_every_op_and_mode_is_measured(pool: RankPool) -> None:
     assert {row.candidate for row in table if row.mode == "overlap"} == {
         f"{name} {how} compute" for name in ("shm", "gloo") for how in ("then", "under")
     }
-    assert all(row.verified for row in table if row.mode in ("sync", "async", "compressed"))
-    assert from_json(to_json(table)) == table
+    assert all(row.verified for row in table)
+    again, facts = from_json(to_json(table, ["shm", "gloo"]))
+    assert again == table
+    assert facts["backends"] == ["shm", "gloo"]
+    assert facts["cpu"]
+    assert int(facts["memory"].removesuffix(" GiB")) > 0
     assert len(to_csv(table).splitlines()) == len(table) + 1
     assert reading(table)
 
@@ -152,14 +154,25 @@ def test_the_reading_names_winners_latency_and_slow_links() -> None:
         for place, name in enumerate(("shm", "gloo"))
     ]
     (line,) = reading(table)
-    assert "shm is fastest from 8 B to 1 KiB (40 × gloo); gloo is fastest at 1 MiB (1.1 × shm)" in line
+    assert "shm is fastest from 8 B to 1 KiB (40 × gloo at 8 B, 34 × at 1 KiB); gloo is fastest at 1 MiB" in line
     assert "Up to 1 KiB latency-bound (about 1 µs)" in line
+    shares = {8: (413, 600), 1024: (221, 300), 64 << 10: (52, 90)}
+    ahead = [
+        _row("broadcast", size, name, 1e-6 * factor)
+        for size, (gloo, mpi) in shares.items()
+        for name, factor in (("shm", 1), ("gloo", gloo), ("mpi", mpi))
+    ]
+    assert "from 8 B to 64 KiB (410 × gloo at 8 B, 52 × at 64 KiB)." in reading(ahead)[0]
+    assert "(600 × mpi at 8 B, 52 × gloo at 64 KiB)" in reading([row for row in ahead if row is not ahead[1]])[0]
+    assert (
+        "(2 × gloo)" in reading([_row("broadcast", s, n, t) for s in (8, 64) for n, t in (("shm", 1), ("gloo", 2))])[0]
+    )
     pairs = [
         _row(f"{a}-{b}", 8, "shm", 1e-6 * (4 if (a, b) == (1, 2) else 1), mode="pair")
         for a in range(3)
         for b in range(a + 1, 3)
     ]
-    assert reading(pairs) == ["messages of 8 B: ranks 1-2 are 4.0 times slower than the usual 1 µs."]
+    assert reading(pairs) == ["messages of 8 B on shm: ranks 1-2 are 4.0 times slower than the usual 1 µs."]
 
 
 def test_the_page_is_one_file_and_escapes_what_it_shows() -> None:
@@ -169,6 +182,11 @@ def test_the_page_is_one_file_and_escapes_what_it_shows() -> None:
     assert "<script" not in text
     assert "http" not in text
     assert text.count("<circle") == 2
+    assert "Pairs of ranks on shm, 8 B, one way" in text
+    assert "backends shm gloo" in page(table, {"backends": ["shm", "gloo"]})
+    drawn = io.StringIO()
+    print_tables(table, Console(file=drawn, width=140))
+    assert "Pairs of ranks on shm, one way" in drawn.getvalue()
 
 
 _CONTRAST = """(() => {
@@ -266,92 +284,3 @@ def test_sums_of_many_ranks_in_a_narrow_dtype_may_be_rounded() -> None:
         broken = wanted.clone()
         broken[3], broken[5] = 0, float("nan")
         assert _wrong_elements(broken, wanted, min(size, 100)) == 2
-
-
-def test_files_that_cannot_be_written_or_read_are_refused_before_measuring(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(launcher, "run", _run_with([], [], started))
-    (tmp_path / "no.json").write_text("[]")
-    wrong = [[option, str(tmp_path / "absent" / "file")] for option in ("-o", "--csv", "--html", "--compare")]
-    wrong += [["--compare", str(tmp_path / "no.json")], ["-o", str(tmp_path)], ["--backends", "nosuch"]]
-    for options in wrong:
-        done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "send", "--sizes", "8", *options])
-        assert isinstance(done.exception, UsageError), (options, done.exception)
-    assert started == []
-
-
-def test_a_file_that_fails_at_the_end_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [[{"begun": "send 8", "number": 0}, {"row": _row("send", 8, "shm", 1e-6).to_dict()}]]
-    monkeypatch.setattr(launcher, "run", _run_with(told, [0], []))
-    done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "send", "--sizes", "8", "--csv", "/dev/full"])
-    assert done.exit_code == 1
-    assert "send: shm is fastest" in done.stdout
-    assert "send,8,float32" in done.stdout  # the CSV
-    assert "cannot write /dev/full: No space left" in done.output
-
-
-def test_restarted_ranks_have_only_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = [[{"begun": "send", "number": 0}]] * 4
-    given: list[float] = []
-    run = _run_with(began, [137] * 4, [])
-
-    def slow(command: list[str], ranks: int) -> launcher.Outcome:
-        given.append(Schedule.from_json(Path(command[-1], SCHEDULE).read_text()).seconds or 0.0)
-        time.sleep(0.05)
-        return run(command, ranks)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(launcher, "run", slow)
-    options = ["--ops", "send", "--sizes", "8:1M:x2", "--seconds", "0.12"]
-    done = CliRunner().invoke(app, ["bench", "-n", "2", *options])
-    assert done.exit_code == 1
-    assert given[0] == 0.12
-    assert given[1] <= 0.07
-    assert given[3] == 0
-    assert done.output.count("new ranks go on") == 3
-    assert "interrupted" not in done.output
-
-
-def _run_with(events: list[list[dict[str, Any]]], codes: list[int], started: list[int]) -> Any:
-    """A launcher whose ranks tell these events and end like this, one list for each start. 130 is Ctrl-C."""
-
-    def run(command: list[str], ranks: int) -> launcher.Outcome:
-        folder = Path(command[-1])
-        started.append(len(Schedule.from_json((folder / SCHEDULE).read_text()).items))
-        with (folder / EVENTS).open("w") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events[len(started) - 1])
-        code = codes[len(started) - 1]
-        return launcher.Outcome(code, "rank 1 was killed by SIGKILL", interrupted=code == 130)
-
-    return run
-
-
-def test_a_rank_that_dies_is_reported_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"row": _row("all_reduce", size, "shm", 1e-6).to_dict()} for size in (8, 32)]
-    told = [
-        [{"begun": "all_reduce 8", "number": 0}, rows[0], {"begun": "all_reduce 16", "number": 1}],
-        [{"begun": "all_reduce 32", "number": 0}, rows[1]],
-    ]
-    started: list[int] = []
-    monkeypatch.setattr(launcher, "run", _run_with(told, [137, 0], started))
-    done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "all_reduce", "--sizes", "8,16,32", "--json"])
-    assert (done.exit_code, started) == (1, [3, 1])
-    document = json.loads(done.stdout)
-    assert [row["nbytes"] for row in document["rows"]] == [8, 32]
-    assert document["notes"] == ["all_reduce 16 failed: rank 1 was killed by SIGKILL"]
-
-
-def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = [[{"begun": "send 8", "number": 0}, {"row": _row("send", 8, "shm", 1e-6).to_dict()}]]
-    monkeypatch.setattr(launcher, "run", _run_with(told, [130], []))
-    files = {name: tmp_path / f"file.{name}" for name in ("csv", "html", "json")}
-    options = ["--csv", str(files["csv"]), "--html", str(files["html"]), "--json", "-o", str(files["json"])]
-    done = CliRunner().invoke(app, ["bench", "-n", "2", "--ops", "send", "--sizes", "8,16", *options])
-    assert done.exit_code == 130
-    assert json.loads(files["json"].read_text())["rows"][0]["op"] == "send"
-    assert "send" in files["csv"].read_text()
-    assert "<svg" in files["html"].read_text()
-    monkeypatch.setattr(launcher, "run", _run_with(told, [0], []))
-    again = ["bench", "-n", "2", "--ops", "send", "--sizes", "8", "--compare", str(files["json"])]
-    assert "nothing changed beyond the noise" in CliRunner().invoke(app, again).stdout

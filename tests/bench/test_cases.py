@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from ringway.bench import CASES, Place, Ranks, WrongResult, measure, print_table, rows, to_json
+from ringway.bench import CASES, Measured, Place, Ranks, WrongResult, measure, print_table, rows, to_json
 from ringway.bench.table import in_bytes, in_time, rounded
 from ringway.call import OPS
 from ringway.testing import RankContext, RankPool
@@ -90,6 +90,39 @@ def test_a_table_for_people() -> None:
     assert "Title" in shown
     assert shown.count("all_reduce") == 2
     assert "64 B" in shown
+
+
+BUS_GB_PER_SECOND = {
+    # of 1 MiB in 1 ms among 4 ranks, by nccl-tests' PERFORMANCE.md: 1.048576 GB/s times 2 (n - 1) / n
+    "all_reduce": 1.572864,
+    "all_reduce_coalesced": 1.572864,
+    "inference_all_reduce": 1.572864,
+    # times (n - 1) / n
+    "all_gather": 0.786432,
+    "all_gather_into_tensor": 0.786432,
+    "all_gather_coalesced": 0.786432,
+    "reduce_scatter": 0.786432,
+    "reduce_scatter_tensor": 0.786432,
+    "reduce_scatter_coalesced": 0.786432,
+    "all_to_all": 0.786432,
+    "all_to_all_single": 0.786432,
+    "gather": 0.786432,
+    "scatter": 0.786432,
+    # times 1
+    "broadcast": 1.048576,
+    "reduce": 1.048576,
+    "send": 1.048576,
+    # no bytes
+    "barrier": 0.0,
+}
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_bandwidths_are_those_of_nccl_tests(op: str) -> None:
+    measured = Measured("one", [1e-3] * 5, 1, True)
+    (row,) = rows(CASES[op], Place(0, 4, 1 << 20), [measured])
+    assert row.bus_bandwidth / 1e9 == pytest.approx(BUS_GB_PER_SECOND[op], rel=1e-9)
+    assert row.algorithm_bandwidth / 1e9 == pytest.approx(0.0 if op == "barrier" else 1.048576, rel=1e-9)
 
 
 def test_units() -> None:

@@ -9,7 +9,7 @@ for that in a narrow dtype (bfloat16: from 21 ranks on), and then may differ by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -237,6 +237,12 @@ CASES: dict[str, BenchCase] = {
             ops.ALL_REDUCE,
             _in_place,
             lambda dist, b, p: partial(dist.all_reduce, b.taken[0], group=p.group),
+            lambda p: [p.total(0, p.whole)],
+        ),
+        BenchCase(
+            replace(ops.ALL_REDUCE, name="inference_all_reduce"),
+            _in_place,
+            lambda dist, b, p: partial(dist.inference_all_reduce, b.taken[0], group=p.group),
             lambda p: [p.total(0, p.whole)],
         ),
         BenchCase(

@@ -43,7 +43,7 @@ def page(table: Sequence[Row], facts: Mapping[str, Any]) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>ringway bench</title><style>{_STYLE}</style></head><body><h1>ringway bench</h1>",
-        f"<p class='soft'>{escape(', '.join(f'{key} {value}' for key, value in facts.items()))}</p>",
+        f"<p class='soft'>{escape(', '.join(_fact(name, value) for name, value in facts.items()))}</p>",
         "<h2>Reading</h2><ul>",
         *(f"<li>{escape(line)}</li>" for line in reading(table)),
         "</ul><h2>Time by size</h2><p>",
@@ -57,6 +57,10 @@ def page(table: Sequence[Row], facts: Mapping[str, Any]) -> str:
         "</table></div></body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _fact(name: str, value: Any) -> str:
+    return f"{name} {' '.join(value) if isinstance(value, (list, tuple)) else value}"
 
 
 def _chart(rows: Sequence[Row], colors: Mapping[str, str]) -> str:
@@ -100,11 +104,13 @@ def _chart(rows: Sequence[Row], colors: Mapping[str, str]) -> str:
 
 def _matrices(pairs: Sequence[Row]) -> Iterator[str]:
     """Messages between all pairs of ranks, as heat maps."""
-    for nbytes in dict.fromkeys(row.nbytes for row in pairs):
-        times = {tuple(map(int, row.op.split("-"))): row.seconds.median for row in pairs if row.nbytes == nbytes}
+    for name, nbytes in dict.fromkeys((row.candidate, row.nbytes) for row in pairs):
+        own = [row for row in pairs if (row.candidate, row.nbytes) == (name, nbytes)]
+        times = {tuple(map(int, row.op.split("-"))): row.seconds.median for row in own}
         size = 1 + max(second for _, second in times)
         low, high = math.log(min(times.values())), math.log(max(times.values()))
-        yield f"<h2>Pairs of ranks, {in_bytes(nbytes)}, one way</h2><div class='wide'><table><tr><th></th>"
+        yield f"<h2>Pairs of ranks on {escape(name)}, {in_bytes(nbytes)}, one way</h2>"
+        yield "<div class='wide'><table><tr><th></th>"
         yield "".join(f"<th>{rank}</th>" for rank in range(size)) + "</tr>"
         for one in range(size):
             cells = []

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import ringway
-from ringway.bench.schedule import Schedule
+from ringway.bench.schedule import EVENTS, SCHEDULE, Schedule
 from ringway.bench.session import run_schedule
 
-SCHEDULE, EVENTS = "schedule.json", "events.jsonl"
 
-
-def main(folder: Path) -> None:
+def main() -> None:
+    folder = Path(sys.argv[1])
     schedule = Schedule.from_json((folder / SCHEDULE).read_text())
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
     with (folder / EVENTS).open("a") as file:
@@ -34,7 +33,3 @@ def _age() -> float:
     """Seconds since this process began: importing torch takes a good part of a short run."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

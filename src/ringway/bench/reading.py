@@ -40,9 +40,8 @@ def _op(table: Sequence[Row]) -> Iterator[str]:
             if first != last
             else f" at {in_bytes(first)}"
         )
-        name = best[first].candidate
-        against = _ahead(by_size[first], best[first])
-        parts.append(f"{name} is fastest{where}{against}")
+        lead = _lead([by_size[size] for size in best if first <= size <= last], best[first].candidate)
+        parts.append(f"{best[first].candidate} is fastest{where}{lead}")
     text = f"{op}: {'; '.join(parts)}"
     smallest, largest = best[min(best)], best[max(best)]
     if len(best) > 2:
@@ -64,16 +63,29 @@ def _runs(best: dict[int, Row]) -> Iterator[tuple[int, int]]:
             start = place
 
 
-def _ahead(rows: Sequence[Row], best: Row) -> str:
-    others = sorted((row for row in rows if row is not best), key=lambda row: row.seconds.median)
-    if not others:
+def _lead(run: Sequence[Sequence[Row]], name: str) -> str:
+    """How far ahead of the next the fastest is: at the sizes where it leads most, and where it leads least."""
+    leads = []
+    for rows in run:
+        seconds = {row.candidate: row.seconds.median for row in rows}
+        best = seconds.pop(name)
+        if seconds:
+            other = min(seconds, key=lambda candidate: seconds[candidate])
+            leads.append((seconds[other] / best, other, rows[0].nbytes))
+    if not leads:
         return ""
-    factor = others[0].seconds.median / best.seconds.median
-    return (
-        f" ({rounded(factor, 2)} × {others[0].candidate})"
-        if factor >= 1.05
-        else f" (about as fast as {others[0].candidate})"
-    )
+    ends = sorted({max(leads), min(leads)}, key=lambda lead: lead[2])
+    said = [_times(factor, other) for factor, other, _ in ends]
+    if len(set(said)) == 1:
+        return f" ({said[0]})"
+    (_, other, _), (factor, last, _) = ends
+    if other == last and "×" in said[0] and "×" in said[1]:
+        said[1] = f"{rounded(factor, 2)} ×"
+    return f" ({', '.join(f'{one} at {in_bytes(size)}' for one, (_, _, size) in zip(said, ends, strict=True))})"
+
+
+def _times(factor: float, name: str) -> str:
+    return f"{rounded(factor, 2)} × {name}" if factor >= 1.05 else f"about as fast as {name}"
 
 
 def _asynchronous(table: Sequence[Row]) -> Iterator[str]:
@@ -103,16 +115,16 @@ def _overlap(table: Sequence[Row]) -> Iterator[str]:
 
 
 def _links(pairs: Sequence[Row]) -> Iterator[str]:
-    for nbytes in dict.fromkeys(row.nbytes for row in pairs):
-        of_size = [row for row in pairs if row.nbytes == nbytes]
+    for name, nbytes in dict.fromkeys((row.candidate, row.nbytes) for row in pairs):
+        of_size = [row for row in pairs if (row.candidate, row.nbytes) == (name, nbytes)]
         usual = statistics.median(row.seconds.median for row in of_size)
         slow = [row for row in of_size if row.seconds.median > _SLOW_LINK * usual]
-        size = in_bytes(nbytes)
+        messages = f"messages of {in_bytes(nbytes)} on {name}"
         if len(of_size) < 3 or not slow:
-            yield f"messages of {size}: {in_time(usual)} between {'all' if len(of_size) > 1 else 'the two'} ranks."
+            yield f"{messages}: {in_time(usual)} between {'all' if len(of_size) > 1 else 'the two'} ranks."
         for row in sorted(slow, key=lambda row: -row.seconds.median)[:5] if len(of_size) >= 3 else ():
             factor = row.seconds.median / usual
-            yield f"messages of {size}: ranks {row.op} are {factor:.1f} times slower than the usual {in_time(usual)}."
+            yield f"{messages}: ranks {row.op} are {factor:.1f} times slower than the usual {in_time(usual)}."
 
 
 def geometric_mean(values: Sequence[float]) -> float:

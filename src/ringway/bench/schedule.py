@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,11 +15,15 @@ from ringway.errors import UsageError
 
 Mode = Literal["sync", "async", "overlap"]
 MODES: tuple[Mode, ...] = ("sync", "async", "overlap")
+SCHEDULE, EVENTS = "schedule.json", "events.jsonl"
+"""The files of a run whose ranks are processes of their own: what to measure, and what happened."""
 PAIRS = "pairs"
 """The item that measures every pair of ranks."""
 PAIR_SIZES = (8, 4 << 20)
 BRIEF_SIZES = (8, 64 << 10, 4 << 20, 1 << 10, 1 << 20, 16 << 20, 64 << 20)
 """Those of a run without arguments, the most telling ones first: a limit of time cuts the end off."""
+LEAST_COMPRESSED = 1024
+"""Bytes: nobody compresses less."""
 _MOST_BYTES = 1 << 40
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -32,6 +36,8 @@ class Item:
     nbytes: int = 0
     dtype: str = "float32"
     mode: Mode = "sync"
+    codecs: tuple[str, ...] = ()
+    """Those of compressed all_reduces that are measured beside the plain one."""
 
     def __str__(self) -> str:
         size = "" if self.op in ("barrier", PAIRS) else f" {in_units(self.nbytes)}"
@@ -44,7 +50,6 @@ class Schedule:
     items: tuple[Item, ...]
     backends: tuple[str, ...] = ()
     """Empty: all that work here."""
-    codecs: tuple[str, ...] = ()
     device: str = "cpu"
     rounds: int = 21
     seconds: float | None = None
@@ -56,9 +61,8 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         facts = json.loads(text)
-        for name in ("backends", "codecs"):
-            facts[name] = tuple(facts[name])
-        return cls(**{**facts, "items": tuple(Item(**entry) for entry in facts["items"])})
+        items = tuple(Item(**{**entry, "codecs": tuple(entry["codecs"])}) for entry in facts["items"])
+        return cls(**{**facts, "backends": tuple(facts["backends"]), "items": items})
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -112,7 +116,11 @@ def _holds_numbers(dtype: object) -> bool:
 
 
 def make_items(
-    ops: Sequence[str], sizes: Sequence[int], dtypes: Sequence[str] = ("float32",), modes: Sequence[Mode] = ("sync",)
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    dtypes: Sequence[str] = ("float32",),
+    modes: Sequence[Mode] = ("sync",),
+    codecs: Sequence[str] = (),
 ) -> tuple[Item, ...]:
     """Sizes come last, so that a limit of time leaves every op with some."""
     for op in ops:
@@ -126,6 +134,23 @@ def make_items(
             raise UsageError(f"--modes: '{mode}' is none; choose from {', '.join(MODES)}")
     once = [Item(op) for op in ops if op in ("barrier", PAIRS)]
     sized = [op for op in ops if op not in ("barrier", PAIRS)]
-    return tuple(
-        once + [Item(op, size, dtype, mode) for size in sizes for op in sized for dtype in dtypes for mode in modes]
+    items = [Item(op, size, dtype, mode) for size in sizes for op in sized for dtype in dtypes for mode in modes]
+    return tuple(once + [replace(item, codecs=tuple(codecs)) if _can_be_compressed(item) else item for item in items])
+
+
+def _can_be_compressed(item: Item) -> bool:
+    floating = getattr(torch, item.dtype).is_floating_point
+    return floating and (item.op, item.mode) == ("all_reduce", "sync") and item.nbytes >= LEAST_COMPRESSED
+
+
+def brief_items(ops: Sequence[str]) -> tuple[Item, ...]:
+    """Those of a run without arguments: behind the most telling sizes, a few of what else can be measured."""
+    first = make_items(ops, BRIEF_SIZES[:3])
+    large = BRIEF_SIZES[2]
+    others = (
+        *(Item("all_reduce", size, mode="async") for size in BRIEF_SIZES[:2]),
+        Item("all_reduce", large, mode="overlap"),
+        Item("all_reduce", large, codecs=("int8", "onebit")),
     )
+    rest = tuple(item for item in make_items(ops, BRIEF_SIZES[3:]) if item.nbytes)
+    return tuple(item for item in first if item != Item("all_reduce", large)) + others + rest

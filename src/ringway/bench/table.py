@@ -5,16 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ringway.bench.cases import BenchCase, Place
+from ringway.bench.machine import machine
 from ringway.bench.runner import Estimate, Measured, median_interval, paired_ratio
 from ringway.errors import UsageError
 
@@ -84,10 +81,10 @@ def rows(case: BenchCase, place: Place, measured: Sequence[Measured], mode: str 
 
 
 def pair_row(candidate: str, first: int, second: int, nbytes: int, ranks: int, samples: Sequence[float]) -> Row:
-    """A message between two ranks, one way."""
+    """A message between two ranks, one way, that has been checked."""
     seconds = median_interval(samples)
     rate = nbytes / seconds.median
-    return Row(f"{first}-{second}", nbytes, "uint8", ranks, candidate, seconds, rate, rate, False, None, "pair")
+    return Row(f"{first}-{second}", nbytes, "uint8", ranks, candidate, seconds, rate, rate, True, None, "pair")
 
 
 def print_table(table: Sequence[Row], title: str = "", console: Console | None = None) -> None:
@@ -122,9 +119,20 @@ def print_table(table: Sequence[Row], title: str = "", console: Console | None =
     (console or RichConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH)).print(view)
 
 
-def to_json(table: Sequence[Row], **facts: Any) -> str:
+def print_tables(table: Sequence[Row], console: Console | None = None) -> None:
+    """Show the rows of a whole run: the ops, and the pairs of ranks on each backend."""
+    ops = [row for row in table if row.mode != "pair"]
+    if ops:
+        print_table(ops, console=console)
+    pairs = [row for row in table if row.mode == "pair"]
+    for name in dict.fromkeys(row.candidate for row in pairs):
+        own = [row for row in pairs if row.candidate == name]
+        print_table(own, f"Pairs of ranks on {name}, one way", console)
+
+
+def to_json(table: Sequence[Row], backends: Sequence[str] = (), **facts: Any) -> str:
     """Rows as JSON, with the facts about the machine that are needed to interpret them."""
-    return json.dumps({"machine": machine(), **facts, "rows": [asdict(row) for row in table]}, indent=2)
+    return json.dumps({"machine": machine(backends), **facts, "rows": [asdict(row) for row in table]}, indent=2)
 
 
 _CSV = ("op", "nbytes", "dtype", "ranks", "candidate", "mode", "seconds", "low", "high", "bus_bandwidth", "verified")
@@ -142,22 +150,13 @@ def to_csv(table: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def from_json(text: str) -> list[Row]:
-    """The rows of a file that `to_json` made."""
+def from_json(text: str) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of what `to_json` made, and the facts about the machine."""
     try:
-        return [Row.from_dict(entry) for entry in json.loads(text)["rows"]]
+        document = json.loads(text)
+        return [Row.from_dict(entry) for entry in document["rows"]], dict(document["machine"])
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"this is no result of ringway bench --json: {error}") from None
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on, without anything that identifies the machine."""
-    return {
-        "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def rounded(value: float, digits: int = 3) -> str:

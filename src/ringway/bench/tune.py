@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import torch
@@ -46,7 +46,9 @@ Medians = dict[str, dict[int, dict[str, float]]]
 Progress = Callable[[str, int], None]
 
 
-def groups_of(names: Sequence[str], device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
+def groups_of(
+    names: Sequence[str], device: str = "cpu", timeout: timedelta | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """A group of all ranks on each backend that every rank can use for tensors on the device, and why the others are
     left out."""
     made: dict[str, Any] = {}
@@ -54,7 +56,7 @@ def groups_of(names: Sequence[str], device: str = "cpu") -> tuple[dict[str, Any]
     for name in names:
         reasons = ringway.allgather_object(_lacking(name, device))
         if not any(reasons):
-            reasons = ringway.allgather_object(_made(name, device, made))
+            reasons = ringway.allgather_object(_made(name, device, made, timeout))
         if any(reasons):
             if name in made:
                 ringway.destroy_process_group(made.pop(name))
@@ -69,11 +71,11 @@ def _lacking(name: str, device: str) -> str | None:
     return None if lacking is None else lacking.reason
 
 
-def _made(name: str, device: str, into: dict[str, Any]) -> str | None:
+def _made(name: str, device: str, into: dict[str, Any], timeout: timedelta | None) -> str | None:
     """Create a group on the backend. Returns the reason if it is not a candidate, otherwise None."""
     try:
         served = registry.on_device(name, device) is registry.own(name)
-        group = into[name] = ringway.new_group(backend=name if served else f"{device}:{name}")
+        group = into[name] = ringway.new_group(None, timeout, name if served else f"{device}:{name}")
         actual = ringway.communicator(group).devices.of(device).name
         if device != "cpu":  # NCCL connects at the first call, and may refuse ranks that share a GPU
             ringway.all_reduce(torch.ones(1, device=device), group=group)
@@ -186,5 +188,5 @@ def use_gpu() -> None:
 
 def check_ops(ops: Sequence[str]) -> None:
     for op in ops:
-        if op not in CASES or not OP_BY_NAME[op].collective:
+        if op not in CASES or op not in OP_BY_NAME or not OP_BY_NAME[op].collective:
             raise UsageError(f"'{op}' cannot be tuned; choose from {', '.join(OPS)}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,72 +19,18 @@ from ringway.errors import UsageError
 from ringway.launch.cpus import usable_cpus
 
 if TYPE_CHECKING:
+    from ringway.bench.results import Findings, Formats
     from ringway.bench.schedule import Schedule
-    from ringway.bench.table import Row
     from ringway.launch import run as launcher
 
 _BRIEF_SECONDS = 90.0
 _MOST_DEATHS = 3
 _POLL = 0.2
-
-
-@dataclass
-class Findings:
-    """What a run has told so far."""
-
-    rows: list[Row] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    nothing: bool = False
-    """Whether no backend works here."""
-    begun: int | None = None
-    """The item that was measured last."""
-
-    def take(self, event: dict[str, Any]) -> None:
-        from ringway.bench.table import Row
-
-        if "row" in event:
-            self.rows.append(Row.from_dict(event["row"]))
-        elif "skipped" in event:
-            self.skipped[event["skipped"]] = event["reason"]
-        elif "refused" in event:
-            self.notes.append(f"not measured: {event['refused']}: {event['reason']}")
-        elif "nothing" in event:
-            self.nothing = True
-            self.notes.append(f"nothing was measured: none of {', '.join(event['nothing'])} works here")
-        elif "begun" in event:
-            self.begun = event["number"]
-        elif "late" in event:
-            self.notes.append(f"time was up: {event['late']} measurements are missing (--seconds allows more)")
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Where the results go."""
-
-    output: Path | None
-    as_json: bool
-    csv: Path | None
-    html: Path | None
-    compare: Path | None
-
-    def check(self) -> None:
-        """Raise UsageError now, rather than after minutes of measuring."""
-        for path in filter(None, (self.output, self.csv, self.html)):
-            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise UsageError(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-        self.earlier()
-
-    def earlier(self) -> list[Row]:
-        """The results to compare with."""
-        from ringway.bench.table import from_json
-
-        if self.compare is None:
-            return []
-        try:
-            return from_json(self.compare.read_text())
-        except OSError as error:
-            raise UsageError(f"--compare {self.compare}: {error.strerror or error}") from None
+_RANK = """import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback, also while it imports torch
+from ringway.bench.ranks import main
+main()
+"""
 
 
 def bench(
@@ -116,7 +60,8 @@ def bench(
     ] = "sync",
     rounds: Annotated[int, typer.Option(min=3, help="Samples per candidate; slow ones get fewer.")] = 21,
     seconds: Annotated[
-        float | None, typer.Option(help="Begin nothing later than this.", show_default="90 without --ops or --sizes")
+        float | None,
+        typer.Option(min=0, help="Begin nothing later than this.", show_default="90 without --ops or --sizes"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the table or the JSON to a file.")
@@ -139,17 +84,23 @@ def bench(
     """
     from ringway.backends import registry
     from ringway.bench import schedule as schedules
+    from ringway.bench.results import Findings, Formats, show
+    from ringway.compress import get_codec
 
     brief = not ops and not sizes
-    schedule = schedules.Schedule(
-        schedules.make_items(
+    if brief and (dtypes, modes, codecs) == ("float32", "sync", ""):
+        items = schedules.brief_items([*_brief_ops()])
+    else:
+        items = schedules.make_items(
             _split(ops) or [*_brief_ops()],
             schedules.parse_sizes(sizes) if sizes else schedules.BRIEF_SIZES if brief else schedules.BRIEF_SIZES[:3],
             _split(dtypes),
             _split(modes),  # type: ignore[arg-type]  # make_items checks them
-        ),
+            _split(codecs),
+        )
+    schedule = schedules.Schedule(
+        items,
         tuple(_split(backends)),
-        tuple(_split(codecs)),
         _checked_device(device),
         rounds,
         seconds if seconds is not None else _BRIEF_SECONDS if brief else None,
@@ -157,17 +108,24 @@ def bench(
     formats = Formats(output, as_json, csv, html, compare)
     for name in schedule.backends:
         registry.parse(name)  # raises if there is none of that name
+    for name in _split(codecs):
+        get_codec(name)  # likewise
+    findings = Findings()
+    if codecs and not any(item.codecs for item in items):
+        least = schedules.in_units(schedules.LEAST_COMPRESSED)
+        findings.notes.append(
+            f"not measured: {codecs}: codecs compress a synchronous all_reduce of floats, of {least} or more"
+        )
     if ranks is None and not _is_launched():
         ranks = min(max(usable_cpus(), 2), 8)
         print(f"ringway bench: {ranks} ranks on this host (-n chooses)", file=sys.stderr, flush=True)
     if ranks is None:
-        _bench_here(schedule, formats)
+        _bench_here(schedule, formats, findings)
         return
-    formats.check()
-    findings = Findings()
+    findings.notes += formats.check()
     code = _bench_apart(schedule, ranks, findings)
-    shown = (not findings.rows and code != 0) or _show(findings, formats)
-    raise typer.Exit(code or (0 if shown and not findings.nothing else 1))
+    written = show(findings, formats)
+    raise typer.Exit(code or (0 if written and findings.rows else 1))
 
 
 def _brief_ops() -> Iterator[str]:
@@ -231,14 +189,14 @@ def _bench_apart(schedule: Schedule, ranks: int, findings: Findings) -> int:
 
 def _run_ranks(schedule: Schedule, ranks: int, findings: Findings) -> tuple[launcher.Outcome, int | None]:
     """How the ranks ended, and the number of the last item that they began."""
-    from ringway.bench.ranks import EVENTS, SCHEDULE
+    from ringway.bench.schedule import EVENTS, SCHEDULE
     from ringway.launch import run as launcher
 
     findings.begun = None
     with tempfile.TemporaryDirectory(prefix="ringway-bench-") as folder:
         Path(folder, SCHEDULE).write_text(schedule.to_json())
         with _following(Path(folder, EVENTS), schedule, findings):
-            outcome = launcher.run([sys.executable, "-m", "ringway.bench.ranks", folder], ranks)
+            outcome = launcher.run([sys.executable, "-c", _RANK, folder], ranks)
     return outcome, findings.begun
 
 
@@ -287,15 +245,16 @@ def _take_new(events: Path, place: int, findings: Findings) -> int:
     return place
 
 
-def _bench_here(schedule: Schedule, formats: Formats) -> None:
+def _bench_here(schedule: Schedule, formats: Formats, findings: Findings) -> None:
     """Measures as one rank of a job that a launcher started."""
     import ringway
+    from ringway.bench.results import show
     from ringway.bench.session import run_schedule
 
     ringway.init_distributed("gloo", verbose=False, config={"ringway": {"policy": None}})
-    if ringway.get_rank() == 0:
-        formats.check()  # the other hosts may not have these folders
-    findings = Findings()
+    first = ringway.get_rank() == 0
+    if first:
+        findings.notes += formats.check()  # the other hosts may not have these folders
 
     def tell(event: dict[str, Any]) -> None:
         findings.take(event)
@@ -307,61 +266,10 @@ def _bench_here(schedule: Schedule, formats: Formats) -> None:
     except BaseException as error:
         if findings.rows:
             findings.notes.append(f"ended early: {error or type(error).__name__}")
-            _show(findings, formats)
+            show(findings, formats)
         raise
-    shown = ringway.get_rank() != 0 or _show(findings, formats)
+    shown = not first or (show(findings, formats) and bool(findings.rows))
     ringway.barrier()
     ringway.destroy_process_group()
-    if not shown or findings.nothing:
+    if not shown:
         raise typer.Exit(1)
-
-
-def _show(findings: Findings, formats: Formats) -> bool:
-    """Prints and writes the results. Returns whether all files were written."""
-    from rich.console import Console
-
-    from ringway.bench import print_table, to_json
-    from ringway.bench.compare import compare, in_words
-    from ringway.bench.page import page
-    from ringway.bench.reading import reading
-    from ringway.bench.table import machine, to_csv
-
-    table = findings.rows
-    for name, reason in findings.skipped.items():
-        print(f"ringway bench: skipped {name}: {reason}", file=sys.stderr)
-    said = reading(table)
-    changes = [] if formats.compare is None else in_words(compare(formats.earlier(), table))
-    if formats.as_json:
-        text = to_json(table, left_out=findings.skipped, notes=findings.notes, reading=said) + "\n"
-    elif formats.output is not None:
-        drawn = io.StringIO()
-        print_table(table, console=Console(file=drawn, width=140))
-        text = drawn.getvalue()
-    written = True
-    if formats.output is not None:
-        written = _write(formats.output, text)
-    elif formats.as_json:
-        print(text, end="")
-    else:
-        print_table(table)
-    if not formats.as_json or formats.output is not None:
-        for line in (*said, *changes):
-            print(line)
-    for note in findings.notes:
-        print(f"ringway bench: {note}", file=sys.stderr)
-    if formats.csv is not None:
-        written &= _write(formats.csv, to_csv(table))
-    if formats.html is not None:
-        written &= _write(formats.html, page(table, machine()))
-    return written
-
-
-def _write(path: Path, text: str) -> bool:
-    """Prints the text if the file cannot be written, so that it is not lost."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(text, end="")
-        print(f"ringway bench: cannot write {path}: {error.strerror or error}", file=sys.stderr)
-        return False
-    return True
