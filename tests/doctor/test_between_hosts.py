@@ -63,7 +63,7 @@ def test_a_clock_that_is_off(tmp_path: Path) -> None:
     assert clock.level == "warning", said
     ahead = re.search(r"([0-9.]+) s ahead", clock.says)  # known to half of the fastest answer's time
     assert ahead is not None, said
-    assert abs(float(ahead[1]) - 3) < 2.5, said
+    assert abs(float(ahead[1]) - 3) < 1, said
 
 
 def _place_of(rank: int, address: str) -> dict[str, str]:
@@ -109,10 +109,16 @@ def test_between_two_hosts_blocked_ports_and_clocks_are_named(pool: RankPool) ->
         ahead = re.search(r"([0-9.]+) s ahead", clock.says)  # known to half of the fastest answer's time
         assert ahead is not None, clock
         assert abs(float(ahead[1]) - 30) < 10, clock
-        # Rank 1's host sends nothing to the ports of outgoing connections, the doctor's among them.
-        rule = ("rule", "add", "ipproto", "tcp", "dport", "30000-65534", "prohibit")
-        subprocess.run(["ip", "-n", namespaces[1], *rule], check=True, timeout=60)
-        findings = together()
-        blocked = [each for each in findings if each.level == "error" and each.subject.startswith("to ")]
-        assert [each.says.split()[0] for each in blocked] == [host.address for host in hosts], findings
-        assert called(findings, "clocks").level == "ok"
+        # Rank 1's host sends nothing to the ports of outgoing connections, the doctor's among them. At first it refuses
+        # to; then it sends to itself, where what is for others is dropped without a word.
+        ip = ["ip", "-n", namespaces[1]]
+        subprocess.run([*ip, "route", "add", "default", "dev", "lo", "table", "77"], check=True, timeout=60)
+        for way, reason in ((["prohibit"], "Permission denied"), (["lookup", "77"], "timed out")):
+            rule = ["ipproto", "tcp", "dport", "30000-65534", *way]
+            subprocess.run([*ip, "rule", "add", *rule], check=True, timeout=60)
+            findings = together()
+            blocked = [each for each in findings if each.level == "error" and each.subject.startswith("to ")]
+            assert [each.says.split()[0] for each in blocked] == [host.address for host in hosts], findings
+            assert reason in blocked[1].says, blocked
+            assert called(findings, "clocks").level == "ok"
+            subprocess.run([*ip, "rule", "delete", *rule], check=True, timeout=60)
