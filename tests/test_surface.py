@@ -19,6 +19,7 @@ import torch.distributed as c10d
 import ringway
 import ringway._core as _core
 from ringway.call import ALL_REDUCE, DTYPES, OPS, Reduce
+from wheel_bits import AVX512, best_instructions, check_instructions
 
 ROOT = Path(__file__).parent.parent
 
@@ -194,6 +195,21 @@ def test_codes_match_the_native_core() -> None:
             assert (path.begin(ALL_REDUCE.code, tensor, tensor, -1) > 0) == taken, dtype
             record.started(0)
         assert recorder.recent(1)[0][3] == code
+
+
+def test_the_core_uses_the_best_instructions() -> None:
+    """Every wheel is asked this too (scripts/wheel_test.py)."""
+    assert best_instructions("aarch64", ()) == {"sums": "neon", "codecs": "neon"}
+    assert best_instructions("x86_64", AVX512) == {"sums": "avx512", "codecs": "avx2"}
+    assert best_instructions("x86_64", AVX512 - {"avx512vl"}) == {"sums": "avx2", "codecs": "avx2"}
+    assert best_instructions("x86_64", {"sse2"}) == {"sums": "plain", "codecs": "baseline"}
+    check_instructions()
+
+
+def test_a_core_with_lesser_instructions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "shm_isa", lambda: "lesser")
+    with pytest.raises(AssertionError, match=r"the core has chosen .*lesser"):
+        check_instructions()
 
 
 def _imported() -> tuple[float, set[str]]:
