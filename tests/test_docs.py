@@ -215,6 +215,22 @@ def test_links_have_a_target(page: Path) -> None:
             assert anchor in map(_slug, headings), f"{page.name} links to {target}"
 
 
+def test_the_site_has_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the README, which is not a page of it. scripts/docs_hooks.py adds them to a page that links there."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    on_page_markdown = importlib.import_module("docs_hooks").on_page_markdown
+    made = on_page_markdown((ROOT / "docs" / "performance.md").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert "[The README](#measured)" in made
+    _, _, measured = made.partition("\n## Measured\n")
+    figures = [line for line in readme.partition("\n## Measured\n")[2].splitlines() if re.match(r"\|.*\d", line)]
+    assert figures
+    assert set(figures) <= set(measured.splitlines())
+    targets = re.findall(r"\]\(([^)\s#]+)", measured)
+    assert targets
+    assert [target for target in targets if not (ROOT / "docs" / target).is_file()] == []
+
+
 PATH = re.compile(r"(?<![\w./{-])((?:src|csrc|tests|docs|scripts|benchmarks|examples)/[\w./*-]*[\w*/])")
 SHORT_PATH = re.compile(r"`([\w.*-]+/[\w./*-]+\.(?:py|cpp|h|md|json|svg|sh|toml))`")
 
