@@ -197,6 +197,10 @@ def test_codes_match_the_native_core() -> None:
         assert recorder.recent(1)[0][3] == code
 
 
+def test_the_citation_names_this_version() -> None:
+    assert f'\nversion: "{ringway.__version__}"\n' in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_core_uses_the_best_instructions() -> None:
     """Every wheel is asked this too (scripts/wheel_test.py)."""
     assert best_instructions("aarch64", ()) == {"sums": "neon", "codecs": "neon"}

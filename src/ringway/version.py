@@ -3,7 +3,7 @@
 VERSION = "0.2.0"
 
 OLDEST_TORCH, NEWEST_TORCH = "2.8", "2.15"
-"""The versions of torch that the suite has passed on."""
+"""The oldest torch that ringway accepts, and the newest that the whole suite has passed on."""
 
 
 def release(version: str) -> tuple[int, int]:
