@@ -42,6 +42,7 @@ OPENING_LINES = 15
 NOT_RUN = {
     "from ringway.testing import check_backend": "the suite takes minutes, and the module is the reader's",
     "# ringway run -n 2 on_one_gpu.py": "it needs a GPU",
+    "# python actors.py": "it needs Ray; make frameworks runs tests/frameworks/with_ray.py, which does the same",
 }
 """The first line of each block marked `notest`, and why it cannot run in the tests."""
 
