@@ -20,10 +20,12 @@ FOLDER = ROOT / "docs" / "proofs"
 MADE_BY = {
     "attack": "make attack",
     "before_after": "python benchmarks/before_after.py CHECKOUT",
+    "bench_agrees": "python benchmarks/bench_agrees.py --check --output docs/proofs/bench_agrees.md",
     "browser": "make browser",
     "busy": "make busy",
     "ccl": "make ccl-proof",
     "compiled": "python benchmarks/compiled.py --check --output docs/proofs/compiled.md",
+    "compare": "python benchmarks/compare_agrees.py --check --output docs/proofs/compare.md",
     "deepspeed_tests": "make deepspeed-tests CHECKOUT=...",
     "door_cost": "make door-cost",
     "elastic": "python benchmarks/elastic.py --chaos",

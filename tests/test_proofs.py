@@ -52,7 +52,8 @@ def test_a_proof_of_an_unknown_commit_does_not_count(tree: Path) -> None:
 
 
 def test_the_scripts_name_files_that_exist() -> None:
-    for script in ("nccl_proof.py", "ccl_proof.py", "numerics_proof.py", "../benchmarks/door_cost.py"):
+    benchmarks = [f"../benchmarks/{name}.py" for name in ("door_cost", "bench_agrees", "compare_agrees")]
+    for script in ("nccl_proof.py", "ccl_proof.py", "numerics_proof.py", *benchmarks):
         listed = re.search(r"^PROVES = (\(.*?^\))", (SCRIPTS / script).read_text(), re.MULTILINE | re.DOTALL)
         assert listed is not None
         for name in ast.literal_eval(listed[1]):
