@@ -18,18 +18,6 @@ PyObject* call_method(PyObject* self, PyObject* arguments, PyObject* named) {
 
 PyType_Slot method_slots[] = {{Py_tp_call, reinterpret_cast<void*>(call_method)}, {0, nullptr}};
 
-PyObject* call_wait(PyObject* self, PyObject* arguments, PyObject* named) {
-    return (*nb::inst_ptr<WaitMethod>(self))(arguments, named);
-}
-
-PyObject* bound_wait(PyObject* self, PyObject* work, PyObject*) {
-    return work == nullptr ? Py_NewRef(self) : PyMethod_New(self, work);
-}
-
-PyType_Slot wait_slots[] = {{Py_tp_call, reinterpret_cast<void*>(call_wait)},
-                            {Py_tp_descr_get, reinterpret_cast<void*>(bound_wait)},
-                            {0, nullptr}};
-
 }  // namespace
 
 void bind_device(nb::module_& m) {
@@ -61,8 +49,6 @@ void bind_device(nb::module_& m) {
         .def_ro("followed", &StreamWork::followed)
         .def_prop_ro("seconds",
                      [](StreamWork& self) { return static_cast<double>(monotonic_ns() - self.began_ns) / 1e9; });
-
-    nb::class_<WaitMethod>(m, "WaitMethod", nb::type_slots(wait_slots)).def(nb::init<nb::object>(), nb::arg("otherwise"));
 
     nb::class_<StreamFastPath, FastPath>(m, "StreamFastPath")
         .def(nb::init<GroupRecord&, int, int, int, uint64_t, uint64_t, uint64_t, uint32_t, Calls&, nb::dict, nb::object,

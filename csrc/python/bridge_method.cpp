@@ -37,6 +37,21 @@ nb::handle only_tensor(nb::handle given) {
 
 bool is_empty(PyObject* given) { return PyList_CheckExact(given) && PyList_GET_SIZE(given) == 0; }
 
+// Replaces the error that is set by what `failure` makes of it.
+void replace_error(nb::handle failure) {
+    try {
+        nb::object before;
+        {
+            nb::python_error raised;  // takes the error that is set
+            before = nb::borrow(raised.value());
+        }
+        const nb::object after = failure(before);
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(after.ptr())), after.ptr());
+    } catch (nb::python_error& error) {
+        error.restore();
+    }
+}
+
 }  // namespace
 
 // The arguments are those that torch passes.

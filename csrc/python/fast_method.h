@@ -33,22 +33,6 @@ PyObject* or_raise(const Work& work) {
     return nullptr;
 }
 
-// Replaces the error that is set by what `explain` makes of it.
-template <class Explain>
-void replace_error(const Explain& explain) {
-    try {
-        nanobind::object before;
-        {
-            nanobind::python_error raised;  // takes the error that is set
-            before = nanobind::borrow(raised.value());
-        }
-        const nanobind::object after = explain(before);
-        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(after.ptr())), after.ptr());
-    } catch (nanobind::python_error& error) {
-        error.restore();
-    }
-}
-
 // The arguments of a path's `run`, as _core.pyi names them, and what a BridgeMethod adds.
 struct FastCall {
     static constexpr Py_ssize_t kArguments = 7;

@@ -15,7 +15,6 @@ constexpr uint64_t kNoteKinds = 1 << 16;  // a note is a call's number times thi
 // ended by then.
 struct Names {
     PyObject *wait = text("wait"), *at = text("_at"), *is_completed = text("is_completed");
-    PyObject* explained = text("_explained");
     static PyObject* text(const char* name) { return PyUnicode_InternFromString(name); }
 };
 const Names& names() {
@@ -247,24 +246,6 @@ bool StreamFastPath::wait(StreamWork& work) {
         follow(work.kind, work.sequence, work.token, work.outputs, work.device, current_stream(work.device), {});
     note_open();
     return true;
-}
-
-PyObject* WaitMethod::operator()(PyObject* arguments, PyObject* named) const {
-    if (PyTuple_GET_SIZE(arguments) == 1 && named == nullptr) {
-        PyObject* const self = PyTuple_GET_ITEM(arguments, 0);
-        const nb::object at = nb::steal(PyObject_GetAttr(self, names().at));
-        if (!at.is_valid()) return nullptr;
-        StreamWork& work = *nb::inst_ptr<StreamWork>(at);
-        StreamFastPath& path = *nb::inst_ptr<StreamFastPath>(work.path);
-        PyObject* const waited = or_raise([&] { return path.wait(work) ? Py_NewRef(Py_True) : Py_NewRef(Py_None); });
-        if (waited == nullptr && PyErr_ExceptionMatches(PyExc_RuntimeError))
-            replace_error([&](const nb::object& error) {
-                return checked(PyObject_CallMethodOneArg(self, names().explained, error.ptr()));
-            });
-        if (waited != Py_None) return waited;
-        Py_DECREF(waited);
-    }
-    return PyObject_Call(otherwise_.ptr(), arguments, named);
 }
 
 }  // namespace ringway::device

@@ -80,17 +80,4 @@ class StreamFastPath : public FastPath {
     std::unordered_map<int, std::pair<nb::object, uintptr_t>> aside_;  // by device: a stream of ours
 };
 
-// The method `wait` of a FastWork. With a timeout, and if the group has failed, `otherwise` is called instead. The work's
-// `_explained` says what to raise instead of an error of torch's. No C function: torch's C++ takes those for its own.
-class WaitMethod {
-  public:
-    explicit WaitMethod(nb::object otherwise) : otherwise_(std::move(otherwise)) {}
-
-    // The first argument is the work. Null with a Python error set.
-    PyObject* operator()(PyObject* arguments, PyObject* named) const;
-
-  private:
-    const nb::object otherwise_;
-};
-
 }  // namespace ringway::device

@@ -217,12 +217,6 @@ class StreamWork:
     def wait(self) -> bool:
         """Orders the current stream behind the call. False if the group has failed: then nothing has happened."""
 
-class WaitMethod:
-    """The method `wait` of a type whose `_at` is a `StreamWork`. See csrc/python/stream_fast_path.h."""
-
-    def __init__(self, otherwise: Callable[..., bool]) -> None: ...
-    def __call__(self, *arguments: Any, **named: Any) -> bool: ...
-
 class StreamFastPath(FastPath):
     """A fast path whose calls torch starts on CUDA streams. See csrc/python/stream_fast_path.h."""
 

@@ -307,6 +307,25 @@ def test_an_asynchronous_call_ends_with_the_stream_that_waits_for_it(setting: Se
     until(lambda: setting.records() == [("all_reduce", "completed", 12)])
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_wait_in_a_compiled_function(setting: Setting) -> None:
+    """Of a call that the function makes, and of one that it is given."""
+    torch.compiler.reset()
+    given: Any = setting.communicator.all_reduce(torch.zeros(3), async_op=True)
+    assert isinstance(given, FastWork)
+
+    @torch.compile(backend="eager")
+    def doubled(tensor: torch.Tensor, before: Any) -> torch.Tensor:
+        work: Any = setting.communicator.all_reduce(tensor, async_op=True)
+        twice = tensor * 2
+        before.wait()
+        work.wait()
+        return twice + 1
+
+    assert doubled(torch.ones(2), given).tolist() == [3, 3]
+    assert [work.waits for work in setting.group.works[:2]] == [[()], [()]]
+
+
 def test_asynchronous_calls_that_nobody_waits_for_end_with_torchs_works(setting: Setting) -> None:
     calls, tensor = setting.communicator.calls, torch.zeros(3)
     works = [calls.run_fast(ALL_REDUCE.code, tensor, tensor, -1, True) for _ in range(3)]

@@ -25,6 +25,7 @@ from ringway.backends.nccl.handles import NcclHandle, Works, doubtful, error_of,
 from ringway.backends.torch.handles import mapped
 from ringway.call import Call
 from ringway.errors import RingwayError
+from ringway.torch_versions import untraced
 from ringway.work import CompletionCell, Work, seconds
 
 
@@ -81,6 +82,7 @@ def _outcome(at: _core.StreamWork, is_overdue: bool) -> BaseException | None:
     return None if error is None else mapped(error, _named(at), waited)
 
 
+@untraced
 class FastWork(Work):
     """The Work of a call that torch runs on its own stream. What `Work` needs for rare questions is made when asked."""
 
@@ -123,17 +125,11 @@ class FastWork(Work):
             try:
                 if self._at.wait():
                     return True
+            except RingwayError:
+                raise
             except RuntimeError as error:
-                raise self._explained(error) from None
+                raise mapped(self._works.aborted_with or error, self._call, self._at.seconds) from None
         return super().wait(timeout)
-
-    wait = _core.WaitMethod(wait)
-
-    def _explained(self, error: BaseException) -> BaseException:
-        """What to raise instead of an error of torch's wait. Called by the native side, too."""
-        if isinstance(error, RingwayError):
-            return error
-        return mapped(self._works.aborted_with or error, self._call, self._at.seconds)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """torch's own: its wait and its callbacks order streams, as DDP expects, and do not wait for the device."""
