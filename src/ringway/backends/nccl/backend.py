@@ -33,7 +33,6 @@ from ringway.backends.nccl.handles import (
     Coalesced,
     NcclHandle,
     Works,
-    communicator_of,
     cuda_device,
     on_current_stream,
 )
@@ -149,7 +148,7 @@ class NcclBackend(TorchBackend):
         if not self._ours:
             return self._start(call, self._group.barrier, options)
         work = self._issued(call, self._group.barrier, options)
-        return Barrier(work, call, self._works, self._works.issued(communicator_of(call), work), captured=False)
+        return Barrier(work, call, self._works, self._works.issued(call, work), captured=False)
 
     def _issued(self, call: Call, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._works.aborted_with is not None:
@@ -208,7 +207,7 @@ class NcclBackend(TorchBackend):
         captured = _is_captured(call)
         if work is None:
             return on_current_stream(self._works, call, captured)
-        number = -1 if captured else self._works.issued(communicator_of(call), work)
+        number = -1 if captured else self._works.issued(call, work)
         return NcclHandle(work, call, self._works, number, captured)
 
     # Coalesced blocks: NCCL starts their calls together, so a receive before a send cannot wait for it.
@@ -293,14 +292,24 @@ class NcclBackend(TorchBackend):
     def settle(self) -> None:
         works, record = self._works, self._record
         calls = None if record is None else (record.collectives, record.messages)
-        while not (works.closed or works.aborted_with) and (works.failing is not None or not self._all_ended()):
+        while not (works.closed or works.aborted_with or self._has_settled()):
             if self._fast_path is not None:
                 self._fast_path.settle()
-                if works.failing is None and self._all_ended():
+                if self._has_settled():
                     break
             time.sleep(_SETTLE_SECONDS)
-        if calls is not None and not (works.closed or works.aborted_with) and self._spoilt_by_another() is None:
+        if works.closed or works.aborted_with:
+            return
+        error = works.failure(self.group)
+        if error is not None:
+            with suppress(ReferenceError):  # another thread has dropped the group
+                raise error if self._health is None else self._health.fail(error)
+        elif calls is not None and self._spoilt_by_another() is None:
             self._sound = calls
+
+    def _has_settled(self) -> bool:
+        """In this order: a call that has failed says so before it counts as ended."""
+        return self._all_ended() and self._works.failing is None
 
     def _spoilt_by_another(self, call: Call | None = None) -> BaseException | None:
         """The group's error, if another rank has aborted it: its kernel may have sent garbage, with which calls of this

@@ -198,7 +198,7 @@ class NcclFastPath(_core.StreamFastPath):
 
     def _failed(self, error: BaseException, of_device: bool = False) -> None:
         """Called on the threads that watch the device. To explain the error takes seconds, so that has its own."""
-        self.works.will_fail(error)
+        self.works.will_fail(error, of_device)
         if not self._failing:
             self._failing = True
             start("ringway-failed-group", self._explain, error, of_device)

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ringway.backends.base import GroupInfo
 from ringway.backends.device_watch import DeviceWatch, Ending
 from ringway.backends.process import Process
 from ringway.backends.torch.handles import C10dHandle, mapped
-from ringway.call import Call
+from ringway.call import Call, Op
 from ringway.errors import CommTimeout, PeerLost
 from ringway.work import Completion, Handle, PendingHandle
 
@@ -25,6 +26,18 @@ asked: if a peer is lost, the next call reports it."""
 
 
 _BLOCKED_SECONDS = 0.0002
+
+
+class LastCall(NamedTuple):
+    """The last call on a communicator."""
+
+    number: int
+    work: Any
+    """torch's."""
+    op: Op
+    sequence: int
+    since: float
+    """When the first call began that nobody has asked about since."""
 
 
 class Works:
@@ -46,15 +59,18 @@ class Works:
         self.failing: BaseException | None = None
         """The error of a call that the group is about to fail with: its explanation takes a moment."""
         self._issued = 0
-        self._last: dict[Hashable, tuple[int, Any]] = {}
-        """By communicator: the number and torch's work of the last call, until that is known to have ended."""
+        self._last: dict[Hashable, LastCall] = {}
+        """By communicator, until the call is known to have ended."""
         self._changing = threading.Lock()
 
-    def issued(self, communicator: Hashable, work: Any) -> int:
+    def issued(self, call: Call, work: Any) -> int:
         """Numbers a call."""
+        communicator = communicator_of(call)
         with self._changing:
             number = self._issued = self._issued + 1
-            self._last[communicator] = (number, work)
+            before = self._last.get(communicator)
+            since = time.monotonic() if before is None else before.since
+            self._last[communicator] = LastCall(number, work, call.op, call.sequence, since)
         return number
 
     def deadline(self, call: Call) -> float:
@@ -62,14 +78,16 @@ class Works:
 
     def last(self, communicator: Hashable) -> Any:
         """torch's work of the last call on this communicator, if it may still be in flight."""
-        return self._last.get(communicator, (0, None))[1]
+        last = self._last.get(communicator)
+        return None if last is None else last.work
 
     def ended(self, communicator: Hashable, number: int, error: BaseException | None) -> None:
         """Drops a call that has ended: torch's work would keep its tensors alive."""
         if error is not None:
             self.will_fail(error)
         with self._changing:
-            if self._last.get(communicator, (0, None))[0] == number:
+            last = self._last.get(communicator)
+            if last is not None and last.number == number:
                 del self._last[communicator]
 
     def when_ended(self, line: Hashable, ending: Ending, captured: bool, completion: Completion, soon: bool) -> None:
@@ -79,7 +97,20 @@ class Works:
             self.watch.add(line, ending, completion, soon)
 
     def all_ended(self) -> bool:
-        return all(has_ended(work) for _, work in list(self._last.values()))
+        return all(has_ended(last.work) for last in list(self._last.values()))
+
+    def failure(self, group: GroupInfo) -> BaseException | None:
+        """What went wrong with the calls that have ended, as far as torch knows. The device watch may not have asked
+        yet."""
+        error = self.group_error()
+        if error is not None:
+            return error
+        for last in list(self._last.values()):
+            error = error_of(last.work) if doubtful(last.since) else None
+            if error is not None:
+                call = Call(last.op, group=group.name, ranks=group.ranks, sequence=last.sequence)
+                return mapped(error, call, time.monotonic() - last.since)
+        return None
 
     def error(self) -> BaseException | None:
         """What ended the group's communicator, as far as torch knows."""
@@ -92,9 +123,9 @@ class Works:
         if error is not None:
             raise error
 
-    def will_fail(self, error: BaseException) -> None:
+    def will_fail(self, error: BaseException, of_device: bool = False) -> None:
         """The group is about to fail with this error."""
-        if self.limit is not None and isinstance(error, (CommTimeout, PeerLost)):
+        if of_device or (self.limit is not None and isinstance(error, (CommTimeout, PeerLost))):
             self.failing = error
 
 
@@ -104,7 +135,7 @@ def on_current_stream(works: Works, call: Call, captured: bool) -> OnStream:
     stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
     handle = OnStream(works, _bare(call), call.sequence, 0, stream, event, captured)
     if not captured:
-        handle.number = works.issued(communicator_of(call), handle)
+        handle.number = works.issued(call, handle)
     return handle
 
 

@@ -60,11 +60,11 @@ class OpenCalls:
                 is_overdue = limit is not None and call.seconds > limit
                 if not is_overdue:
                     break
+            error = _outcome(call, is_overdue)
+            if error is not None:
+                self._failed(error)  # first: without open calls, the group would seem to be well
             if self.calls.pop(call.token, None) is not None:
-                error = _outcome(call, is_overdue)
                 self._end(call, error is None)
-                if error is not None:
-                    self._failed(error)
 
 
 def _named(at: _core.StreamWork) -> Call:
