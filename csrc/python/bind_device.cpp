@@ -46,6 +46,7 @@ void bind_device(nb::module_& m) {
         .def_ro("token", &StreamWork::token)
         .def_ro("torchs", &StreamWork::torchs)
         .def_ro("outputs", &StreamWork::outputs)
+        .def_ro("is_message", &StreamWork::is_message)
         .def_ro("followed", &StreamWork::followed)
         .def_prop_ro("seconds",
                      [](StreamWork& self) { return static_cast<double>(monotonic_ns() - self.began_ns) / 1e9; });
@@ -57,7 +58,8 @@ void bind_device(nb::module_& m) {
              nb::arg("averaged"), nb::arg("ops"), nb::arg("calls"), nb::arg("open"), nb::arg("work"), nb::arg("streams"),
              nb::arg("reductions"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 10>())
         .def("note_open", &StreamFastPath::note_open)
-        .def_rw("variant", &StreamFastPath::variant);
+        .def_rw("variant", &StreamFastPath::variant)
+        .def_ro("captures", &StreamFastPath::captures);
 
     nb::class_<BridgeMethod>(m, "BridgeMethod", nb::type_slots(method_slots))
         .def(nb::init<int, nb::object, nb::object, nb::object>(), nb::arg("op"), nb::arg("path"), nb::arg("otherwise"),

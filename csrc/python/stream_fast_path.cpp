@@ -166,16 +166,27 @@ nb::object StreamFastPath::opened(const Kind& kind, const PlainCall& call, const
 // Of the calls that have been open for long or are many, ends the older half, if the device has passed them: this thread
 // has the GIL, so nobody else needs it for them. Calls that took long may have failed, and are left to Python.
 void StreamFastPath::end_passed() {
+    if (!end_from_first(true)) end_from_first(false);
+}
+
+// False if the first call is a message that has not ended: it says nothing about those behind it.
+bool StreamFastPath::end_from_first(bool also_messages) {
     const Py_ssize_t open = PyDict_Size(open_.ptr());
     PyObject *token, *held;
     Py_ssize_t at = 0;
-    if (open == 0 || calls_->failed() || PyDict_Next(open_.ptr(), &at, &token, &held) == 0) return;
+    const auto next_open = [&] {
+        while (PyDict_Next(open_.ptr(), &at, &token, &held) != 0)
+            if (also_messages || !nb::inst_ptr<StreamWork>(held)->is_message) return true;
+        return false;
+    };
+    if (open == 0 || calls_->failed() || !next_open()) return true;
     const StreamWork& first = *nb::inst_ptr<StreamWork>(held);
     const int64_t age = monotonic_ns() - first.began_ns;
-    if (age > kLateNs || (open < kManyOpen && age < kOpenForLongNs)) return;
+    if (age > kLateNs) return !first.is_message;
+    if (open < kManyOpen && age < kOpenForLongNs) return true;
     std::vector<nb::object> asked{nb::borrow(held)};
     // torch runs the collectives of a device on one stream: they end in order. Messages have streams of their own.
-    while (static_cast<Py_ssize_t>(asked.size()) < open / 2 && PyDict_Next(open_.ptr(), &at, &token, &held) != 0) {
+    while (static_cast<Py_ssize_t>(asked.size()) < open / 2 && next_open()) {
         const StreamWork& next = *nb::inst_ptr<StreamWork>(held);
         const StreamWork& before = *nb::inst_ptr<StreamWork>(asked.back());
         if (first.is_message || next.is_message || next.device != first.device || next.sequence < before.sequence) break;
@@ -184,11 +195,12 @@ void StreamFastPath::end_passed() {
     const StreamWork& last = *nb::inst_ptr<StreamWork>(asked.back());
     const nb::object passed = nb::steal(PyObject_CallMethodNoArgs(last.torchs.ptr(), names().is_completed));
     if (!passed.is_valid()) PyErr_Clear();  // Python asks again, and reports it
-    if (passed.ptr() != Py_True) return;
+    if (passed.ptr() != Py_True) return !first.is_message;
     for (const nb::object& each : asked) {
         const StreamWork& work = *nb::inst_ptr<StreamWork>(each);
         if (take_open(work) && !work.followed) record().end(work.token, State::Completed);
     }
+    return true;
 }
 
 // False if another thread has taken it.
@@ -229,8 +241,10 @@ void StreamFastPath::follow(int kind, uint64_t sequence, uint64_t token, nb::han
                             Mark started) {
     try {
         const uint64_t note = sequence * kNoteKinds + static_cast<uint64_t>(kind);
-        if (!calls_.follow(token, note, device, stream, started))
+        if (!calls_.follow(token, note, device, stream, started)) {
+            captures = true;
             record().end(token, State::Completed);  // the graph runs it at each replay
+        }
     } catch (const std::runtime_error& error) {
         record().end(token, State::Failed);
         const nb::object raised = self().attr("_not_followed")(kind, sequence, outputs, error.what());

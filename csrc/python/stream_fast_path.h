@@ -48,6 +48,7 @@ class StreamFastPath : public FastPath {
     void note_open();
 
     int variant = 0;  // of the options that torch gets; each has kinds of its own
+    bool captures = false;  // a graph has captured a call
 
   private:
     // Calls that differ in their tensors only.
@@ -66,6 +67,7 @@ class StreamFastPath : public FastPath {
     nb::object opened(const Kind& kind, const PlainCall& call, const FastCall& given, const GroupRecord::Begun& begun,
                       nb::object torchs, int64_t began_ns, Mark started);
     void end_passed();
+    bool end_from_first(bool also_messages);
     bool take_open(const StreamWork& work);
     void follow_aside(StreamWork& work, Mark started);
     void follow(int kind, uint64_t sequence, uint64_t token, nb::handle outputs, int device, uintptr_t stream, Mark started);

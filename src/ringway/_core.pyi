@@ -209,6 +209,7 @@ class StreamWork:
     torchs: Any
     """torch's work."""
     outputs: Any
+    is_message: bool
     followed: bool
     """Whether the native side reports its end, even if nobody waits."""
     @property
@@ -221,6 +222,8 @@ class StreamFastPath(FastPath):
     """A fast path whose calls torch starts on CUDA streams. See csrc/python/stream_fast_path.h."""
 
     variant: int
+    captures: bool
+    """Whether a graph has captured a call."""
     def __init__(
         self,
         record: GroupRecord,

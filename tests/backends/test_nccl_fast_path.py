@@ -459,10 +459,11 @@ def test_cpp_gets_torchs_own_work(setting: Setting) -> None:
     until(lambda: setting.records() == [("all_reduce", "completed", 16), ("send", "completed", 16)])
 
 
-@pytest.mark.parametrize("message_at", [None, 2])
+@pytest.mark.parametrize("message_at", [None, 2, 0])
 def test_a_call_ends_the_older_half_of_many_before_it(setting: Setting, message_at: int | None) -> None:
-    """It has the interpreter's lock. torch is asked once, about the last of them; a message tells nothing about those
-    before it, nor they about it."""
+    """It has the interpreter's lock. torch is asked once, about the last of them; a message tells nothing about the
+    collectives, nor they about it."""
+    first, ended = {None: (0, 4), 2: (0, 2), 0: (1, 4)}[message_at]
     path: Any = setting.communicator.devices.first._fast_path  # type: ignore[attr-defined]
     sweep, path.open.sweep = path.open.sweep, lambda: None  # nobody else ends calls
     tensor, works, states = torch.zeros(3), setting.group.works, list[str]()
@@ -474,7 +475,7 @@ def test_a_call_ends_the_older_half_of_many_before_it(setting: Setting, message_
                 setting.communicator.isend(tensor, dst=1)
             else:
                 setting.communicator.all_reduce(tensor, async_op=True)
-        works[3].finished.set()
+        works[3 + first].finished.set()
         works[1].finished.set()
         before = [state for _, state, _ in setting.records()][-8:]
         setting.communicator.all_reduce(tensor, async_op=True)
@@ -486,9 +487,22 @@ def test_a_call_ends_the_older_half_of_many_before_it(setting: Setting, message_
         assert not path.open.calls
         if quick:
             break
-    ended = 4 if message_at is None else message_at
     assert before == ["issued"] * 8
-    assert states == ["completed"] * ended + ["issued"] * (9 - ended)
+    assert states == ["issued"] * first + ["completed"] * ended + ["issued"] * (9 - first - ended)
+
+
+def test_a_message_that_has_not_ended_holds_up_no_other_call(setting: Setting) -> None:
+    """But a collective does hold up those behind it: torch runs them in order."""
+    path: Any = setting.communicator.devices.first._fast_path  # type: ignore[attr-defined]
+    tensor, works = torch.zeros(3), setting.group.works
+    setting.communicator.irecv(tensor, src=1)
+    for _ in range(3):
+        setting.communicator.all_reduce(tensor, async_op=True)
+    setting.communicator.isend(tensor, dst=1)
+    for ended in (1, 3, 4):
+        works[ended].finished.set()
+    path.open.sweep()
+    assert [state for _, state, _ in setting.records()] == ["issued", "completed", "issued", "issued", "completed"]
 
 
 def test_nobody_takes_the_interpreters_lock_for_calls_that_are_open_for_a_moment(setting: Setting) -> None:
@@ -558,6 +572,98 @@ def test_settling_waits_for_the_fast_path(own: Setting) -> None:
     assert own.communicator.fault is None
 
 
+@pytest.mark.parametrize("known_to", ["the group", "the call"])
+def test_settling_asks_how_calls_of_the_general_path_ended(
+    own: Setting, monkeypatch: pytest.MonkeyPatch, known_to: str
+) -> None:
+    """torch says at once that they have ended. The device watch asks later how."""
+    monkeypatch.setattr("ringway.backends.device_watch.LOOK_LATER", 60.0)
+    monkeypatch.setattr("ringway.backends.nccl.handles._DOUBTFUL_SECONDS", 0.0)
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3), async_op=True, log_name="gradients")
+    if known_to == "the group":
+        own.group.get_error = lambda: SimpleNamespace(name="REMOTE_ERROR")  # type: ignore[method-assign]
+    else:
+        own.group.works[-1].error = RuntimeError("all_reduce: ncclRemoteError")
+    own.group.works[-1].finished.set()
+    with pytest.raises(PeerLost, match="REMOTE_ERROR|all_reduce #0 .*ncclRemoteError"):
+        own.communicator.devices.settle()
+    assert isinstance(own.communicator.fault, PeerLost)
+
+
+def test_settling_waits_for_a_call_that_is_being_judged(own: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has learned that it has ended, and asks torch how."""
+    monkeypatch.setattr("ringway.backends.nccl.handles._DOUBTFUL_SECONDS", 0.0)
+    asked, answer = threading.Event(), threading.Event()
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3), async_op=True)
+
+    def exception() -> Exception:
+        if not asked.is_set():
+            asked.set()
+            answer.wait(30)
+        return RuntimeError("ncclRemoteError")
+
+    work, path = own.group.works[0], own.communicator.devices.first._fast_path  # type: ignore[attr-defined]
+    work.exception = exception  # type: ignore[method-assign]
+    work.finished.set()
+    judge = threading.Thread(target=path._sweep)
+    judge.start()
+    assert asked.wait(30)
+    own.communicator.devices.settle()
+    assert isinstance(own.communicator.fault, PeerLost)
+    answer.set()
+    judge.join()
+
+
+class Explains(Listener):
+    """A listener that takes long to explain why a group fails."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.go_on = threading.Event()
+
+    def failed(self, group: Any, error: BaseException) -> BaseException:
+        self.told.append(str(error))
+        self.go_on.wait(30)
+        return error
+
+
+def test_settling_waits_until_a_failed_device_is_explained(own: Setting) -> None:
+    explains = Explains()
+    own.listeners.append(explains)
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3))
+    own.driver.fail(700)
+    settled = threading.Event()
+    threading.Thread(target=lambda: (own.communicator.devices.settle(), settled.set()), daemon=True).start()
+    assert not settled.wait(0.3)
+    explains.go_on.set()
+    assert settled.wait(30)
+    assert "cannot use its GPU any more" in str(own.communicator.fault)
+
+
+def test_a_communicator_is_aborted_once(own: Setting) -> None:
+    """Even if two threads find out at the same time that the group has failed."""
+    both = threading.Barrier(2, timeout=30)
+
+    class Meets(Listener):
+        def failed(self, group: Any, error: BaseException) -> BaseException:
+            both.wait()
+            return error
+
+    own.listeners.append(Meets())
+    threads = [
+        threading.Thread(target=own.communicator.health.fail, args=[PeerLost("rank 1 is gone", rank=1)])
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [name for name, *_ in own.group.asked].count("abort") == 1
+
+
 def boards(own: Setting) -> _core.GroupRecord:
     """The record of another rank of this host."""
     fd = _core.create_call_board(2, 2, "t" * 32)
@@ -593,6 +699,35 @@ def test_what_an_idle_rank_has_settled_is_sound(own: Setting, how: str) -> None:
     else:
         own.communicator.close(wait=False)
     assert other.aborted_from == (1 if how == "failed" else None)
+
+
+def test_a_call_that_the_device_has_passed_spoils_nothing(own: Setting) -> None:
+    """Even if the watch has not looked since."""
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    own.communicator.all_reduce(torch.zeros(3))
+    own.driver.reach()
+    own.communicator.close(wait=False)
+    assert other.aborted_from is None
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_any_abort_may_have_spoilt_replays_of_a_graph(
+    own: Setting, monkeypatch: pytest.MonkeyPatch, async_op: bool
+) -> None:
+    """They have no numbers."""
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr("ringway.backends.nccl.backend.cuda_device", lambda call: DEVICE)
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    own.driver.capture(True)
+    own.cuda.capturing = True
+    own.communicator.all_reduce(torch.zeros(3), async_op=async_op)
+    own.driver.capture(False)
+    own.communicator.devices.settle()
+    other.announce_abort(1)
+    own.communicator.devices.settle()
+    assert isinstance(own.communicator.fault, PeerLost)
 
 
 def test_an_abort_of_the_program_is_announced_too(own: Setting) -> None:
@@ -679,6 +814,42 @@ def test_a_wait_with_a_timeout_does_not_end_well_with_garbage(own: Setting, monk
     works[0].wait(timedelta(seconds=30))
     with pytest.raises(PeerLost, match="another rank has aborted the group"):
         works[1].wait(timedelta(seconds=30))
+
+
+def test_a_wait_with_a_timeout_waits_for_the_last_step_too(own: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr("ringway.backends.nccl.handles.cuda_device", lambda call: DEVICE)
+    other = boards(own)
+    own.communicator.set_timeout(60)
+    works: list[Any] = [
+        own.communicator.all_reduce(torch.zeros(4, 4).t()[1:], async_op=True) for _ in range(2)
+    ]
+    with pytest.raises(CommTimeout, match=r"all_reduce #0 .* it continues"):
+        works[0].wait(0.05)
+    other.announce_abort(1)
+    own.cuda.reached.add(DEVICE)
+    works[0].wait(30)
+    assert own.cuda.waited == 1
+    with pytest.raises(PeerLost, match="another rank has aborted the group"):
+        works[1].wait(30)
+
+
+def test_what_a_rank_has_noticed_says_more_than_another_ranks_abort(
+    own: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringway.backends.nccl.backend._NOTICE_SECONDS", 0.01)
+    explains, other = Explains(), boards(own)
+    own.listeners.append(explains)
+    own.communicator.set_timeout(60)
+    work: Any = own.communicator.all_reduce(torch.zeros(3), async_op=True)
+    path = own.communicator.devices.first._fast_path  # type: ignore[attr-defined]
+    other.announce_abort(0)
+    path._failed(PeerLost("rank 1 is gone", rank=1))
+    own.group.works[-1].finished.set()
+    threading.Timer(0.2, explains.go_on.set).start()
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        work.wait(30)
+    assert explains.told == ["rank 1 is gone"]
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("NCCL error: ncclRemoteError"), KeyboardInterrupt(), UsageError("x")])

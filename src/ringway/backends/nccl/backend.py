@@ -53,6 +53,8 @@ _LEAVE_SECONDS = 10.0
 _SETTLE_SECONDS = 0.00005
 _NOTICE_SECONDS = 1.0
 """How long a rank whose group was aborted by another may take to notice what happened."""
+_EXPLAIN_SECONDS = 30.0
+"""How long it may take to explain what it has noticed."""
 _CONNECT_SECONDS = 60.0
 """The least time that ranks have for their first call."""
 _SLOW_SHUTDOWN = (
@@ -85,7 +87,11 @@ class NcclBackend(TorchBackend):
         self._health: Health | None = None
         self._sound = (0, 0)
         """How many collectives and messages were known to have ended well."""
+        self._captures = False
+        """Whether a call of the general path was captured. Replays of a graph have no numbers."""
         self._limit: float | None = None
+        self._abort_once = threading.Lock()
+        """Who aborts the communicator locks it, and keeps it locked."""
 
     def can_reduce(self, dtype: torch.dtype, reduce: Reduce) -> bool:
         if reduce in _BITWISE:
@@ -205,6 +211,7 @@ class NcclBackend(TorchBackend):
     def _started(self, call: Call, work: Any) -> Handle:
         # A call captured into a graph cannot be queried.
         captured = _is_captured(call)
+        self._captures = self._captures or captured
         if work is None:
             return on_current_stream(self._works, call, captured)
         number = -1 if captured else self._works.issued(call, work)
@@ -322,11 +329,14 @@ class NcclBackend(TorchBackend):
             collectives, messages = call.sequence + 1, 0
         else:
             collectives, messages = record.collectives, record.messages
-        if collectives <= first and not (first == 0 and messages):
+        replays = call is None and (self._captures or (self._fast_path is not None and self._fast_path.captures))
+        if collectives <= first and not (first == 0 and messages) and not replays:
             return None  # they were sound
-        until = time.monotonic() + _NOTICE_SECONDS
-        while not (works.closed or works.aborted_with) and time.monotonic() < until:
-            time.sleep(_NOTICE_SECONDS / 200)  # what this rank sees itself says more
+        began = time.monotonic()
+        while not (works.closed or works.aborted_with):  # what this rank sees itself says more
+            if time.monotonic() - began > (_NOTICE_SECONDS if works.failing is None else _EXPLAIN_SECONDS):
+                break
+            time.sleep(_NOTICE_SECONDS / 200)
         with suppress(ReferenceError):  # another thread has dropped the group
             if works.aborted_with is None and not works.closed:
                 health.fail(PeerLost(f"another rank has aborted the group {self.group.name}"))
@@ -354,6 +364,8 @@ class NcclBackend(TorchBackend):
         groups that torch made."""
         if self._ours and not self._closed:
             self._works.aborted_with = self._works.aborted_with or error
+            if not self._abort_once.acquire(blocking=False):  # another thread reports the failure, too
+                return
             self._announce_abort()
             if self._fast_path is not None:
                 self._fast_path.fail()
@@ -409,6 +421,10 @@ class NcclBackend(TorchBackend):
     def _abort_group(self) -> None:
         if self._destroyed is not None and self._destroyed():  # by torch: NCCL would free the communicator twice
             return
+        if not self._abort_once.acquire(blocking=False):
+            return
+        if self._fast_path is not None:
+            self._fast_path.settle()  # the watch may not have looked yet
         if not self._all_ended():
             self._works.aborted_with = RingwayError("the group was aborted")
             self._announce_abort()

@@ -118,8 +118,14 @@ class Works:
         known = error_of(last) if last is not None and has_ended(last) else None
         return self.aborted_with or known or self.group_error()
 
-    def require_sound(self, call: Call) -> None:
-        error = self.spoilt_by_another(call)
+    def wait_until_done(self, handle: Handle, call: Call, timeout: float | None) -> None:
+        """Blocks until the device has finished the call of this handle, and raises what went wrong."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        while not handle.done():
+            if limit is not None and time.monotonic() > limit:
+                raise call.not_done(timeout)
+            time.sleep(_BLOCKED_SECONDS)
+        error = handle.outcome() or self.spoilt_by_another(call)
         if error is not None:
             raise error
 
@@ -177,8 +183,7 @@ class NcclHandle(C10dHandle):
         blocking wait."""
         if timeout is not None and self._works.limit is not None:
             # At the end of its own wait, torch would abort the group.
-            self._wait_until_done(timeout)
-            self._works.require_sound(self._call)
+            self._works.wait_until_done(self, self._call, timeout)
             timeout = None
         try:
             if timeout is None:
@@ -189,13 +194,6 @@ class NcclHandle(C10dHandle):
             raise self._error(self._works.aborted_with or error) from None
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
-
-    def _wait_until_done(self, timeout: float | None) -> None:
-        limit = None if timeout is None else time.monotonic() + timeout
-        while not self.done():
-            if limit is not None and time.monotonic() > limit:
-                raise self._call.not_done(timeout)
-            time.sleep(_BLOCKED_SECONDS)
 
     def when_done(self, completion: Completion) -> None:
         # A late subscriber: its own line, because the order of issue does not hold any more.
@@ -244,11 +242,7 @@ class Barrier(NcclHandle):
     """A barrier blocks its caller. torch's own wait would do so without a deadline."""
 
     def wait(self, timeout: float | None = None) -> None:
-        self._wait_until_done(timeout)
-        error = self.outcome()
-        if error is not None:
-            raise error
-        self._works.require_sound(self._call)
+        self._works.wait_until_done(self, self._call, timeout)
 
 
 class OnStream(Handle):
@@ -287,6 +281,8 @@ class OnStream(Handle):
         """An event has none."""
 
     def wait(self, timeout: float | None = None) -> None:
+        if timeout is not None and self._works.limit is not None:
+            self._works.wait_until_done(self, self._named(), timeout)
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         if self._works.aborted_with is not None:
             raise self._works.aborted_with
@@ -305,8 +301,11 @@ class OnStream(Handle):
     def _is_overdue(self) -> bool:
         return time.monotonic() > self._deadline
 
+    def _named(self) -> Call:
+        return replace(self._call, sequence=self._sequence)
+
     def outcome(self) -> BaseException | None:
-        call = replace(self._call, sequence=self._sequence)
+        call = self._named()
         error = self._works.aborted_with or self._communicator_error()
         if error is None and not self._captured and doubtful(self._began):
             error = self._works.group_error()

@@ -54,12 +54,16 @@ class OpenCalls:
     def sweep(self) -> None:
         """Ends the calls that the device has passed."""
         aborted, limit = self._works.aborted_with is not None, self._works.limit
-        for call in list(self.calls.values()):  # on one stream, so they end in this order
+        behind = False  # a collective that has not ended: they end in this order, on one stream; messages do not
+        for call in list(self.calls.values()):
             is_overdue = False
+            if behind and not call.is_message:
+                continue
             if not (aborted or has_ended(call.torchs)):
                 is_overdue = limit is not None and call.seconds > limit
                 if not is_overdue:
-                    break
+                    behind = behind or not call.is_message
+                    continue
             error = _outcome(call, is_overdue)
             if error is not None:
                 self._failed(error)  # first: without open calls, the group would seem to be well
