@@ -586,7 +586,7 @@ def test_settling_asks_how_calls_of_the_general_path_ended(
     else:
         own.group.works[-1].error = RuntimeError("all_reduce: ncclRemoteError")
     own.group.works[-1].finished.set()
-    with pytest.raises(PeerLost, match="REMOTE_ERROR|all_reduce #0 .*ncclRemoteError"):
+    with pytest.raises(PeerLost, match=r"REMOTE_ERROR|all_reduce #0 .*ncclRemoteError"):
         own.communicator.devices.settle()
     assert isinstance(own.communicator.fault, PeerLost)
 
@@ -821,9 +821,7 @@ def test_a_wait_with_a_timeout_waits_for_the_last_step_too(own: Setting, monkeyp
     monkeypatch.setattr("ringway.backends.nccl.handles.cuda_device", lambda call: DEVICE)
     other = boards(own)
     own.communicator.set_timeout(60)
-    works: list[Any] = [
-        own.communicator.all_reduce(torch.zeros(4, 4).t()[1:], async_op=True) for _ in range(2)
-    ]
+    works: list[Any] = [own.communicator.all_reduce(torch.zeros(4, 4).t()[1:], async_op=True) for _ in range(2)]
     with pytest.raises(CommTimeout, match=r"all_reduce #0 .* it continues"):
         works[0].wait(0.05)
     other.announce_abort(1)

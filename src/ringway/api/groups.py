@@ -177,6 +177,11 @@ def settled(group: c10d.ProcessGroup | None = None) -> None:
 
     A wait for a CUDA collective only orders the stream. If a rank dies, the collective is aborted, and what is enqueued
     behind it runs on garbage. So call this before the result cannot be taken back: before `optimizer.step()`.
+
+    It speaks for this rank and its own groups. In a mesh, call a barrier on a group that spans the mesh after it: a
+    rank may have sent what it made of another group's garbage. Call it on the thread that makes the group's calls: a
+    call that another thread is just starting is not waited for. Nor is the replay of a CUDA graph: synchronize its
+    stream before.
     """
     for communicator in world.communicators() if group is None else [world.communicator(group)]:
         communicator.devices.settle()
