@@ -12,6 +12,33 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
+_READABILITY = """(() => {
+    const parts = color => color.match(/[0-9.]+/g).map(Number)
+    const light = color => parts(color).slice(0, 3).map(part => part / 255)
+        .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0)
+    const back = each => {
+        const color = getComputedStyle(each).backgroundColor
+        return parts(color)[3] === 0 && each.parentElement ? back(each.parentElement) : light(color)
+    }
+    const ratio = (each, property) => {
+        const [a, b] = [light(getComputedStyle(each)[property]), back(each.parentElement)]
+        return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)
+    }
+    const seen = selector => [...document.querySelectorAll(selector)].filter(each => each.getClientRects().length)
+    const texts = seen('h1, h2, p, li, th, td, .legend span')
+    const labels = seen('svg text')
+    return {
+        text: Math.min(...texts.map(each => ratio(each, 'color')), ...labels.map(each => ratio(each, 'fill'))),
+        curves: Math.min(...seen('polyline').map(each => ratio(each, 'stroke')),
+                         ...seen('.legend i').map(each => ratio(each, 'backgroundColor'))),
+        size: Math.min(...texts.map(each => parseFloat(getComputedStyle(each).fontSize)),
+                       ...labels.map(each => parseFloat(getComputedStyle(each).fontSize) * each.getScreenCTM().a)),
+        back: light(getComputedStyle(document.body).backgroundColor),
+        sideways: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    }
+})()"""
+
 
 def find_chromium() -> str | None:
     named = os.environ.get("RINGWAY_TEST_BROWSER")
@@ -89,6 +116,23 @@ class Browser:
         while self.evaluate("document.readyState") != "complete" or self.evaluate("location.href") == "about:blank":
             assert time.monotonic() < deadline, "the page did not load"
             time.sleep(0.05)
+
+    def screen(self, scheme: str, width: int) -> None:
+        """Show the next pages in the `light` or the `dark` scheme, on a screen of this width: below 600 px, a phone."""
+        media = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.command("Emulation.setEmulatedMedia", session=True, features=media)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.command("Emulation.setDeviceMetricsOverride", session=True, **size)
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """A real event of the mouse: `mouseMoved`, `mousePressed`, `mouseReleased` or `mouseWheel`."""
+        self.command("Input.dispatchMouseEvent", session=True, type=kind, x=x, y=y, **more)
+
+    def readability(self) -> dict[str, float]:
+        """The least contrast of `text` and of `curves` with what is behind them, the `size` of the smallest text in
+        pixels, how light the `back` is (1 is white), and by how many pixels the page scrolls `sideways`."""
+        found: dict[str, float] = self.evaluate(_READABILITY)
+        return found
 
     def evaluate(self, expression: str) -> Any:
         result = self.command("Runtime.evaluate", session=True, expression=expression, returnByValue=True)

@@ -12,6 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 from ringway.errors import UsageError
 from ringway.observe.trace.writer import HEAD
 
+_LINES_TOGETHER = 1000
+
 
 class TracedCall(NamedTuple):
     """One call of one rank. Times are microseconds from the start of the trace."""
@@ -47,14 +49,15 @@ class Events:
 
     def in_one_folder(self) -> tuple[Events, str]:
         """The same with sites relative to the folder that all of them are in, and that folder; "" if there is none."""
-        folders = {os.path.dirname(call.site) for call in self.calls if call.site}
+        sites = {call.site for call in self.calls}
+        folders = {os.path.dirname(site) for site in sites if site}
         if not folders or not all(map(os.path.isabs, folders)):
             return self, ""
         folder = os.path.commonpath(folders)
         if folder == os.sep:
             return self, ""
         start = len(folder) + len(os.sep)
-        short = {site: intern(site[start:]) for site in {call.site for call in self.calls}}
+        short = {site: intern(site[start:]) for site in sites}
         return Events([call._replace(site=short[call.site]) for call in self.calls], self.dropped), folder
 
 
@@ -89,15 +92,24 @@ def _events(file: BinaryIO, rest: dict[str, Any]) -> Iterator[Any]:
     yield from whole["traceEvents"]
 
 
-def _by_line(lines: Iterable[bytes], rest: dict[str, Any]) -> Iterator[Any]:
-    remaining = iter(lines)
-    for line in remaining:
+def _by_line(lines: BinaryIO, rest: dict[str, Any]) -> Iterator[Any]:
+    together: list[bytes] = []
+    for line in lines:
         if line.strip() == b"],":
-            rest.update(json.loads(b"{" + b"".join(remaining)))
+            yield from _decoded(together)
+            rest.update(json.loads(b"{" + lines.read()))
             return
-        if line.strip():
-            yield json.loads(line.rstrip(b",\n"))
+        together.append(line.strip().rstrip(b","))
+        if len(together) == _LINES_TOGETHER:
+            yield from _decoded(together)
+            together.clear()
     raise ValueError("its end is missing")
+
+
+def _decoded(lines: Iterable[bytes]) -> list[Any]:
+    """The events of some lines at once, which takes half as long as one by one."""
+    events: list[Any] = json.loads(b"[" + b",".join(filter(None, lines)) + b"]")
+    return events
 
 
 def _call(event: Any) -> TracedCall | None:

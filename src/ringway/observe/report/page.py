@@ -22,7 +22,7 @@ _PLACE = "/*FIGURES*/"
 
 def as_data(value: Any) -> str:
     """JSON that is safe inside a script element: nothing in it can end the element or start a comment."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
