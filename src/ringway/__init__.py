@@ -16,7 +16,8 @@ from ringway.version import OLDEST_TORCH, release
 if release(torch.__version__) < release(OLDEST_TORCH):
     raise ImportError(
         f"ringway needs torch {OLDEST_TORCH} or newer, and torch {torch.__version__} is installed: "
-        "pip install --upgrade torch"
+        "pip install --upgrade torch",
+        name="ringway",  # `python -m ringway` then says so in one line
     )
 
 import torch.distributed as _torch_distributed

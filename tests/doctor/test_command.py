@@ -34,6 +34,10 @@ def test_a_torch_that_is_too_old(tmp_path: Path) -> None:
         assert _PROBLEM in ended.stderr, ended
         assert ended.stderr.count("\n") == 1, ended
         assert "Traceback" not in ended.stderr, ended
+    ended = _with_torch(tmp_path, _OLD, "-m", "ringway", "env")
+    assert ended.returncode == 1, ended
+    assert _PROBLEM in ended.stderr, ended
+    assert "Traceback" not in ended.stderr, ended
     ended = _with_torch(tmp_path, _OLD, "-c", starts, "doctor", "--json")
     assert (ended.returncode, ended.stderr) == (1, ""), ended
     document = json.loads(ended.stdout)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringway.testing import ConformanceFailed, RankContext, RankPool, check_backend
 
@@ -24,6 +25,25 @@ def test_a_sound_backend_passes() -> None:
     cases = ["all_to_all*", "all_reduce_*", "send*", "strided*", "lists_*"]
     report = check_backend("sound", (2,), preload=["third_party"], cases=cases)
     assert len(report.seconds) > 20
+
+
+def _found_by_its_entry_point(context: RankContext, packages: str) -> list[object]:
+    sys.path[:0] = [HERE, packages]
+    dist = context.start("packaged")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=dist.new_group(backend="packaged"))
+    return [dist.get_backend(), *tensor.tolist()]
+
+
+def test_an_installed_backend_is_found_by_its_name(pool: RankPool, tmp_path: Path) -> None:
+    about = tmp_path / "packaged-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: packaged\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[ringway.backends]\npackaged = third_party:Sound\n")
+    pool.replace()
+    assert pool.run(_found_by_its_entry_point, str(tmp_path), world_size=2) == [["packaged", 4.0, 4.0]] * 2
+    pool.replace()
 
 
 def _register(context: RankContext) -> None:

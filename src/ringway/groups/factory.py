@@ -49,10 +49,11 @@ def register_with_torch(registration: registry.Registration) -> None:
 
 
 def torch_spelling(backend: str) -> str:
-    """The name by which torch makes the group. torch learns here of backends that the user combines."""
-    together = registry.combined(backend)
-    if together is not None and together.torch_name not in c10d.Backend.backend_list:
-        register_with_torch(together)
+    """The name by which torch makes the group. torch learns here of backends that the user combines, and of those that
+    other packages bring."""
+    for found in (registry.combined(backend), *map(registry.own, registry.parse(backend).values())):
+        if found is not None and found.torch_name not in c10d.Backend.backend_list:
+            register_with_torch(found)
     return registry.torch_spelling(backend)
 
 
