@@ -161,7 +161,7 @@ class Backend(metaclass=_LikeTorch):
         """The group has failed for good. A backend whose calls in flight would wait forever ends them here."""
 
     def settle(self) -> None:
-        """Wait until no call of this backend is in flight on a device."""
+        """Wait until no call of this backend is in flight on a device. May raise what went wrong."""
 
     def close(self) -> None:
         """End the backend. Idempotent and bounded."""
