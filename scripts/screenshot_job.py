@@ -27,7 +27,7 @@ def main(trace: Path, until: Path) -> None:
     with dist.trace(str(trace)):
         for step in range(STEPS):
             if rank == 2 and step % 5 == 0:
-                time.sleep(0.05)
+                time.sleep(0.2)
             loss = model(torch.randn(32, 256)).square().mean()
             optimizer.zero_grad()
             loss.backward()
