@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 STEPS = 6
 CHANGED = os.environ.get("FRAMEWORKS_CHANGED", "")
-"""The change that this run makes to the program: empty, `shm` (the backend's name), or `install`."""
+"""The change that this run makes to the program: empty, `shm` or `hierarchical` (the backend's name), or
+`install`."""
 BACKEND = CHANGED if CHANGED == "shm" else "gloo"
 """For programs that name their backend."""
 

@@ -1,10 +1,12 @@
 """Ray: actors that form a group, also by their placement group, and the TorchTrainer. This process starts the
-ranks; torchrun is not used."""
+ranks; torchrun is not used. With the address of a cluster, it runs the TorchTrainer only, on two nodes of two CPUs."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 
 import ray
 import torch
@@ -49,9 +51,33 @@ class Rank:
         torch.distributed.destroy_process_group()
 
 
-def worker() -> None:
-    rank = ray.train.get_context().get_world_rank()
-    train("TorchTrainer", prepare_model(network()), rank)
+def worker(name: str) -> None:
+    train(name, prepare_model(network()), ray.train.get_context().get_world_rank())
+
+
+def trainer(name: str, backend: str, ranks: int) -> None:
+    TorchTrainer(
+        worker,
+        train_loop_config=name,
+        torch_config=TorchConfig(backend=backend),
+        scaling_config=ScalingConfig(num_workers=ranks),
+        run_config=RunConfig(storage_path=os.environ["FRAMEWORKS_REPORT"]),
+    ).fit()
+
+
+def import_ringway() -> None:
+    """In every worker: torch knows `shm` without this, but not ringway's other backends."""
+    import ringway  # noqa: F401
+
+
+def on_two_nodes(address: str) -> None:
+    ray.init(address=address, runtime_env={"worker_process_setup_hook": import_ringway} if CHANGED else None)
+    deadline = time.monotonic() + 120
+    while ray.cluster_resources().get("CPU", 0) < 4:
+        assert time.monotonic() < deadline, "the second node did not join"
+        time.sleep(0.2)
+    trainer("TorchTrainer", "ringway_hierarchical" if CHANGED else "gloo", 4)
+    ray.shutdown()
 
 
 def free_port() -> int:
@@ -60,7 +86,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-if __name__ == "__main__":
+def on_this_host() -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     ranks = [Rank.remote() for _ in range(2)]
     port = free_port()
@@ -78,10 +104,12 @@ if __name__ == "__main__":
     for rank in ranks.values():
         ray.kill(rank)
     ray.util.remove_placement_group(bundles)
-    TorchTrainer(
-        worker,
-        torch_config=TorchConfig(backend=BACKEND),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(storage_path=os.environ["FRAMEWORKS_REPORT"]),
-    ).fit()
+    trainer("TorchTrainer", BACKEND, 2)
     ray.shutdown()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        on_two_nodes(sys.argv[1])
+    else:
+        on_this_host()
