@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ringway.bench.schedule import Schedule
     from ringway.launch import run as launcher
 
-_BRIEF_SECONDS = 90.0
+_BRIEF_SECONDS = 80.0
 _MOST_DEATHS = 3
 _POLL = 0.2
 _RANK = """import signal
