@@ -6,8 +6,11 @@ page's script shows it only as text. The page forbids itself any request.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -45,11 +48,24 @@ def page(events: Events, title: str) -> str:
     return template.replace(_PLACE, as_data(facts))
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection, which looks at all calls of a long trace again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def report(trace_path: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
     """Turn a trace into a page."""
     name = os.fspath(trace_path)
     try:
-        text = page(read(name), os.path.basename(name))
+        with _no_collection():
+            text = page(read(name), os.path.basename(name))
     except (ValueError, OverflowError) as error:  # an invalid number, which ringway's own traces never have
         if isinstance(error, UsageError):
             raise
