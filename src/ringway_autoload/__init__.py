@@ -14,7 +14,12 @@ import sys
 from functools import partial
 from typing import Any
 
-_DEVICES = {"shm": ("cpu",), "mpi4py": ("cpu", "cuda")}
+_DEVICES = {
+    "shm": ("cpu",),
+    "mpi4py": ("cpu", "cuda"),
+    "hierarchical": ("cpu",),
+    "hierarchical_mpi": ("cpu",),
+}
 """The backends that programs of torch alone may name, by the devices they serve."""
 
 

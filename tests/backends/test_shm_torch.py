@@ -207,6 +207,8 @@ def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
         f"import sys; sys.path.append({str(tmp_path)!r})\n"
         "import torch.distributed as c10d\n"
         "assert 'ringway' not in sys.modules\n"
+        "names = {'shm', 'mpi4py', 'hierarchical', 'hierarchical_mpi'}\n"
+        "assert hasattr(c10d.Backend, '_ensure_backend_registered') or names <= set(c10d.Backend.backend_list)\n"
         "assert c10d.Backend.default_device_backend_map['cpu'] == 'gloo'\n"
     )
     _starts_on_shm(program)
@@ -238,8 +240,8 @@ def test_torch_finds_the_backend_by_its_entry_point() -> None:
         "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'  # before 2.14 torch has called another one\n"
         "from importlib.metadata import entry_points\n"
         "import sys, torch.distributed as c10d\n"
-        "for name in ('shm', 'mpi4py'):\n"
-        "    assert name not in c10d.Backend.backend_list and 'ringway' not in sys.modules or name == 'mpi4py'\n"
+        "for name in ('shm', 'mpi4py', 'hierarchical', 'hierarchical_mpi'):\n"
+        "    assert name not in c10d.Backend.backend_list and 'ringway' not in sys.modules or name != 'shm'\n"
         "    (found,) = entry_points(group='torch.distributed.backends', name=name)\n"
         "    found.load()()\n"
         "    assert name in c10d.Backend.backend_list and c10d.Backend._plugins[name.upper()].extended_api\n"

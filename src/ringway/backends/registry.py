@@ -50,11 +50,11 @@ _OWN: dict[str, Registration] = {
         "gloo", "ringway_gloo", ("cpu", "cuda"), _lazily("ringway.backends.torch.gloo", "GlooBackend")
     ),
     "hierarchical": Registration(
-        "hierarchical", "ringway_hierarchical", ("cpu",), _lazily("ringway.backends.several.hierarchical", "over_gloo")
+        "hierarchical", "hierarchical", ("cpu",), _lazily("ringway.backends.several.hierarchical", "over_gloo")
     ),
     "hierarchical_mpi": Registration(
         "hierarchical_mpi",
-        "ringway_hierarchical_mpi",
+        "hierarchical_mpi",
         ("cpu",),
         _lazily("ringway.backends.several.hierarchical", "over_mpi"),
     ),
