@@ -67,7 +67,12 @@ PARTS = {
     ),
     "browser": Part(
         "The pages of report and bench in a browser",
-        ("src/ringway/observe/report", "src/ringway/bench/page.py", "tests/browser.py"),
+        (
+            "src/ringway/observe/report",
+            "src/ringway/bench/page.py",
+            "tests/browser.py",
+            "tests/observe/test_report_page.py",
+        ),
         ("-m", "browser"),
     ),
     "attack": Part(
